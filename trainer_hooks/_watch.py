@@ -33,6 +33,7 @@ from trainer_hooks.probe.probe import Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
+from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
@@ -308,8 +309,19 @@ def _controller(
         attempt=place.attempt,
         evaluations=_evaluations(given.early_stopping, ranks, emitter, recovery),
         owns_clip=given.owns_clip,
+        state_check=_state_check(given, recovery, faults),
         turn_names=tuple(turn.name for turn in device.turns),
     )
+
+
+def _state_check(
+    given: Arguments, recovery: RecoveryManager | None, faults: FaultCounter
+) -> StateCheck | None:
+    """Return what looks at the state where no snapshot does; snapshots look at theirs."""
+    if recovery is None:
+        with faults.fail_open("state_check"):
+            return StateCheck(given.model, given.optimizers)
+    return None
 
 
 def _evaluations(

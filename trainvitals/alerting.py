@@ -99,6 +99,15 @@ ALERTS: tuple[AlertSpec, ...] = (
         "if the run is healthy, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
+        name="NonFiniteState",
+        severity="page",
+        point=True,
+        help="Optimizer state, buffers or unused parameters are NaN or infinite while the loss is "
+        "finite, and Vitals did not roll back (mode `guard`, or a rollback did not fix it). In "
+        "mode `heal` no further snapshot or checkpoint is made. The event `nonfinite_state` names "
+        "the tensors. Restart from a checkpoint.",
+    ),
+    AlertSpec(
         name="NonFiniteStreak",
         severity="page",
         point=True,
@@ -131,6 +140,13 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=True,
         help="Vitals accepted a lasting change of the loss or gradient norm as normal. Check the "
         "data.",
+    ),
+    AlertSpec(
+        name="SnapshotMissed",
+        severity="notify",
+        point=True,
+        help="A snapshot in memory could not be taken, so a rollback would go further back. The "
+        "event `snapshot_missed` has the reason.",
     ),
     AlertSpec(
         name="WithholdingSpent",

@@ -24,9 +24,10 @@ ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"
 
 
 BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
-WITHHELD, CLIPS = 64, 128
+WITHHELD, CLIPS, NONFINITE_STATE, SNAPSHOT_MISSED = 64, 128, 256, 512
 """Bits of the column ``steps.verdict``. The first two, OVERFLOW and WITHHELD keep the update from
-being applied; a finite outlier alone does not. CLIPS: the loop clips what an outlier brings."""
+being applied; a finite outlier alone does not. CLIPS: the loop clips what an outlier brings.
+NONFINITE_STATE, SNAPSHOT_MISSED: what the ranks said of their state where they looked at it."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +44,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite_ranks: tuple[int, ...] = ()
     failed_ranks: tuple[int, ...] = ()
     nonfinite_params: int = 0
+    nonfinite_state: int = 0
+    """Ranks whose parameters, optimizer state or buffers hold a NaN or Inf that must not be there.
+    Looked at with each snapshot, and where there are none every 200 steps."""
+    nonfinite_state_rank: int = -1
+    """The rank, where it is one."""
+    snapshots_missed: int = 0
+    """Ranks that could not take the snapshot that was due."""
     skipped: bool = False
     withheld: bool = False
     """Whether the rule of finite outliers kept the update back; in ``observe`` it would have."""

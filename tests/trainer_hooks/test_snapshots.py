@@ -6,15 +6,37 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.trainer_hooks.side_streams import Earliest, Latest
 from tests.trainer_hooks.training import Training
 from trainer_hooks.recovery.manager import SnapshotRing, is_proven, num_slots
 from trainer_hooks.recovery.memory import host_memory_left
 from trainvitals.errors import CheckpointError, ConfigError
 
+SIDES = {"on the host": lambda: None, "earliest": Earliest, "latest": Latest}
+"""Where and when the copies run: without a device, and at the ends of what a device may choose."""
+_side = [SIDES["on the host"]]
+
+
+def pytest_generate_tests(metafunc):
+    """Run each test with every one of them."""
+    metafunc.fixturenames.append("side")
+    metafunc.parametrize("side", SIDES, indirect=True)
+
+
+@pytest.fixture
+def side(request):
+    _side[0] = SIDES[request.param]
+    yield
+    _side[0] = SIDES["on the host"]
+
 
 def make_ring(training, *, slots=2, interval=4, healthy_after=3):
     return SnapshotRing(
-        training.state, num_slots=slots, interval=interval, healthy_after=healthy_after
+        training.state,
+        num_slots=slots,
+        interval=interval,
+        healthy_after=healthy_after,
+        side=_side[0](),
     )
 
 
@@ -248,12 +270,23 @@ def test_memory_left_is_unknown_where_nothing_says_it(tmp_path):
 class Life(RuleBasedStateMachine):
     """Any order of events; the newest healthy snapshot is never lost and always restores."""
 
-    @initialize(slots=st.integers(2, 4), interval=st.integers(1, 6), after=st.integers(0, 8))
-    def begin(self, slots, interval, after):
+    @initialize(
+        slots=st.integers(2, 4),
+        interval=st.integers(1, 6),
+        after=st.integers(0, 8),
+        side=st.sampled_from([*SIDES]),
+    )
+    def begin(self, slots, interval, after, side):
         self.weight = torch.nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(self.weight.parameters(), lr=0.1)
         state = type(Training().state)(self.weight, [optimizer])
-        self.ring = SnapshotRing(state, num_slots=slots, interval=interval, healthy_after=after)
+        self.ring = SnapshotRing(
+            state,
+            num_slots=slots,
+            interval=interval,
+            healthy_after=after,
+            side=SIDES[side](),
+        )
         self.step, self.bad, self.attempt, self.pending = 0, -1, 1, []
         self.take(trusted=True)
         self.ring.commit(0, True)

@@ -41,10 +41,11 @@ class Run:
         value: float = 9.5,
         evaluation: float | None = None,
     ) -> list[Decision]:
-        """Take one step per word: "ok", or a finding's cause; return the new decisions."""
+        """Take one step per word: "ok", a finding's cause, what was said of a snapshot ("state",
+        "missed"); return the new decisions."""
         start = len(self.ledger)
         for kind in kinds:
-            bad = kind != "ok"
+            bad = kind not in ("ok", "state", "missed")
             finite = kind == "outlier"
             withheld = finite and bool(self.state.row or not self.clips)
             record = StepRecord(
@@ -55,6 +56,9 @@ class Run:
                 skipped=bad and self.mode != "observe" and (withheld or not finite),
                 withheld=withheld,
                 clips=self.clips,
+                nonfinite_state=int(kind == "state"),
+                nonfinite_state_rank=3 if kind == "state" else -1,
+                snapshots_missed=int(kind == "missed"),
             )
             verdict = decide(
                 self.state,
@@ -80,7 +84,7 @@ class Run:
         return self.ledger[start:]
 
     def _findings(self, kind: str, value: float) -> list[Finding]:
-        if kind == "ok":
+        if kind in ("ok", "state", "missed"):
             return []
         names = {"params": "nonfinite_params", "nan": "nonfinite", "outlier": "spike"}
         return [

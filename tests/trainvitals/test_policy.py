@@ -113,6 +113,72 @@ def test_non_finite_parameters_roll_back_at_once() -> None:
     assert ("rollback", "nonfinite_params") == (decision.action, decision.rule)
 
 
+def test_a_state_that_is_not_finite_behind_a_finite_loss_rolls_back_and_plays_all_again() -> None:
+    (decision,) = Run().feed("ok", "state")
+    assert ("rollback", "nonfinite_state", 150, 0, 3) == (
+        decision.action, decision.rule, decision.rollback_to_step, decision.skip_batches,
+        decision.rank,
+    )  # fmt: skip
+
+
+def test_where_that_does_not_cure_it_it_is_told_and_never_halts_or_loops() -> None:
+    run = Run()
+    run.feed("state")
+    run.restored(150)
+    for _ in range(20):
+        assert [] == run.feed(*["ok"] * 49, "state")
+    finding, *others = run.told
+    assert ("nonfinite_state", "actionable", 199, 3) == (
+        finding.kind, finding.level, finding.step, finding.rank,
+    )  # fmt: skip
+    assert [(199 + 50 * i, 199) for i in range(1, 20)] == [(f.step, f.onset_step) for f in others]
+    assert "it is there again after a rollback, so training continues" in finding.reason
+    assert "" == run.state.facts.halted
+
+
+def test_what_did_not_cure_is_tried_again_once_the_budget_s_window_is_over() -> None:
+    run = Run(budget_window=100)
+    run.feed("state")
+    run.restored(150)
+    run.feed(*["ok"] * 50, "state")
+    assert [] == run.feed(*["ok"] * 90, "state")
+    assert ["rollback"] == [d.action for d in run.feed(*["ok"] * 10, "state")]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "guard"}, "mode 'guard' does not roll back"),
+        ({"mode": "observe"}, "mode 'observe' does not roll back"),
+        ({"refs": (CheckpointRef(id="late", step=195),)}, "none of 1 checkpoints is healthy"),
+    ],
+)
+def test_where_nothing_can_go_back_it_is_told_and_not_at_each_look(
+    options: dict[str, Any], words: str
+) -> None:
+    run = Run(**options)
+    assert [] == run.feed("state", "ok", "state", "state")
+    (finding,) = run.told
+    assert words in finding.reason
+
+
+def test_a_skip_of_the_same_step_stays_in_the_ledger_where_nothing_goes_back() -> None:
+    run = Run(mode="guard")
+    record = StepRecord(step=200, attempt=1, loss=2.1, skipped=True, nonfinite_state=1)
+    verdict = decide(run.state, (), record=record, decided_at_step=201)
+    assert verdict.decision is not None
+    assert ("skip_step", 1, 1) == (
+        verdict.decision.action, verdict.decision.ledger_seq, verdict.state.facts.ledger_seq,
+    )  # fmt: skip
+    assert ["nonfinite_state"] == [f.kind for f in verdict.findings]
+
+
+def test_missed_snapshots_are_told_ever_more_seldom() -> None:
+    run = Run()
+    run.feed(*["missed", "ok"] * 9)
+    assert [1.0, 2.0, 4.0, 8.0] == [finding.value for finding in run.told]
+
+
 def test_without_a_usable_checkpoint_heal_halts_and_says_so() -> None:
     refs = (CheckpointRef(id="late", step=195),)
     decision = Run(refs=refs).feed(*STORM)[-1]
@@ -271,7 +337,9 @@ def test_a_setting_without_sense_is_refused_with_its_value(settings: dict[str, A
 
 # ------------------------------------------------------------------------------- properties
 
-words = st.sampled_from(["ok", "ok", "ok", "ok", "ok", "nan", "outlier", "params", "slow"])
+words = st.sampled_from(
+    ["ok", "ok", "ok", "ok", "ok", "nan", "outlier", "params", "state", "missed", "slow"]
+)
 modes: st.SearchStrategy[Mode] = st.sampled_from(["observe", "guard", "heal"])
 
 

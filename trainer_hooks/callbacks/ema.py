@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_hooks.callbacks.averaging import Late, Pair, fused_update, in_chunks, start
+from trainer_hooks.recovery.copying import wait_for_copies
 from trainer_hooks.step.gradients import clean_name, local_tensor, reshard, unwrap
 from trainvitals.errors import CheckpointError, UsageError
 
@@ -106,6 +107,7 @@ class EMA(nn.Module):
                 hint="remove the call, or remove the average from watch(state=...)",
             )
         self.refuse_swapped()
+        wait_for_copies()
         self.begin(torch.zeros((), device=next(iter(self._weights.values())).device))
         self.follow(list(self._weights))
 
@@ -199,6 +201,7 @@ class EMA(nn.Module):
             self._settle()
             parts = self._parts()
             kept = [w.to(a.device, copy=True) for a, w in parts]
+            wait_for_copies()
         self._swapped = True
         try:
             with torch.no_grad():
@@ -206,6 +209,7 @@ class EMA(nn.Module):
             yield
         finally:
             with torch.no_grad():
+                wait_for_copies()  # of what was evaluated within
                 _copy([(k, w) for k, (_, w) in zip(kept, self._parts(), strict=True)])
                 reshard(self._of[0])
             self._swapped = False
@@ -237,6 +241,7 @@ class EMA(nn.Module):
                 f"the averages do not fit this model: {problem}",
                 hint="give a model of the same architecture, sharded in the same way",
             )
+        wait_for_copies()
         _copy(
             [
                 (local_tensor(source_tensors[name]), local_tensor(t))
@@ -295,6 +300,7 @@ class EMA(nn.Module):
                 hint="load what state_dict() of an average of the same model, sharded in the same "
                 "way, returned",
             )
+        wait_for_copies()
         _copy([(local_tensor(state_dict[n]), local_tensor(tensor)) for n, tensor in live.items()])
 
     def __getstate__(self) -> dict[str, Any]:

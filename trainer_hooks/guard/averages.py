@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.guard.optimizer_state import true_elements
+from trainer_hooks.recovery.copying import wait_for_copies
 from trainer_hooks.step.reduce_vector import AsyncCopy
 from trainvitals.errors import UsageError
 
@@ -148,6 +149,7 @@ class _GuardedUpdate:
         """Average the model in, unless its last step was skipped; waits for nothing."""
         plain = type(self._average).update_parameters
         verdict = self._verdict_of(model)
+        wait_for_copies()
         if verdict is None:
             plain(self._average, model)
             return

@@ -3,12 +3,16 @@
 Each block is looked at while it is still in the core's cache, so the check costs little beside the
 copy. As many threads copy as torch would use; none of them calls torch, whose own number of threads
 is the training's.
+
+From a GPU the copy runs on a side stream. Whoever writes what it reads lets it end first, on the
+device: ``wait_for_copies``.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -120,3 +124,80 @@ def _copied(piece: _Piece) -> bool:
         if first_nonfinite is not None and not are_finite(block, first_nonfinite):
             finite = False
     return finite
+
+
+# ------------------------------------------------------------- the order on the device
+
+
+class SideStream(Protocol):
+    """A device's second queue of work, beside the stream that the training is on.
+
+    All that order is made of is here, so that a test may stand in for a device and run what is on
+    the side at any moment that a device may choose.
+    """
+
+    def run(self, work: Callable[[], None]) -> object:
+        """Queue work behind what the training's stream has by now; return what marks its end."""
+
+    def wait(self, end: object) -> None:
+        """Put what the training's stream is given from now on behind that end; no host waits."""
+
+    def join(self, end: object) -> None:
+        """Make the host wait for that end."""
+
+    def drain(self) -> None:
+        """Make the host wait for what the training's stream has by now."""
+
+
+class CudaSideStream:
+    """The one of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def run(self, work: Callable[[], None]) -> torch.cuda.Event:
+        """Queue work; each kernel and copy in it lands on the side."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work()
+            end: torch.cuda.Event = self._stream.record_event()
+        return end
+
+    def wait(self, end: object) -> None:
+        """Let the present stream wait."""
+        assert isinstance(end, torch.cuda.Event)
+        torch.cuda.current_stream(self._device).wait_event(end)
+
+    def join(self, end: object) -> None:
+        """Let the host wait."""
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+
+    def drain(self) -> None:
+        """Let the host wait for the present stream."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+
+class PendingCopy:
+    """A copy that may still be under way: what it reads is not to be written before."""
+
+    def __init__(self, side: SideStream, end: object) -> None:
+        self._side, self._end = side, end
+        _PENDING.add(self)
+
+    def wait(self) -> None:
+        """Let what is queued from now on come after it."""
+        self._side.wait(self._end)
+
+
+_PENDING: WeakSet[PendingCopy] = WeakSet()
+"""Of all rings: an average knows its weights, and not who copies them."""
+
+
+def wait_for_copies() -> None:
+    """Let what is queued from now on come after every copy that is under way; no host waits.
+
+    For our own writers of weights, optimizer state and averages outside of a step.
+    """
+    for pending in tuple(_PENDING):
+        pending.wait()

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -22,8 +23,16 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from trainer_hooks.guard.optimizer_state import nonfinite_count
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.copying import Pair, copy_and_count
+from trainer_hooks.recovery.copying import (
+    CudaSideStream,
+    Pair,
+    PendingCopy,
+    SideStream,
+    copy_and_count,
+)
+from trainer_hooks.recovery.finite import is_finite
 from trainer_hooks.recovery.memory import host_memory_left
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.state import HostState, Spec, TrainingState
@@ -82,7 +91,8 @@ class _Slot:
         self._lock = threading.Lock()
         self._holders = 0
         self._filled: list[str] = []
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Callable[[], None] | None = None
+        """Makes the host wait for a copy on the side."""
         self.owned = False
 
     @property
@@ -100,16 +110,32 @@ class _Slot:
             [Pair(self._buffer(k, t), t, checked=must_be_finite(k)) for k, t in live.items()]
         )
 
-    def fill_beside(self, live: Mapping[str, Tensor], side: torch.cuda.Stream) -> torch.cuda.Event:
-        """Copy on the side stream; what the next forward writes is copied on the main one first."""
-        main = torch.cuda.current_stream(side.device)
-        self._begin({k: t for k, t in live.items() if k.startswith("buffer.")})
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            self._begin({k: t for k, t in live.items() if not k.startswith("buffer.")})
-            self._copied = side.record_event()
+    def fill_beside(
+        self,
+        live: Mapping[str, Tensor],
+        must_be_finite: Callable[[str], bool],
+        side: SideStream,
+        device: torch.device,
+    ) -> tuple[Tensor, object]:
+        """Copy on the side; return how many that must be finite are not, and what marks the end.
+
+        Buffers are copied on the training's own stream: the next forward writes them. All else is
+        counted where it is copied, so that no write comes between the two.
+        """
+        early = {k: t for k, t in live.items() if k.startswith("buffer.")}
+        late = {k: t for k, t in live.items() if k not in early}
+        self._begin(early)
+        wrong = nonfinite_count([t for k, t in early.items() if must_be_finite(k)], device)
+
+        def copy_late() -> None:
+            self._begin(late)
+            checked = [t for k, t in late.items() if must_be_finite(k)]
+            wrong.add_(nonfinite_count(checked, device))
+
+        end = side.run(copy_late)
+        self._copied = partial(side.join, end)
         self._filled = list(live)
-        return self._copied
+        return wrong, end
 
     def _begin(self, live: Mapping[str, Tensor]) -> None:
         for key, tensor in live.items():
@@ -129,7 +155,7 @@ class _Slot:
     def tensors(self) -> dict[str, Tensor]:
         """Return what was copied, once the copy is complete."""
         if self._copied is not None:
-            self._copied.synchronize()
+            self._copied()
         return {key: self._buffers[key] for key in self._filled}
 
 
@@ -194,7 +220,13 @@ class SnapshotRing:
         interval: int,
         healthy_after: int,
         keep_evaluated: bool = False,
+        overlap: bool = False,
+        side: SideStream | None = None,
     ) -> None:
+        """``overlap``: what the loop writes between two steps need not wait for a copy.
+
+        ``side`` is where copies run; None is a GPU's own, and on the CPU there is none.
+        """
         if num_slots < 2 or interval < 1 or healthy_after < 0:
             raise ConfigError(
                 f"snapshots: {num_slots} slots, interval {interval}, healthy after {healthy_after};"
@@ -204,15 +236,21 @@ class SnapshotRing:
         self.num_slots = num_slots
         self._interval = interval
         self._healthy_after = healthy_after
-        self._side = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
-        self._slots = [_Slot(pinned=self._side is not None) for _ in range(num_slots)]
-        self._beside = _Slot(pinned=self._side is not None) if keep_evaluated else None
+        self._pinned = state.device.type == "cuda"
+        self._side = CudaSideStream(state.device) if side is None and self._pinned else side
+        self._overlap = overlap
+        self._slots = [_Slot(pinned=self._pinned) for _ in range(num_slots)]
+        self._beside = _Slot(pinned=self._pinned) if keep_evaluated else None
         self._entries: list[Snapshot] = []
         self._changes: list[CheckpointChanged] = []
-        self._pending: torch.cuda.Event | None = None
+        self._pending: PendingCopy | None = None
         self._last_taken = 0
+        self._may_lend = False
+        self._last_bad: Snapshot | None = None
         self.num_missed = 0
         """Snapshots this rank could not take; the ranks then drop that one together."""
+        self.failure = ""
+        """Why, of the newest one."""
 
     # -------------------------------------------------------------------------------- memory
 
@@ -228,6 +266,8 @@ class SnapshotRing:
         """
         left = host_memory_left() if left is None else left
         needed = self.bytes() * ranks_on_node
+        one_more = self._state.bytes_when_warm() * ranks_on_node
+        self._may_lend = left is None or needed + one_more <= left // 2
         if left is not None and needed > left // 2:
             raise CheckpointError(
                 f"snapshots need {_gib(needed)} on this node ({self.slots_in_words()}, "
@@ -237,7 +277,10 @@ class SnapshotRing:
             )
 
     def slots_in_words(self) -> str:
-        """Return what the memory is for."""
+        """Return what the memory is for.
+
+        One slot more is lent while a save holds one, where half of the memory has room for it.
+        """
         beside = "" if self._beside is None else " and one for the state that was evaluated"
         return f"{self.num_slots} slots{beside}"
 
@@ -253,8 +296,9 @@ class SnapshotRing:
         """Copy the live state; return, on the device, what is wrong with it (0.0: nothing).
 
         Put the number into the next pack and hand the ranks' verdict to ``commit``. It never
-        raises: a rank that could not copy says 1.0. On CUDA nothing waits here, and
-        ``before_update`` keeps the next update from overtaking the copy.
+        raises: a rank that could not copy says 1.0. On a GPU the host waits for nothing; what is
+        queued after this call comes after the copy. With ``overlap`` that holds from the next
+        ``before_update`` on, or ``wait_for_copies``: call one before the number is read.
 
         Args:
             step: the step that is trained next from this state.
@@ -274,11 +318,15 @@ class SnapshotRing:
             return self._fill(entry)
         except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the pack
             self.num_missed += 1
-            entry.failure = f"{type(error).__name__}: {error}"
+            self.failure = entry.failure = f"{type(error).__name__}: {error}"
             return torch.ones((), device=self._state.device)
 
     def _fill(self, entry: Snapshot) -> Tensor:
         free = [slot for slot in self._slots if slot.free]
+        if not free and self._may_lend and len(self._slots) == self.num_slots:
+            # A save holds one for as long as the disk takes, and nothing newer would be kept.
+            free = [_Slot(pinned=self._pinned)]
+            self._slots += free
         if not free:
             raise CheckpointError("all slots are still being written to disk")
         return self._copy(entry, free[0])
@@ -288,12 +336,17 @@ class SnapshotRing:
         with torch.inference_mode(False), torch.no_grad():
             entry.host = self._state.host_state()
             live = self._state.tensors()
+            self._state.forget_replaced(live)
             if self._side is None:
                 count = slot.fill(live, self._state.must_be_finite)
                 wrong = torch.tensor(float(count), device=self._state.device)
             else:
-                wrong = self._state.nonfinite_count()
-                self._pending = slot.fill_beside(live, self._side)
+                wrong, end = slot.fill_beside(
+                    live, self._state.must_be_finite, self._side, self._state.device
+                )
+                self._pending = PendingCopy(self._side, end)
+                if not self._overlap:
+                    self.before_update()
         entry._slot = slot
         slot.owned = True
         return wrong
@@ -301,7 +354,7 @@ class SnapshotRing:
     def before_update(self) -> None:
         """Make the coming ``optimizer.step()`` wait, on the device, for a copy in flight."""
         if self._pending is not None:
-            torch.cuda.current_stream(self._state.device).wait_event(self._pending)
+            self._pending.wait()
             self._pending = None
 
     def take_evaluated(self, step: int, attempt: int, meta: Meta) -> Snapshot:
@@ -326,11 +379,22 @@ class SnapshotRing:
         """
         for entry in [e for e in self._entries if e.step == step and e.state == "candidate"]:
             if not ok:
+                self._last_bad = entry
                 self._drop([entry], entry.failure or "not finite, or missing on a rank", "bad")
             else:
                 assert entry._slot is not None, "the ranks agreed on a snapshot that is not there"
                 entry.state = "healthy" if entry.trusted else "verified"
                 self._note(entry)
+
+    def nonfinite_names(self) -> list[str]:
+        """Return what is not finite in the copy that was dropped as bad, before the next is taken.
+
+        Waits for that copy.
+        """
+        if self._last_bad is None or self._last_bad.failure:
+            return []
+        copied, self._last_bad = self._last_bad.tensors(), None
+        return [k for k, t in copied.items() if self._state.must_be_finite(k) and not is_finite(t)]
 
     def promote(self, current_step: int, last_unhealthy_step: int) -> list[Snapshot]:
         """Make healthy what the steps judged so far prove (see ``is_proven``), and return it."""
@@ -417,12 +481,11 @@ class SnapshotRing:
                 f"snapshot {checkpoint_id!r} is not in memory", hint=f"in memory are: {ids}"
             )
         saved = entry.tensors()
-        self.before_update()
         self._state.conform({k: Spec.of(t) for k, t in saved.items()}, entry.host)
         self._state.write(saved)
         self._state.load_host_state(entry.host)
         if self._side is not None:
-            torch.cuda.current_stream(self._state.device).synchronize()
+            self._side.drain()
         self._drop(self._entries[self._entries.index(entry) + 1 :], "newer than a rollback")
         self._last_taken = entry.step
         return Restored(entry.id, entry.step, entry.attempt, entry.meta)
@@ -459,6 +522,10 @@ class CheckpointSettings(Settings, frozen=True, kw_only=True):
     snapshot_every: Count = 0
     """Steps between snapshots in memory; 0 takes ``healthy_after`` plus the readback lag, so that
     two slots do."""
+    overlap_copy: bool = False
+    """On a GPU, let a snapshot's copy run beside the next forward and backward, which otherwise
+    begin after it. Only where nothing but Vitals writes parameters, optimizer state or averages
+    between two steps; Vitals' own writers wait for the copy."""
     save_every: AtLeastOne = 200
     """Steps between checkpoints on disk; each is a snapshot that became healthy."""
     save_seconds: NotNegative = 0.0
@@ -503,7 +570,13 @@ class RecoveryManager:
         self._newest_saved: tuple[int, int] = (0, 0)
         """Step and attempt of the newest checkpoint that is complete; of rank 0 alone."""
         self._on_disk: tuple[CheckpointRef, ...] = ()
-        self._wrong: tuple[int, Tensor] | None = None
+        self._wrong: tuple[int, Tensor | None] | None = None
+        """Of the newest snapshot its step, and what is wrong with it; None: it could not be taken.
+        """
+        self._may_be_saving = False
+        """Whether the save that this rank began last has not been seen to end."""
+        self._is_saving = False
+        """Whether rank 0 said, with the newest step, that it is saving."""
 
     @classmethod
     def make(
@@ -540,6 +613,7 @@ class RecoveryManager:
             interval=interval,
             healthy_after=settings.healthy_after,
             keep_evaluated=keep_evaluated,
+            overlap=settings.overlap_copy,
         )
         store = CheckpointStore(
             state,
@@ -600,6 +674,7 @@ class RecoveryManager:
         self._ring.forget("the loop loaded its own state")
         unproven = any(ref.step == step and ref.state == "verified" for ref in self._on_disk)
         wrong = self._ring.take(step, attempt, meta, trusted=not unproven)
+        self._ring.before_update()
         bad = [rank for rank, count in enumerate(self._ranks.gather(float(wrong))) if count]
         if bad:
             raise CheckpointError(
@@ -621,11 +696,36 @@ class RecoveryManager:
     def after_step(self, next_step: int, attempt: int, meta: Callable[[], Meta]) -> None:
         """Take a snapshot where one is due."""
         if self._ring.due(next_step):
-            self._wrong = (next_step, self._ring.take(next_step, attempt, meta()))
+            num_missed = self._ring.num_missed
+            wrong = self._ring.take(next_step, attempt, meta())
+            is_missed = self._ring.num_missed > num_missed
+            self._wrong = (next_step, None if is_missed else wrong)
 
     def flag(self, step: int) -> Tensor | None:
-        """Return what is wrong with this rank's snapshot of ``step``; None where none is due."""
-        return self._wrong[1] if self._wrong is not None and self._wrong[0] == step else None
+        """Return how many tensors of the snapshot of ``step`` are not finite; None: no snapshot."""
+        if self._wrong is None or self._wrong[0] != step:
+            return None
+        self._ring.before_update()  # it is counted where it is copied
+        return self._wrong[1]
+
+    def missed(self, step: int) -> bool:
+        """Return whether this rank could not take the snapshot that was due at ``step``."""
+        return self._wrong == (step, None)
+
+    def nonfinite_names(self) -> list[str]:
+        """Return what is not finite in this rank's newest snapshot that was dropped for it."""
+        return self._ring.nonfinite_names()
+
+    @property
+    def failure(self) -> str:
+        """Why this rank could not take the newest snapshot that it missed."""
+        return self._ring.failure
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank is writing a checkpoint: rank 0 says so, and the next one waits."""
+        self._may_be_saving = self._may_be_saving and not self._store.wait(0.0)
+        return self._may_be_saving
 
     @property
     def newest_saved(self) -> tuple[int, int]:
@@ -641,8 +741,9 @@ class RecoveryManager:
     def returned(self, reduced: Reduced, *, step: int) -> None:
         """Take in what all ranks said with ``step``: of its snapshot, and rank 0 of the disk."""
         # A rank that could not measure the step could not speak for its copy either.
-        silent = reduced.total("failed")
-        self._ring.commit(step, ok=reduced.total("snapshot_wrong") + silent == 0.0)
+        wrong = reduced.total("nonfinite_state") + reduced.total("snapshot_missed")
+        self._ring.commit(step, ok=wrong + reduced.total("failed") == 0.0)
+        self._is_saving = bool(reduced.root["saving"])
         due = bool(reduced.root["save_due"])
         # Steps that were under way when a save began say it once more.
         self._time_is_up = self._time_is_up or (due and not self._was_due)
@@ -668,9 +769,12 @@ class RecoveryManager:
             self._saved_at, self._saved_ns = newest.step, self._clock.monotonic_ns()
             self._time_is_up = False
             self._store.save(newest)
+            self._may_be_saving = True
         self._say()
 
     def _is_due(self, steps: int) -> bool:
+        if self._is_saving:  # each save holds a slot: a second one would starve the ring
+            return False
         return steps >= self.settings.save_every or (self._time_is_up and steps > 0)
 
     def _prove_on_disk(self, step: int) -> None:
@@ -702,6 +806,7 @@ class RecoveryManager:
         Raises:
             CheckpointError: nothing could be restored.
         """
+        self._ring.before_update()
         self._wrong = None
         target = next(ref for ref in self.refs() if ref.id == decision.checkpoint_id)
         if target.where == "memory":
@@ -755,7 +860,9 @@ class RecoveryManager:
         what is on disk could be written.
         """
         self._store.wait(None)
-        bad = sum(self._ranks.gather(float(self._ring.take(step, attempt, meta))))
+        wrong = self._ring.take(step, attempt, meta)
+        self._ring.before_update()
+        bad = sum(self._ranks.gather(float(wrong)))
         self._ring.commit(step, ok=not bad)
         last = self._ring.newest_healthy() if bad else self._ring.newest_committed()
         if last is None or any(

@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.guard import optimizer_state
 from trainer_hooks.recovery.checkpoints.shard_layout import Held, held_in
+from trainer_hooks.recovery.copying import wait_for_copies
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.step.gradients import clean_name, reshard, unwrap
 from trainvitals.errors import CheckpointError
@@ -87,7 +88,9 @@ class TrainingState:
             clean_name(n): p for n, p in self._model.named_parameters()
         }
         self._names = {id(p): n for n, p in self._params.items()}
-        self._finite_at_start = frozenset(self.tensors()) - frozenset(self.nonfinite())
+        nonfinite = self.nonfinite()
+        live = self.tensors()
+        self._finite_at_start = {k: Spec.of(t) for k, t in live.items() if k not in nonfinite}
 
     # ------------------------------------------------------------------------------- its place
 
@@ -211,6 +214,16 @@ class TrainingState:
         """
         return key.startswith(("model.", "optim.")) or key in self._finite_at_start
 
+    def forget_replaced(self, live: Mapping[str, Tensor]) -> None:
+        """Ask no longer whether a buffer is finite that the model has made anew in another shape.
+
+        A mask that is built at the first batch, or grows with the longest one, is infinite by
+        design.
+        """
+        for key, tensor in live.items():
+            if self._finite_at_start.get(key, Spec.of(tensor)) != Spec.of(tensor):
+                del self._finite_at_start[key]
+
     def nonfinite_count(self) -> Tensor:
         """Return, on the device and without waiting for it, how many tensors are not finite.
 
@@ -221,11 +234,7 @@ class TrainingState:
 
     def nonfinite(self) -> list[str]:
         """Return the names of all tensors with a NaN or Inf in them; waits for the device."""
-        return [
-            k
-            for k, t in self.tensors().items()
-            if optimizer_state.nonfinite_count([t], t.device).item()
-        ]
+        return _nonfinite_in(self.tensors())
 
     # ----------------------------------------------------------------------------- restoring
 
@@ -243,6 +252,7 @@ class TrainingState:
         """
         live = self.tensors()
         self._check_fit(saved, live, host)
+        wait_for_copies()
         owners = {key: (i, state, name) for key, i, state, name in self._moments()}
         kept = {id(state) for key, (_, state, _) in owners.items() if key in saved}
         for key in [k for k in owners if k not in saved]:
@@ -385,6 +395,67 @@ class TrainingState:
         ours = {n for n, s in self._extra.items() if not isinstance(s, nn.Module)}
         if set(host["extra"]) != ours:
             _refuse(f"state registered then: {sorted(host['extra'])}; now: {sorted(ours)}")
+
+
+class StateCheck:
+    """Looks, every so many steps, whether what a finite loss may hide is finite: without snapshots.
+
+    That is parameters, optimizer state, and buffers that were finite at ``watch()`` and are of the
+    shape they had. Nothing is copied, and no GPU is waited for.
+    """
+
+    EVERY = 200
+    """Steps between two looks: each reads everything once."""
+    AGAIN = 50
+    """The same once something was not finite, so that its alert goes on for as long as it is so."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model, self._optimizers = unwrap(model)[0], tuple(optimizers)
+        self._names = {id(p): clean_name(n) for n, p in self._model.named_parameters()}
+        self.every = self.EVERY
+        buffers = self._buffers()
+        bad = set(_nonfinite_in(buffers))
+        self._finite_at_start = {k: Spec.of(t) for k, t in buffers.items() if k not in bad}
+
+    def flag(self, step: int) -> Tensor | None:
+        """Return, on the device, how many tensors are not finite; None where no look is due."""
+        if step % self.every or not step:
+            return None
+        tensors = self._tensors()
+        device = next((t.device for t in tensors.values() if t.is_cuda), torch.device("cpu"))
+        return optimizer_state.nonfinite_count(list(tensors.values()), device)
+
+    def nonfinite_names(self) -> list[str]:
+        """Return the names of what is not finite by now; waits for the device."""
+        return _nonfinite_in(self._tensors())
+
+    def _buffers(self) -> dict[str, Tensor]:
+        named = ((f"buffer.{clean_name(n)}", b) for n, b in self._model.named_buffers())
+        return {k: optimizer_state.true_elements(b) for k, b in named if _is_readable(b)}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        buffers = self._buffers().items()
+        live = {k: b for k, b in buffers if self._finite_at_start.get(k) == Spec.of(b)}
+        for i, optimizer in enumerate(self._optimizers):
+            for number, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+                name = self._names.get(id(param), f"unnamed.{number}")
+                parts = {f"model.{name}": param}
+                state = optimizer.state.get(param)
+                if isinstance(state, Mapping):
+                    parts |= {f"optim.{i}.{name}.{k}": v for k, v in state.items() if k != "step"}
+                live |= {
+                    k: optimizer_state.true_elements(t) for k, t in parts.items() if _is_readable(t)
+                }
+        return live
+
+
+def _is_readable(value: object) -> bool:
+    return isinstance(value, Tensor) and optimizer_state.is_dense(value) and not value.is_meta
+
+
+def _nonfinite_in(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of those with a NaN or Inf in them; waits for the device."""
+    return [k for k, t in tensors.items() if optimizer_state.nonfinite_count([t], t.device).item()]
 
 
 def _held_as_weights(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
 from msgspec.structs import replace
+from torch import Tensor
 
 from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.data.loader import DataState
@@ -24,6 +25,7 @@ from trainer_hooks.probe.probe import LossEvaluations, Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import Meta, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
+from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
 from trainer_hooks.step.gradients import no_gradients
 from trainer_hooks.step.reduce_vector import (
@@ -53,11 +55,14 @@ from trainvitals.records import (
     CommandAction,
     Decision,
     DecisionMade,
+    Note,
     RunEnded,
     StepRecord,
 )
 
 _LOG = logging.getLogger("trainvitals")
+_NAMED = 4
+"""Tensors that are named of those that are not finite."""
 _NO_CLIP = 100.0
 """Multiple of the norm's limit from which a clip is none."""
 _ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
@@ -111,12 +116,16 @@ class StepController:
     """The first step's gradient norm, until somebody has looked at it."""
     stepped_twice: UsageError | None = None
     """What is wrong with who steps the schedulers, until all ranks know of it by rank 0."""
+    state_check: StateCheck | None = None
+    """Looks at the state where no snapshot does."""
     turn_names: tuple[str, ...] = ("",)
     """Of the optimizers that may be stepped by themselves, behind that of all together."""
     _begun: set[int] = field(default_factory=set)
     """Turns that have brought a step."""
     _was_announced: bool = False
     _disagreed: bool = False
+    _bad_names: str = ""
+    """Tensors of this rank that were not finite when it was last told."""
 
     @property
     def is_rank0(self) -> bool:
@@ -168,6 +177,7 @@ class StepController:
             saved_step=saved_step,
             saved_attempt=saved_attempt,
             save_due=recovery is not None and recovery.save_due,
+            saving=recovery is not None and recovery.is_saving,
             evaluation=evaluation,
             evaluation_ratio=ratio,
             stepped_twice=self.stepped_twice is not None,
@@ -197,6 +207,18 @@ class StepController:
     def probe_ready(self) -> bool:
         """Whether this rank has what it takes to ask the state."""
         return self.probe.has_loss and self.probe.is_ready
+
+    def nonfinite_state(self, step: int) -> Tensor | None:
+        """Return how many of this rank's tensors are not finite, where ``step`` brings a look.
+
+        On the device, and without waiting for it.
+        """
+        if self.recovery is not None:
+            return self.recovery.flag(step)
+        if self.state_check is not None:
+            with self.faults.fail_open("state_check"):
+                return self.state_check.flag(step)
+        return None
 
     def acknowledge(self, ack: CommandAck, *, step: int) -> None:
         """Say what became of a command; rank 0 speaks for all."""
@@ -269,12 +291,62 @@ class StepController:
         )
         if name:
             judgement = of_turn(judgement, name)
+        if record.nonfinite_state or record.snapshots_missed:
+            if self.state_check is not None:
+                self.state_check.every = self.state_check.AGAIN
+            judgement = self._name_what_is_bad(record, reduced, judgement)
         self.last_step = measured.step
         self._after_judgement(record, reduced, judgement)
         self.log.write(measured, record, reduced, derived, samples, judgement, name)
         if self.recovery is not None:
             self.recovery.promote(measured.step, self.judge.last_unhealthy_step)
         return judgement
+
+    def _name_what_is_bad(
+        self, record: StepRecord, reduced: Reduced, judgement: Judgement
+    ) -> Judgement:
+        """Have each rank write down which of its own tensors, or what error, a finding is about.
+
+        Returned with rank 0's in its words: what is said of the run is written by rank 0.
+        """
+        rank = self.ranks.rank
+        decision = judgement.decision
+        rolls_back = decision is not None and decision.rule == "nonfinite_state"
+        kinds = {finding.kind for finding in judgement.findings}
+        if "snapshot_missed" in kinds and rank in reduced.ranks_where("snapshot_missed"):
+            assert self.recovery is not None, "snapshots are its own"
+            text = f"rank {rank} could not take a snapshot: {self.recovery.failure}"
+            self._note_own("snapshot_missed", text, record.step)
+        is_own = rank in reduced.ranks_where("nonfinite_state")
+        if not is_own or not (rolls_back or "nonfinite_state" in kinds):
+            return judgement
+        if rolls_back or any(f.onset_step == f.step for f in judgement.findings):
+            # Once a stretch: it reads all of the state, on the host.
+            self._bad_names = self._names_of_bad()
+            text = f"rank {rank}: NaN or infinite: {self._bad_names}"
+            self._note_own("nonfinite_state", text, record.step)
+        shown = self._bad_names
+        findings = tuple(
+            replace(f, reason=f"{f.reason} ({shown})") if f.kind == "nonfinite_state" else f
+            for f in judgement.findings
+        )
+        if decision is not None and rolls_back:
+            decision = replace(decision, reason=f"{decision.reason} ({shown})")
+        return judgement._replace(findings=findings, decision=decision)
+
+    def _names_of_bad(self) -> str:
+        """Return in words which of this rank's tensors are not finite."""
+        names: list[str] = []
+        with self.faults.fail_open("state_check"):
+            source = self.recovery if self.recovery is not None else self.state_check
+            names = [] if source is None else source.nonfinite_names()
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return (", ".join(names[:_NAMED]) or "unknown") + more
+
+    def _note_own(self, code: str, text: str, step: int) -> None:
+        """Write what this rank alone knows into its own events."""
+        note = Note(code=code, text=text, severity="warning")
+        self.emitter.event(note, step=step, attempt=self.attempt)
 
     def _before_clip(self, reduced: Reduced, derived: Derived, measured: HostMeasurements) -> bool:
         """Return whether the norm is that before the clip; the row is told the one after it."""

@@ -553,8 +553,8 @@ class RootColumns:
             self._utilization.counted(measured.flops, tokens)
         ranks, seconds = record.nonfinite_ranks, measured.duration_seconds
         columns: dict[str, Value] = {
-            "verdict": derived.column(clips=record.clips),
-            "culprit_rank": ranks[0] if len(ranks) == 1 else -1,
+            "verdict": derived.column(record),
+            "culprit_rank": ranks[0] if len(ranks) == 1 else record.nonfinite_state_rank,
             "nonfinite_params": record.nonfinite_params,
             "tokens_per_second": tokens / seconds if tokens is not None and seconds else None,
             "mfu_ratio": self._utilization.ratio(tokens, seconds),

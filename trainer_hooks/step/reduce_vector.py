@@ -37,9 +37,11 @@ from trainvitals.records import (
     BAD_LOSS,
     CLIPS,
     LOSS_OUTLIER,
+    NONFINITE_STATE,
     NORM_OUTLIER,
     OVERFLOW,
     RANK_FAILED,
+    SNAPSHOT_MISSED,
     WITHHELD,
     StepRecord,
 )
@@ -58,7 +60,8 @@ RANK_FIELDS = (
     "num_gradients",
     "nonfinite_params",
     "norm_before_clip",  # where the loop clips by itself and gives it; shared by all ranks
-    "snapshot_wrong",  # what is wrong with the snapshot that was just taken: 0 is nothing
+    "nonfinite_state",  # tensors of the training state that are not finite, where it was checked
+    "snapshot_missed",  # the rank could not take the snapshot that was due
     "digest",  # of the last verdict: a mismatch is an incident
     "terminating",  # the rank was sent SIGTERM: all save, and stop
     "holds_evaluated",  # the rank keeps a copy of the state that was evaluated last
@@ -78,6 +81,7 @@ ROOT_FIELDS = (
     "saved_step",  # of the newest complete checkpoint on disk, and its attempt; attempt 0: none yet
     "saved_attempt",
     "save_due",  # the time between two checkpoints on disk is over
+    "saving",  # a checkpoint is being written: the next one waits for it
     "evaluated",  # 1 where the next number is a new value of the metric that early stopping is on
     "evaluation",
     "evaluation_ratio",  # an evaluation's loss over the one before; 0: there was none
@@ -94,7 +98,8 @@ RankField = Literal[
     "num_gradients",
     "nonfinite_params",
     "norm_before_clip",
-    "snapshot_wrong",
+    "nonfinite_state",
+    "snapshot_missed",
     "digest",
     "terminating",
     "holds_evaluated",
@@ -187,7 +192,8 @@ class RankContribution:
     num_gradients: int = 0
     failed: bool = False
     norm_before_clip: Tensor | None = None
-    snapshot_wrong: Tensor | None = None
+    nonfinite_state: Tensor | None = None
+    snapshot_missed: bool = False
     digest: int = 0
     terminating: bool = False
     holds_evaluated: bool = False
@@ -211,6 +217,7 @@ class Rank0Values:
     saved_step: int = 0
     saved_attempt: int = 0
     save_due: bool = False
+    saving: bool = False
     evaluation: float | None = None
     evaluation_ratio: float = 0.0
     stepped_twice: bool = False
@@ -231,6 +238,7 @@ class Rank0Values:
             float(self.saved_step),
             float(self.saved_attempt),
             float(self.save_due),
+            float(self.saving),
             float(self.evaluation is not None),
             0.0 if self.evaluation is None else self.evaluation,
             self.evaluation_ratio,
@@ -275,6 +283,7 @@ class ReduceVector:
         numbers: dict[RankField, float] = {
             "failed": float(local.failed),
             "num_gradients": float(local.num_gradients),
+            "snapshot_missed": float(local.snapshot_missed),
             "digest": float(local.digest),
             "terminating": float(local.terminating),
             "holds_evaluated": float(local.holds_evaluated),
@@ -303,8 +312,8 @@ class ReduceVector:
             pack[layout.mine("weight")] = local.weight
         if local.norm_before_clip is not None:
             pack[layout.mine("norm_before_clip")] = local.norm_before_clip / layout.world_size
-        if local.snapshot_wrong is not None:
-            pack[layout.mine("snapshot_wrong")] = local.snapshot_wrong
+        if local.nonfinite_state is not None:
+            pack[layout.mine("nonfinite_state")] = local.nonfinite_state
         if local.nonfinite_params is not None:
             pack[layout.mine("nonfinite_params")] = local.nonfinite_params
         bad = ~torch.isfinite(self.squares).all()
@@ -592,9 +601,14 @@ class Derived:
         stops = OVERFLOW if mode == "observe" else BAD_LOSS | BAD_GRADIENTS | OVERFLOW | WITHHELD
         return bool(self.bits & stops)
 
-    def column(self, *, clips: bool) -> int:
+    def column(self, record: StepRecord) -> int:
         """Return what is written as the step's verdict."""
-        return self.bits | (CLIPS if clips else 0)
+        return (
+            self.bits
+            | (CLIPS if record.clips else 0)
+            | (NONFINITE_STATE if record.nonfinite_state else 0)
+            | (SNAPSHOT_MISSED if record.snapshots_missed else 0)
+        )
 
 
 def culprits(reduced: Reduced, losses: list[float | None]) -> tuple[int, ...]:
@@ -641,6 +655,7 @@ def step_record(
     loss_max, loss_max_rank = _largest(losses)
     has_norm = reduced.has_gradients and (before_clip or not math.isfinite(derived.grad_norm))
     nonfinite = bool(derived.bits & (BAD_LOSS | BAD_GRADIENTS))
+    in_state = reduced.ranks_where("nonfinite_state")
     return StepRecord(
         step=step,
         attempt=attempt,
@@ -653,6 +668,9 @@ def step_record(
         nonfinite_ranks=culprits(reduced, losses) if nonfinite else (),
         failed_ranks=reduced.ranks_where("failed"),
         nonfinite_params=len(reduced.ranks_where("nonfinite_params")),
+        nonfinite_state=len(in_state),
+        nonfinite_state_rank=in_state[0] if len(in_state) == 1 else -1,
+        snapshots_missed=len(reduced.ranks_where("snapshot_missed")),
         skipped=skipped,
         withheld=bool(derived.bits & WITHHELD),
         overflow=bool(derived.bits & OVERFLOW),

@@ -64,7 +64,9 @@ KINDS: Mapping[str, Kind] = {
     for kind in (
         Kind(name="nonfinite"),
         Kind(name="nonfinite_params"),
+        Kind(name="nonfinite_state", alert="NonFiniteState"),
         Kind(name="nonfinite_streak", alert="NonFiniteStreak"),
+        Kind(name="snapshot_missed", alert="SnapshotMissed", domain="storage"),
         Kind(name="rank_failed", subject="machine"),
         _numbers("spike", "SpikeSeen"),
         _numbers("level_shift"),
@@ -200,6 +202,12 @@ DETECTORS: Mapping[str, DetectorSpec] = {
         ),
         DetectorSpec(
             name="evaluation", where="rank", kinds={"state_damaged": "actionable"}, section="ladder"
+        ),
+        DetectorSpec(
+            name="snapshots",
+            where="rank",
+            kinds={"nonfinite_state": "actionable", "snapshot_missed": "advisory"},
+            section="ladder",
         ),
         # What a person asked for: rules of the settings file, and `monitor.alert`.
         DetectorSpec(name="rule", where="rank", kinds={"user_alert": "advisory"}),

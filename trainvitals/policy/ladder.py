@@ -24,6 +24,7 @@ from trainvitals.policy.rungs import (
     answer,
     for_certain,
     for_finite,
+    for_hidden,
     halt,
     is_near_jump,
     skip,
@@ -107,6 +108,8 @@ def decide(
         verdict = _look_at_rate(verdict, before, case)
     if evaluation is not None:
         verdict = _look_at_evaluation(verdict, before, evaluation, case)
+    if record.nonfinite_state or record.snapshots_missed:
+        verdict = _look_at_snapshot(verdict, case)
     if command is None or command.number <= state.facts.last_command:
         return verdict
     return answer(verdict, state, command, case)
@@ -504,6 +507,62 @@ def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
     readings = verdict.readings if read is None else (*verdict.readings, read)
     findings = (*verdict.findings, finding)
     return verdict._replace(state=state, findings=findings, readings=readings)
+
+
+def _look_at_snapshot(verdict: Verdict, case: Case) -> Verdict:
+    """Take in what the ranks said of the state that they looked at, or could not copy."""
+    record = case.record
+    if record.snapshots_missed:
+        verdict = _missed(verdict, case)
+    decision = verdict.decision
+    if not record.nonfinite_state or (decision and decision.action in ("rollback", "halt")):
+        return verdict
+    rank = record.nonfinite_state_rank
+    where = f"rank {rank}" if rank >= 0 else "several ranks"
+    reason = f"parameters, optimizer state or buffers are NaN or infinite on {where}"
+    finding = Finding(
+        kind="nonfinite_state",
+        level="actionable",
+        step=record.step,
+        detector="snapshots",
+        reason=reason,
+        rank=rank,
+        value=float(record.nonfinite_state),
+        onset_step=record.step,
+        cause="nonfinite_state",
+    )
+    state = replace(verdict.state, last_unhealthy_step=record.step)
+    without = without_entry(verdict._replace(state=state))
+    hidden = for_hidden(without, case, reason=reason, finding=finding)
+    if hidden.decision is None:
+        facts = replace(hidden.state.facts, ledger_seq=state.facts.ledger_seq)
+        state = replace(hidden.state, facts=facts)
+        hidden = hidden._replace(state=state, decision=decision)
+    return hidden._replace(
+        findings=(*verdict.findings, *hidden.findings),
+        readings=verdict.readings,
+        accepted=verdict.accepted,
+    )
+
+
+def _missed(verdict: Verdict, case: Case) -> Verdict:
+    """Tell of snapshots that could not be taken: of the first, the second, the fourth, ..."""
+    num = verdict.state.num_missed + 1
+    verdict = verdict._replace(state=replace(verdict.state, num_missed=num))
+    if num & (num - 1):
+        return verdict
+    finding = Finding(
+        kind="snapshot_missed",
+        level="advisory",
+        step=case.record.step,
+        detector="snapshots",
+        reason=f"{num} {'snapshot' if num == 1 else 'snapshots'} in memory could not be taken: a "
+        "rollback would go further back",
+        value=float(num),
+        onset_step=case.record.step,
+        cause="snapshot_missed",
+    )
+    return verdict._replace(findings=(*verdict.findings, finding))
 
 
 def _look_at_evaluation(verdict: Verdict, before: LadderState, ratio: float, case: Case) -> Verdict:

@@ -43,6 +43,7 @@ RULES: dict[str, str] = {
     "recurring_level": "a recurring kind of outlier, accepted",
     "operator_accepted": "accepted by a manual command",
     "nonfinite_params": "parameters that are NaN or infinite",
+    "nonfinite_state": "optimizer state or buffers that are NaN or infinite",
     "nonfinite_streak": "too many NaN or infinite losses in a row",
     "state_damaged": "the probe found the model damaged",
     "evaluation": "an evaluation found the model damaged",
@@ -322,6 +323,8 @@ def _healthy(checkpoints: Sequence[CheckpointRef], at_most: float) -> list[Check
 MAX_SKIPPED_WINDOWS = 100
 MAX_BLAMED = 100
 _SAME_ONSET = 3
+_TELL_AGAIN = 50
+"""Steps after which what still holds is said again: its alert would resolve 100 steps later."""
 _TOUCHES = 10
 """Steps behind what was left out in which the same trouble is the same cause."""
 
@@ -368,6 +371,44 @@ def for_certain(
     return _leave(
         state, case, facts, target, rule=rule, onset=onset, reason=f"{reason}; {note}",
         finding=finding, plays_all=plays_all,
+    )  # fmt: skip
+
+
+def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding) -> Verdict:
+    """Go back for a state that is not finite while the loss is; else say so, and go on.
+
+    It never halts: the losses are well, and what the model writes into a buffer may be meant. Where
+    it is there again after everything was trained again, going back does not cure it, and no
+    further rollback is spent on it within the budget's window.
+    """
+    config, facts, kind = case.config, state.facts, "nonfinite_state"
+    onset = case.record.step
+    target: CheckpointRef | None = None
+    if not case.heals or case.mode == "observe":
+        note = f"mode {case.mode!r} does not roll back"
+    elif facts.clock < facts.uncured_until:
+        note = "an earlier rollback did not fix it"
+    elif _touched(facts, kind, onset) is not None:
+        facts = replace(facts, uncured_until=facts.clock + config.budget_window)
+        note = "it is there again after a rollback"
+    elif len(spent_causes(facts, config)) >= config.max_causes:
+        note = f"the rollback budget is used up ({config.max_causes} causes)"
+    else:
+        target, note, began = _target(case, None, onset)
+    if target is None:
+        state = replace(state, facts=facts)
+        since_told = onset - state.state_told if state.state_told >= 0 else FOREVER
+        if since_told < _TELL_AGAIN:
+            return Verdict(state)
+        since = state.state_since if since_told <= 2 * _TELL_AGAIN else onset
+        state = replace(state, state_told=onset, state_since=since)
+        saves = ", and no further snapshot or checkpoint can be made" if case.heals else ""
+        text = f"{reason}; {note}, so training continues{saves}"
+        return Verdict(state, findings=(replace(finding, reason=text, onset_step=since),))
+    facts = _spend(facts, case, None, kind=kind, began=began, target=target)
+    return _leave(
+        state, case, facts, target, rule=kind, onset=onset, reason=f"{reason}; {note}",
+        finding=finding, plays_all=True,
     )  # fmt: skip
 
 

@@ -191,6 +191,8 @@ class LadderMemory(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[TurnLevels, ...] = ()
     blamed: tuple[int, ...] = ()
     """Onsets that a rollback on finite evidence was spent on: none is repeated."""
+    uncured_until: int = 0
+    """No rollback for a non-finite state before this time of the clock: one did not cure it."""
     cooldown_until: int = 0
     """No rollback on finite evidence before this time of the clock."""
     last_command: int = 0
@@ -263,6 +265,12 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     passes_since: int = -1
     """First step of the row that passes: the state was read worse or damaged, and nothing went
     back. No batch is to blame then, and what is withheld keeps such weights as they are."""
+    state_told: int = -1
+    """Step at which it was last told that the state is non-finite, and nothing went back."""
+    state_since: int = -1
+    """Step at which that was told first, of a stretch that has not ended."""
+    num_missed: int = 0
+    """Snapshots that could not be taken."""
     spent: bool = False
     """Whether it was told that outliers pass because the bound is reached."""
     recent: tuple[Outlier, ...] = ()
@@ -322,6 +330,9 @@ def in_turn(ladder: LadderState, before: LadderState, turn: int) -> LadderState:
         evaluated_at=max(ladder.evaluated_at, before.evaluated_at),
         last_unhealthy_step=max(ladder.last_unhealthy_step, before.last_unhealthy_step),
         rolling_back=before.rolling_back,
+        state_told=before.state_told,
+        state_since=before.state_since,
+        num_missed=before.num_missed,
     )
 
 
@@ -336,6 +347,7 @@ def after_rollback(
         withheld=ladder.withheld,
         firsts=ladder.firsts,
         spent=ladder.spent,
+        num_missed=ladder.num_missed,
         known_rate=known_rate,
     )
 

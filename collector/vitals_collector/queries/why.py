@@ -14,9 +14,11 @@ from trainvitals.records import (
     BAD_LOSS,
     CLIPS,
     LOSS_OUTLIER,
+    NONFINITE_STATE,
     NORM_OUTLIER,
     OVERFLOW,
     RANK_FAILED,
+    SNAPSHOT_MISSED,
     WITHHELD,
     ActionName,
     BatchNoted,
@@ -42,6 +44,8 @@ _VERDICT = (
     (NORM_OUTLIER, "the gradient norm was above its limit"),
     (OVERFLOW, "the loss scaler overflowed"),
     (RANK_FAILED, "a rank failed to prepare the step"),
+    (NONFINITE_STATE, "optimizer state or buffers were not finite"),
+    (SNAPSHOT_MISSED, "a snapshot could not be taken"),
 )
 _NOT_FINITE = BAD_LOSS | BAD_GRADIENTS
 

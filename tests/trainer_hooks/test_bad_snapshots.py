@@ -1,0 +1,196 @@
+"""Protection that stops is told, and where a rollback may help it rolls back."""
+
+import threading
+
+import pytest
+import torch
+
+import trainer_hooks
+from tests.trainer_hooks.ranks_with_bad_state import main
+from tests.trainer_hooks.spawned import spawned
+from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
+from tests.trainer_hooks.test_resume import events_of
+from trainer_hooks import CheckpointSettings
+from trainer_hooks.recovery.state import StateCheck
+from trainvitals.records import DecisionMade, FindingRaised, Note
+
+BROKEN_AT, STEPS = 40, 120
+KIND = "nonfinite_state"
+
+
+def break_moment(loop):
+    loop.optimizer.state[loop.model[3].weight]["exp_avg_sq"][0, 3] = float("inf")
+
+
+def break_buffer(loop):
+    loop.model[1].running_mean[2] = float("nan")
+
+
+def train(loop, break_it, *, steps=STEPS, times=1):
+    """Train; break something before one step, so often; return what each rollback went back to."""
+    back, loop.events = [], events_of(loop.monitor)
+    with loop.monitor as monitor:
+        while monitor.step_index < steps:
+            if monitor.step_index == BROKEN_AT and times:
+                times -= 1
+                with torch.no_grad():
+                    break_it(loop)
+            outcome = monitor.step(loop.forward())
+            back += [] if outcome.rolled_back_to is None else [outcome.rolled_back_to]
+    assert {} == monitor.swallowed_errors
+    return back
+
+
+def healing(tmp_path, **options):
+    checkpoints = CheckpointSettings(directory=tmp_path / "checkpoints", save_every=10**6)
+    return Loop(mode="heal", checkpoints=checkpoints, **options)
+
+
+def findings(loop, kind):
+    return [
+        e.finding for e in loop.events if isinstance(e, FindingRaised) and e.finding.kind == kind
+    ]
+
+
+def notes(loop, code):
+    return [e.text for e in loop.events if isinstance(e, Note) and e.code == code]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "name"),
+    [(break_moment, "optim.0.3.weight.exp_avg_sq"), (break_buffer, "buffer.1.running_mean")],
+)
+def test_what_a_finite_loss_hides_is_rolled_back_and_the_run_is_protected_again(
+    tmp_path, break_it, name
+):
+    loop = healing(tmp_path)
+    assert [21] == train(loop, break_it)
+    refs = loop.monitor._controller.recovery.refs()
+    assert STEPS - refs[0].step <= 2 * 21 and "healthy" == refs[0].state
+    (decision,) = [e.decision for e in loop.events if isinstance(e, DecisionMade)]
+    assert (KIND, "rollback", 42, 0, 0) == (
+        decision.rule, decision.action, decision.step, decision.rank, decision.skip_batches,
+    )  # fmt: skip
+    assert name in decision.reason
+    (note,) = notes(loop, KIND)
+    assert name in note and "rank 0" in note
+
+
+def test_what_comes_again_after_the_rollback_is_told_and_training_goes_on(tmp_path):
+    loop = healing(tmp_path)
+    assert [21] == train(loop, break_moment, times=10**6, steps=200)
+    finding, *others = findings(loop, KIND)
+    assert ("actionable", 42, 0) == (finding.level, finding.step, finding.rank)
+    assert "again" in finding.reason and "exp_avg_sq" in finding.reason
+    assert [(105, 42), (168, 42)] == [(f.step, f.onset_step) for f in others]
+    assert 2 == len(notes(loop, KIND))  # with the rollback, and where it was there again
+    assert 200 == loop.monitor.step_index
+
+
+@pytest.mark.parametrize("mode", ["guard", "observe"])
+@pytest.mark.parametrize("break_it", [break_moment, break_buffer])
+def test_without_snapshots_it_is_told_at_the_next_check_by_one_name(mode, break_it):
+    loop = Loop(mode=mode)
+    assert [] == train(loop, break_it, steps=StateCheck.EVERY + 2 * StateCheck.AGAIN)
+    first, again = StateCheck.EVERY, StateCheck.AGAIN
+    assert [("actionable", first, first, 0), ("actionable", first + again, first, 0)] == [
+        (f.level, f.step, f.onset_step, f.rank) for f in findings(loop, KIND)
+    ]
+    assert 1 == len(notes(loop, KIND))
+
+
+def mask(loop):
+    loop.model[0].register_buffer("mask", torch.full((4, 4), float("-inf")))
+
+
+def grow(loop):
+    loop.model[1].running_mean_of_all = torch.full((9,), float("inf"))
+
+
+@pytest.mark.parametrize("mode", ["guard", "heal"])
+@pytest.mark.parametrize("late", [mask, grow])
+def test_buffers_that_a_model_makes_infinite_by_itself_are_no_fault(tmp_path, mode, late):
+    loop = Loop()
+    loop.model[0].register_buffer("causal", torch.full((2, 2), float("-inf")))
+    loop.model[1].register_buffer("running_mean_of_all", torch.zeros(1))
+    options = {}
+    if mode == "heal":
+        options["checkpoints"] = CheckpointSettings(directory=tmp_path / "c", save_every=10**6)
+    loop.monitor = trainer_hooks.watch(
+        loop.model, loop.optimizer, loop.scheduler, mode=mode, **options
+    )
+    assert [] == train(loop, late)
+    assert [] == findings(loop, KIND)
+    if mode == "heal":
+        assert STEPS - loop.monitor._controller.recovery.refs()[0].step <= 2 * 21
+
+
+# ------------------------------------------------------------------------- what starves
+
+
+def test_a_save_that_takes_long_keeps_the_ring_fed(tmp_path, monkeypatch):
+    """A disk that is slower than everything: a third slot is lent for as long as it writes."""
+    checkpoints = CheckpointSettings(directory=tmp_path / "checkpoints", save_every=21)
+    loop = Loop(mode="heal", checkpoints=checkpoints)
+    loop.optimizer.param_groups[0]["lr"] = 1e-4  # no outlier keeps a snapshot unproven
+    ring, store = loop.monitor._controller.recovery.keepers()
+    may_end, real, ages = threading.Event(), store._save, []
+    saves = []
+
+    def slow(snapshot):
+        saves.append(snapshot.step)
+        assert may_end.wait(60)
+        real(snapshot)
+
+    monkeypatch.setattr(store, "_save", slow)
+    with loop.monitor as monitor:
+        while monitor.step_index < 220:
+            monitor.step(loop.forward())
+            ages.append(monitor.step_index - ring.newest_healthy().step)
+        may_end.set()
+    assert (0, 1) == (ring.num_missed, len(saves))
+    assert max(ages) <= 21 + 20 + 2
+
+
+class Broken:
+    def __init__(self):
+        self.fails = False
+
+    def state_dict(self):
+        if self.fails:
+            raise OSError("the loader's worker died")
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+def test_snapshots_that_cannot_be_taken_are_told_with_the_reason(tmp_path):
+    state = Broken()
+    loop = healing(tmp_path, state={"data": state})
+
+    def break_it(loop):
+        state.fails = True
+
+    assert [] == train(loop, break_it, steps=200)
+    missed = findings(loop, "snapshot_missed")
+    assert [(42, "advisory"), (63, "advisory"), (105, "advisory"), (189, "advisory")] == [
+        (f.step, f.level) for f in missed
+    ]
+    (first, *_) = notes(loop, "snapshot_missed")
+    assert "the loader's worker died" in first
+
+
+# ------------------------------------------------------------------------- on several ranks
+
+
+@pytest.mark.dist
+def test_a_moment_that_one_rank_alone_has_wrong_takes_all_ranks_back_and_it_says_which(tmp_path):
+    first, second = spawned(main, tmp_path)
+    for rank in (first, second):
+        assert ([21], {}) == (rank["back"], rank["faults"])
+        assert "healthy" in [state for step, state in rank["refs"] if step >= 42]
+    assert first["weights"] == second["weights"]
+    assert ([1], []) == (first["ranks"], first["notes"])
+    (note,) = second["notes"]
+    assert "rank 1" in note and "optim.0.0.weight.exp_avg_sq" in note
