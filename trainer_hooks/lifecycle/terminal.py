@@ -124,7 +124,7 @@ class Terminal:
             if was_in_row or not self._may_say(action):
                 self._untold += 1
                 return
-        elif not self._may_say(action):
+        elif action == "accept_level" and not self._may_say(action):
             return
         _LOG.warning("vitals: step %d: %s", decision.step, self._in_words(decision))
 

@@ -295,6 +295,8 @@ class StepController:
             if self.state_check is not None:
                 self.state_check.every = self.state_check.AGAIN
             judgement = self._name_what_is_bad(record, reduced, judgement)
+        if judgement.decision is not None and judgement.decision.command_number:
+            judgement = judgement._replace(decision=self._with_reason(judgement.decision))
         self.last_step = measured.step
         self._after_judgement(record, reduced, judgement)
         self.log.write(measured, record, reduced, derived, samples, judgement, name)
@@ -347,6 +349,15 @@ class StepController:
         """Write what this rank alone knows into its own events."""
         note = Note(code=code, text=text, severity="warning")
         self.emitter.event(note, step=step, attempt=self.attempt)
+
+    def _with_reason(self, decision: Decision) -> Decision:
+        """Return a manual command's decision with the person's reason, which rank 0 alone knows."""
+        command = None if self.inbox is None else self.inbox.waiting
+        if command is None or command.number != decision.command_number or not command.reason:
+            return decision
+        return replace(
+            decision, reason=f"{decision.reason} ({command.issued_by}: {command.reason})"
+        )
 
     def _before_clip(self, reduced: Reduced, derived: Derived, measured: HostMeasurements) -> bool:
         """Return whether the norm is that before the clip; the row is told the one after it."""

@@ -353,7 +353,7 @@ def decided(view: DecisionView) -> str:
     if view.hindsight:
         parts.append(_HINDSIGHT[view.hindsight])
     left = decision.budget_left
-    if left >= 0:
+    if left >= 0 and decision.mode == "heal":  # no other mode has rollbacks to spend
         num = f"{left} rollback{'' if left == 1 else 's'} left"
         parts.append(f"{num}." if left else "Rollback budget used up.")
     return " ".join(parts)
