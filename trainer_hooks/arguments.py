@@ -221,7 +221,7 @@ def _check_words(given: Arguments) -> None:
             f"run is {_kind(run)}; it must be a name (text)",
             hint="watch(..., run='my-experiment')",
         )
-    if isinstance(tags, str) or not isinstance(tags, Iterable):
+    if not isinstance(tags, Iterable):  # one text alone is one tag
         raise UsageError(
             f"tags is {tags!r:.100}; it must be a list or tuple of texts", hint="tags=('demo',)"
         )

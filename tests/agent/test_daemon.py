@@ -126,7 +126,7 @@ def test_the_end_waits_for_a_collector_that_stalls_no_longer_than_it_may(world, 
     finally:
         client.go_on.set()
     assert [0] == world.steps()
-    assert any("keeps us waiting" in record.getMessage() for record in caplog.records)
+    assert any("collector is busy" in record.getMessage() for record in caplog.records)
 
 
 def test_without_threads_once_takes_up_what_is_there(world):

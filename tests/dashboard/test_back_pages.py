@@ -41,9 +41,9 @@ def test_layers_are_a_heat_map_of_the_range_in_the_address_with_what_moved(
     stub.add(with_look_back(samples.sample_run()))
     app = open_page("layers", **{"from": "100", "to": "200"})
     said = shown(app)
-    assert "The 14 most deviating of 17 rows." in said
+    assert "The 14 most unusual of 17 rows." in said
     assert "1 cell with NaN or infinity" in said
-    assert "What moved most up to step 200" in said
+    assert "Largest changes up to step 200" in said
     moved = app.dataframe[0].value
     assert ["blocks.7.attn.weight", "rank:3"] == list(moved["Layer or rank"])
     assert ["not finite", "9"] == list(moved["Peak"])
@@ -56,7 +56,7 @@ def test_a_map_says_what_was_rolled_back_and_how_many_steps_a_column_mostly_is(
 ) -> None:
     sample = with_look_back(samples.sample_run())
     whole = sample.cells["layers.grad_norm"]
-    told = "Between the steps 120 and 161 some were rolled back: a cell there shows what"
+    told = "Some steps from 120 to 161 were rolled back: cells there show the most unusual value"
     assert told not in shown(_of(stub, open_page, sample))
     steps = (0, 10, *range(20, len(whole.step) + 18))  # each one was measured from 20 on
     sample.cells["layers.grad_norm"] = msgspec.structs.replace(

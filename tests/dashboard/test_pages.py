@@ -40,7 +40,7 @@ def test_every_page_says_that_the_collector_is_down(stub: Stub, open_page: Open)
     StubServer(gone).close()
     for page, said in each_page(open_page, url=gone.url).items():
         assert "The collector does not answer" in said, page
-        assert ("tries again by itself" in said) == (page != "query"), page
+        assert ("retries by itself" in said) == (page != "query"), page
 
 
 def test_every_page_says_that_the_token_is_wrong(stub: Stub, open_page: Open) -> None:
@@ -76,7 +76,7 @@ def test_every_page_shows_one_run_without_a_past_and_one_with(stub: Stub, open_p
     for page in OF_A_RUN:
         assert "only" in before[page] and "only" in after[page], page
     assert "No incidents." in before["incident"]
-    assert "No layer has been measured" in before["layers"]
+    assert "No layer metrics in this run yet" in before["layers"]
     assert "no straggler can be named" in before["ranks"]
     assert "Loss spike at step 180" in after["incident"]
 

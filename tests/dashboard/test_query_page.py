@@ -60,7 +60,7 @@ def test_what_cannot_be_asked_is_said_with_the_way_out(stub: Stub, open_page: Op
     assert "Pick a run to query" in shown(app) and [] == stub.questions
     stub.table = Problem(code="V100", text="there is no column 'los'", hint="did you mean loss?")
     said = shown(open_page("query", table="runs", where="los > 3"))
-    assert "not understood" in said and "did you mean loss?" in said
+    assert "Invalid query" in said and "did you mean loss?" in said
     stub.table = TableReply(columns=("name",), data=((),), num_total=0)
     assert "No row matches all conditions." in shown(open_page("query", table="runs"))
 

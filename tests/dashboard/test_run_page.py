@@ -323,7 +323,7 @@ def test_a_refresh_is_bounded(stub: Stub, open_page: Open, monkeypatch: pytest.M
     assert "did not fit" not in shown(app) and whole > 3_000
     monkeypatch.setattr("vitals_dashboard.views.curves.MAX_POINTS", 3_000)
     app = open_page("run")
-    assert "did not fit: choose fewer metrics" in shown(app)
+    assert "did not fit (at most 3,000 points): choose fewer metrics" in shown(app)
     assert 3_000 >= sum(len(s["data"]) for c in drawn(app).values() for s in c["series"])
 
 

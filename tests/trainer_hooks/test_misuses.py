@@ -162,10 +162,6 @@ def a_run_that_is_no_name(p):
     p.watch(run=7)
 
 
-def a_tag_alone(p):
-    p.watch(tags="baseline")
-
-
 def a_number_as_the_folder(p):
     p.watch(dir=1)
 
@@ -349,7 +345,6 @@ REFUSED = {
     named_parameters_in_the_optimizers_place: ("optimizers holds a tuple; each must be", ORDER),
     a_scheduler_that_is_not_made: ("schedulers holds the class StepLR", "a list of schedulers"),
     a_run_that_is_no_name: ("run is an int; it must be a name", "run='my-experiment'"),
-    a_tag_alone: ("tags is 'baseline'; it must be a list or tuple of texts", "tags="),
     a_number_as_the_folder: ("dir is an int; it must be a folder", "VITALS_DIR"),
     a_number_as_the_checkpoints: ("checkpoints is an int; it must be True, a folder or", "=True"),
     heal_without_the_step: (r"attach\(\) cannot roll back", r"trainvitals.watch\("),
