@@ -20,7 +20,7 @@ from trainvitals.views import EventsQuestion, EventView, RunDetail, RunQuestion
 pytestmark = pytest.mark.dist
 
 STEPS_OF_AN_OUTAGE = 20
-GONE = "is gone without a goodbye"
+GONE = "ended without a clean exit"
 
 
 @dataclass
