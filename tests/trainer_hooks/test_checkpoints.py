@@ -204,7 +204,7 @@ def test_a_save_that_cannot_be_read_back_is_not_kept(run, monkeypatch):
 
     monkeypatch.setattr(payload, "write", write_wrong)
     run.save()
-    assert "model.0.weight reads back otherwise" in run.store.take_changes()[-1].detail
+    assert "model.0.weight reads back differently" in run.store.take_changes()[-1].detail
     assert () == run.store.folder.refs()
 
 

@@ -273,7 +273,7 @@ def test_a_function_that_writes_to_what_is_trained_is_switched_off_at_its_first_
     loop = Regression(steps=12)
     loop.run(probe=scales)
     (text,) = loop.said("probe_off")
-    assert "loss_of wrote to trained parameters" in text
+    assert "loss_of changed trained parameters" in text
 
 
 def test_a_function_that_raises_or_gives_no_number_is_switched_off_in_words():

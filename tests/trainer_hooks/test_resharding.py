@@ -204,13 +204,13 @@ def test_parameters_with_other_step_counts_are_refused_where_they_share_one(of_t
 
 def test_moments_that_each_rank_has_for_itself_are_refused_elsewhere(trained, of_two):
     assert of_two[0]["refused"]["zero again"]
-    with pytest.raises(CheckpointError, match="by each of 2 ranks for itself"):
+    with pytest.raises(CheckpointError, match="by each of 2 ranks separately"):
         twin().load(trained / "zero")
 
 
 def test_ranks_that_nothing_keeps_alike_are_not_taken_for_copies(trained, of_two):
     assert "saved separately by each rank" in of_two[0]["refused"]["by hand"]
-    with pytest.raises(CheckpointError, match="by each of 2 ranks for itself"):
+    with pytest.raises(CheckpointError, match="by each of 2 ranks separately"):
         twin().load(trained / "by hand")
 
 

@@ -84,8 +84,8 @@ def test_a_killed_agent_is_started_again_and_it_is_said(caplog):
     first, second = node.children.pids
     assert ["agent_restarted"] == node.told.codes
     text = (
-        f"the node's agent (pid {first}) was killed by SIGKILL, as the kernel does where memory "
-        f"runs out; it was started again as pid {second}"
+        f"the node's agent (pid {first}) was killed by SIGKILL (possibly out of memory); "
+        f"restarted as pid {second}"
     )
     assert [text] == node.told.texts
     assert [f"vitals: {text}"] == caplog.messages
@@ -143,7 +143,7 @@ def test_a_machine_without_room_for_a_process_is_asked_again_later():
     assert [1, 1, 2] == [node.look(1), node.look(5), node.look(11)]
     assert {"agent.start": 1} == node.faults.counts
     assert node.told.texts == [
-        f"the node's agent cannot be started: no more processes; it was started again as pid "
+        f"the node's agent cannot be started: no more processes; restarted as pid "
         f"{node.children.pids[-1]}"
     ]
     node.look(13)
@@ -160,7 +160,7 @@ def test_where_somebody_else_takes_the_childs_end_it_is_started_again():
     node = Node(STOPPED, STOPPED)
     os.waitpid(node.agent.pid, 0)
     assert node.look(1, ended=False) == 2
-    assert "how it ended was told to another part of this process" in node.told.texts[0]
+    assert "its exit code is unknown" in node.told.texts[0]
     node.look(3)
 
 

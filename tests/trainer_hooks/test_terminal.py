@@ -110,7 +110,7 @@ def test_a_halt_names_the_command_that_explains_it(quick, caplog):
     halt, ended, _ = caplog.messages[-3:]
     assert halt.startswith("vitals: step 11")
     step = halt.removeprefix("vitals: step ")[:3]
-    assert ": run halted: parameters are non-finite on 1 rank(s)" in halt
+    assert ": training stopped: parameters are non-finite on 1 rank(s)" in halt
     assert halt.endswith(f"; next: vitals why vitals_runs/{RUN} {step}")
     assert f"vitals: run tiny ({RUN}) was stopped after {int(step) + 1} steps: " in ended
 
