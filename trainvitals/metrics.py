@@ -159,7 +159,7 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
     _step(
         "perplexity",
         "",
-        "exp(loss), with the loss in nats per token; absent without a token count.",
+        "Exponential of the loss in nats per token; absent without a token count.",
     ),
     _step("loss_spread", "", "Highest minus lowest per-rank loss; absent on one rank."),
     _step(

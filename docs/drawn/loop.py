@@ -303,9 +303,10 @@ ENTRIES = (
         "loss is minimized.",
         good="A run that lost 90 % of its improvement for 100 steps, that has not improved in 500 "
         "steps, that is stuck after a restart, or whose loss suddenly drops below 30 %.",
-        bad="Fine-tuning that has nothing left to learn: reported once as not learning. A sudden "
-        "switch to an easy task, or the recovery from a large optimizer spike, can look like a "
-        "collapse. RL and GANs, whose loss shows no such progress: set `loss_kind`.",
+        bad="Fine-tuning that has nothing left to learn: reported once as not learning. A "
+        "curriculum that switches to an easy task, or the recovery from a large optimizer spike, "
+        "can look like a collapse. RL and GANs, whose loss shows no such progress: set "
+        "`loss_kind`.",
         examples=loss_progress,
         config=level.ProgressConfig,
     ),

@@ -98,7 +98,7 @@ def test_a_child_whose_disk_takes_no_more_ends_and_says_what_it_could_not_keep(
 
     monkeypatch.setattr(os, call, refuse)
     run(world.agent(start=False), QUICK)
-    (said,) = [r.getMessage() for r in caplog.records if "rows left behind" in r.getMessage()]
+    (said,) = [r.getMessage() for r in caplog.records if "rows not spooled" in r.getMessage()]
     assert f"rows=7 run={dead.identity.run_id}" in said
     assert str(dead.directory) in said
     monkeypatch.undo()
@@ -113,7 +113,7 @@ def test_a_child_that_has_all_in_its_spool_leaves_nothing_behind(world, caplog):
     rank.close()
     run(world.agent(start=False), QUICK)
     assert [0] == world.steps()
-    assert [] == [r for r in caplog.records if "left behind" in r.getMessage()]
+    assert [] == [r for r in caplog.records if "not spooled" in r.getMessage()]
 
 
 def test_the_end_waits_for_a_collector_that_stalls_no_longer_than_it_may(world, caplog):

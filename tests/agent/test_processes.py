@@ -222,7 +222,7 @@ def test_a_disk_that_refuses_is_counted_and_nothing_is_lost_when_it_has_room_aga
         (["--run", "../../etc"], "run id is '../../etc'; it must be a ULID"),
         (["--node", "a/b"], "call themselves a-b"),
         (["--node", "a:b"], "--node is 'a:b'"),
-        (["--collector", "collector"], "it must be http://host:port"),
+        (["--collector", "nonsense"], "it must be http://host:port"),
         (["--collector", "http://127.0.0.1:9", "--token-file", "/absent"], "/absent"),
         (["--colector", "x"], "No such option"),
     ],

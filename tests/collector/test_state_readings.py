@@ -52,22 +52,24 @@ def why(store: Store, step: int) -> str:
     [
         (
             ROW,
-            "Probe: kept batches read 1.31x their earlier loss (8 batches, 0.42 then, 0.55 now, "
-            "part of the first losses added to each): the state is sound, so the updates were "
+            "Probe: loss on kept batches is 1.31x its earlier value (8 batches, 0.42 before, 0.55 "
+            "now, a share of the initial loss added to both): the state is healthy, so the updates "
+            "were "
             "withheld and nothing was rolled back",
         ),
         (
             replace(ROW, ratio=5.3, then=None, now=None, verdict="state"),
-            "Probe: kept batches read 5.3x their earlier loss (8 batches): the state is damaged",
+            "Probe: loss on kept batches is 5.3x its earlier value (8 batches): the state is "
+            "damaged",
         ),
         (
             replace(ROW, ratio=math.inf, then=None, now=math.nan, verdict="state"),
-            "Probe: kept batches read NaN or infinite, not their earlier loss (8 batches, nan now, "
-            "part of the first losses added to each): the state is damaged",
+            "Probe: loss on kept batches is NaN or infinite, against its earlier value (8 batches, "
+            "nan now, a share of the initial loss added to both): the state is damaged",
         ),
         (
             replace(ROW, num_batches=2, ratio=None, verdict="abstained"),
-            "Probe: no verdict: only 2 kept batches could be read, and it needs 3",
+            "Probe: no verdict: only 2 kept batches could be evaluated; it needs 3",
         ),
         (
             replace(ROW, ratio=None, verdict="abstained", detail="losses at or below zero"),
@@ -75,12 +77,13 @@ def why(store: Store, step: int) -> str:
         ),
         (
             replace(ROW, trigger="level", ratio=3.0, then=None, now=None, verdict="state"),
-            "Probe: kept batches read 3x their earlier loss (8 batches): the state is worse on "
-            "them",
+            "Probe: loss on kept batches is 3x its earlier value (8 batches): the state got worse "
+            "on these batches",
         ),
         (
             replace(ROW, trigger="evaluation", ratio=2.4, then=1.0, now=2.4, verdict="state"),
-            "Evaluation: the loss is 2.4x the one before (1 then, 2.4 now): the state is damaged",
+            "Evaluation: the loss is 2.4x that of the previous evaluation (1 before, 2.4 now): the "
+            "state is damaged",
         ),
     ],
     ids=lambda value: getattr(value, "trigger", ""),
@@ -94,7 +97,7 @@ def test_a_step_of_the_trouble_tells_what_the_state_said(store: Store):
     ingest(store, writer.steps(range(12), loss=1.0))
     ingest(store, writer.events(ROW, step=6))
     for step in (4, 5, 6):
-        assert "the state is sound, so the updates were withheld" in why(store, step)
+        assert "the state is healthy, so the updates were withheld" in why(store, step)
     for step in (3, 7):
         assert "Probe" not in why(store, step)
     (event,) = query(store).ask(EventsQuestion(run_id=RUN, kind="StateRead"))
@@ -105,13 +108,13 @@ def test_a_step_of_the_trouble_tells_what_the_state_said(store: Store):
 @pytest.mark.parametrize(
     ("verdict", "skipped", "expected"),
     [
-        (LOSS_OUTLIER | CLIPS, 0, "the update was applied: left to the loop's clip."),
+        (LOSS_OUTLIER | CLIPS, 0, "the update was applied after clipping."),
         (LOSS_OUTLIER | CLIPS | WITHHELD, 1, "the update was withheld."),
         (LOSS_OUTLIER | WITHHELD, 1, "the update was withheld."),
         (LOSS_OUTLIER | WITHHELD, 0, "the update was applied."),
         (LOSS_OUTLIER, 0, "the update was applied."),
         (BAD_LOSS | CLIPS, 1, "the update was skipped."),
-        (CLIPS, 0, "the update was applied."),
+        (CLIPS, 0, "The update was applied."),
     ],
 )
 def test_an_outlier_that_was_applied_is_not_called_skipped(
@@ -129,8 +132,10 @@ def test_an_incident_tells_what_the_state_said_before_what_was_decided(store: St
     ingest(store, writer.steps(range(12), loss=1.0))
     ingest(store, writer.events(decision(rule="outlier", cause="spike"), ROW, step=5))
     (incident,) = query(store).ask(IncidentsQuestion(run_id=RUN))
-    (reading,) = [i for i, words in enumerate(incident.story) if words.startswith("Probe: kept")]
-    assert "by rule outlier (a finite outlier)" in incident.story[reading + 1]
+    (reading,) = [
+        i for i, words in enumerate(incident.story) if words.startswith("Probe: loss on kept")
+    ]
+    assert "(rule: outlier)" in incident.story[reading + 1]
     assert "1.31x" in incident.story[reading]
 
 

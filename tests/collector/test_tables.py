@@ -194,7 +194,7 @@ def test_what_is_listed_can_be_asked_of_one_run_and_of_all(store: Store):
         ({"table": "runs", "columns": ("nam",)}, "no column 'nam'(?s:.*)did you mean name"),
         ({"table": "runs", "from_step": 1}, "runs have none"),
         ({"table": "findings", "branch": "lineage"}, "findings are always of all attempts"),
-        ({"table": "steps", "run_id": ""}, "Pick a run to query"),
+        ({"table": "steps", "run_id": ""}, "steps need one run"),
         ({"table": "steps", "run_id": "nobody"}, "there is no run nobody"),
         ({"table": "steps", "limit": 0}, "limit is 0"),
         ({"table": "steps", "limit": 1_000_001}, "limit is 1000001"),

@@ -147,16 +147,14 @@ def test_which_layer(asked: Asked):
     movers = asked.run.movers(asked.made.shard.bad)
     assert [asked.made.shard.layer] == [one.row for one in movers if one.row in LAYERS]
     told = " ".join(asked.told()[0].story)
-    assert f"What moved first was grad norm of {asked.made.shard.layer}" in told
-    assert f"moving since step {asked.made.shard.onset}" in told
+    assert f"Moved first: `{asked.made.shard.layer}`: gradient norm" in told
+    assert f"since step {asked.made.shard.onset}" in told
 
 
 @pytest.mark.parametrize("which", ["shard", "gpu"])
 def test_which_rank(asked: Asked, which: str):
     trouble: Trouble = getattr(asked.made, which)
-    assert f"rank {trouble.rank} alone made it bad" in asked.vitals(
-        "why", RUN, trouble.bad, *asked.where
-    )
+    assert f"Caused by rank {trouble.rank}" in asked.vitals("why", RUN, trouble.bad, *asked.where)
     culprits = asked.near("steps.culprit_rank", trouble)
     assert trouble.rank == culprits.value[culprits.step == trouble.bad]
 
@@ -202,10 +200,9 @@ def test_what_was_decided_and_why(asked: Asked):
     assert ["skip_step", "skip_step", "rollback"] * 2 == [made.action for made in ledger]
     for trouble, made in ((asked.made.shard, ledger[2]), (asked.made.gpu, ledger[5])):
         told = asked.vitals("why", RUN, made.step, *asked.where)
-        assert "rollback by rule state_damaged (" in told
-        assert f"taken at step {made.decided_at_step}" in told
+        assert "(rule: state_damaged)" in told
         assert trouble.bad + 2 == made.step
-        assert "8 earlier batches read 8.72x their loss then: the state is damaged" in told
+        assert "8.72x" in told and "the state is damaged" in told
         assert f"Action: rolled back to step {made.rollback_to_step} " in told
 
 

@@ -148,7 +148,8 @@ class TestTrainings:
 
 @pytest.mark.parametrize("entry", IN_LOOP, ids=[entry.name for entry in IN_LOOP])
 @pytest.mark.parametrize(
-    "kind", ["RL|reinforcement", "GANs?", "curricul[a-z]+", "large rates?|optimizer spikes?"]
+    "kind",
+    ["RL|reinforcement", "GANs?", "curricul[a-z]+", "large (learning )?rates?|optimizer spikes?"],
 )
 def test_every_detector_of_the_loop_says_what_it_is_worth_in_each_kind_of_training(entry, kind):
     assert re.search(rf"\b({kind})\b", f"{entry.good} {entry.bad}", re.IGNORECASE)

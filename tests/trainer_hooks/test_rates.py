@@ -60,7 +60,7 @@ def test_show_and_why_say_the_rates_of_all_groups(tmp_path, num_groups, shown):
     vitals(tmp_path, "agent", "--dir", "--once")
     assert f"learning rate {shown}" in vitals(tmp_path, "show")
     rate = "rate" if num_groups == 1 else "rates"
-    assert f"the learning {rate} {shown};" in vitals(tmp_path, "why", "2")
+    assert f", learning {rate} {shown}." in vitals(tmp_path, "why", "2")
 
 
 def vitals(folder, command, *arguments):

@@ -209,7 +209,7 @@ def test_one_line_a_kind_and_second_and_no_skip_is_left_out_of_the_count(caplog,
         ({"action": "accept_level", "reason": "4 in a row"}, "new level accepted: 4 in a row"),
         (
             {"action": "halt", "acted": False},
-            "run would be halted (guard mode): loss is nan",
+            "training would be stopped (guard mode): loss is nan",
         ),
         (
             {

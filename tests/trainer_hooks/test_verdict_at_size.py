@@ -158,7 +158,7 @@ def test_a_rank_that_failed_is_named_and_its_part_is_missing_from_the_norm(world
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("field", ["nonfinite_params", "snapshot_wrong"])
+@pytest.mark.parametrize("field", ["nonfinite_params", "nonfinite_state"])
 def test_a_count_of_what_is_wrong_names_its_rank_and_is_counted_once_a_rank(world_size, field):
     for rank in ranks_of(world_size):
         _, _, reduced = reduced_with(world_size, {rank: {field: one(5.0)}})
@@ -206,7 +206,7 @@ def test_of_a_hundred_thousand_ranks_too_each_has_a_bit():
 def test_up_to_1024_ranks_a_pack_is_the_slots_and_nothing_more(world_size):
     """What those jobs exchange must not change with what is done for larger ones."""
     for rank in ranks_of(world_size) if world_size > 2 else (0, 1):
-        given = {"terminating": True, "snapshot_wrong": one(3.0), "nonfinite_params": one(7.0)}
+        given = {"terminating": True, "nonfinite_state": one(3.0), "nonfinite_params": one(7.0)}
         layout, pack = pack_of(rank, world_size, squares=(1.0, NAN), loss=5.0, weight=3.0, **given)
         expected = dict.fromkeys(RANK_FIELDS, 0.0) | {
             "weighted_loss": 15.0,
@@ -214,7 +214,7 @@ def test_up_to_1024_ranks_a_pack_is_the_slots_and_nothing_more(world_size):
             "bad_squares": 1.0,
             "num_gradients": 2.0,
             "nonfinite_params": 7.0,
-            "snapshot_wrong": 3.0,
+            "nonfinite_state": 3.0,
             "digest": float(DIGEST),
             "terminating": 1.0,
             "probe_ready": 1.0,
