@@ -266,9 +266,11 @@ class Monitor(Loop):
     def _keep_state(self) -> None:
         """Save and end where a rank was sent SIGTERM; take a snapshot where one is due."""
         controller = self._controller
-        if controller.stopping:
-            self._save_and_stop()
-        if controller.recovery is not None:
+        if controller.recovery is None:
+            return
+        with controller.times.checkpoint():
+            if controller.stopping:
+                self._save_and_stop()
             # After the judgement: what it proves healthy must not be evicted just before it.
             controller.recovery.after_step(self._step, controller.attempt, self._meta)
 

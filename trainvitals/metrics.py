@@ -186,7 +186,14 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         "forward_backward_seconds",
         "seconds",
         "Host time from the end of the previous step to `Monitor.step`, minus the wait for data "
-        "where it is measured; a GPU runs asynchronously behind.",
+        "where it is measured, and `checkpoint_seconds`; a GPU runs asynchronously behind.",
+        scope="rank",
+    ),
+    _step(
+        "checkpoint_seconds",
+        "seconds",
+        "Host time that snapshots and saves took from the loop since the previous step; absent "
+        "without checkpoints. A GPU copies beside.",
         scope="rank",
     ),
     _step(

@@ -30,6 +30,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "train_step_duration_seconds",
         "train_data_wait_seconds",
         "train_monitor_seconds",
+        "train_checkpoint_seconds",
     ),
     "Device memory of a rank": ("train_memory_allocated_bytes", "train_memory_peak_bytes"),
     "GPU memory": ("gpu_memory_used_bytes", "gpu_memory_total_bytes"),

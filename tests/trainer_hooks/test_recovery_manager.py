@@ -1,12 +1,17 @@
 """The ways back that the ladder sees, against what is on disk by the time it goes there."""
 
+import os
 import shutil
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
 from trainer_hooks import CheckpointSettings, EarlyStopping
+from trainer_hooks.recovery.manager import SnapshotRing
 from trainvitals.errors import TrainingHalted
 from trainvitals.testing.clock import ManualClock
 
@@ -96,3 +101,35 @@ def test_a_checkpoint_is_written_once_each_time_its_seconds_are_over_whatever_th
                 assert store.wait()
             counts.append(len(store.folder.refs()))
     assert [0, 1, 1, 2] == counts
+
+
+def test_what_a_snapshot_takes_from_the_loop_is_its_own_part_of_the_next_step(loop, monkeypatch):
+    """The parts still add up to the step."""
+    take, seconds, num_steps = SnapshotRing.take, 0.05, 14
+
+    def slow(self, *args, **options):
+        time.sleep(seconds)
+        return take(self, *args, **options)
+
+    with loop.monitor:
+        monkeypatch.setattr(SnapshotRing, "take", slow)
+        for _ in range(num_steps):
+            loop.monitor.step(loop.forward())
+    rows = Journal(Path(os.environ["VITALS_SHM"]))
+    parts = ("forward_backward", "checkpoint", "optimizer", "monitor")
+    times = {name: rows.steps(f"{name}_seconds") for name in ("step_duration", *parts)}
+    assert set(range(1, num_steps)) == set(times["checkpoint"]), "a rank's first step has no length"
+    for step, whole in times["step_duration"].items():
+        assert sum(times[part][step] for part in parts) == pytest.approx(whole, abs=1e-6)
+    due = {step for step, took in times["checkpoint"].items() if took >= seconds}
+    assert {4, 8, 12} <= due
+
+
+def test_without_checkpoints_their_part_of_a_step_is_missing_not_zero():
+    loop = Loop(mode="guard")
+    with loop.monitor:
+        for _ in range(5):
+            loop.monitor.step(loop.forward())
+    rows = Journal(Path(os.environ["VITALS_SHM"]))
+    assert {} == rows.steps("checkpoint_seconds")
+    assert 4 == len(rows.steps("forward_backward_seconds"))

@@ -121,9 +121,10 @@ class Loop:
             if self._controller.is_rank0:
                 self._controller.loss_evaluations.given(values)
             if self._controller.evaluations is not None:
-                self._controller.evaluations.evaluated(
-                    values, step=self._step, attempt=self.attempt, meta=self._evaluated
-                )
+                with self._controller.times.checkpoint():  # a best state is copied here
+                    self._controller.evaluations.evaluated(
+                        values, step=self._step, attempt=self.attempt, meta=self._evaluated
+                    )
 
     def alert(
         self,

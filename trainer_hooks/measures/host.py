@@ -35,6 +35,7 @@ class HostMeasurements:
     duration_seconds: float | None
     data_wait_seconds: float | None
     forward_backward_seconds: float | None
+    checkpoint_seconds: float | None
     optimizer_seconds: float
     monitor_seconds: float | None
     exchange: Elapsed | None
@@ -91,6 +92,7 @@ class StepTimes(NamedTuple):
     duration: float | None
     data_wait: float | None
     forward_backward: float | None
+    checkpoint: float | None
     optimizer: float
     monitor: float
 
@@ -105,6 +107,7 @@ class StepClock:
         self._entered = self._left = 0
         self._optimizer_ns = 0
         self._exchange_ns = 0
+        self._checkpoint_ns: int | None = None
 
     def waited_for_data(self, nanoseconds: int) -> None:
         """Add a wait for the next batch to the present step."""
@@ -131,6 +134,16 @@ class StepClock:
         finally:
             self._optimizer_ns += self.clock.monotonic_ns() - begin
 
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Count the body, between two steps, as the time of snapshots and saves in the next one."""
+        begin = self.clock.monotonic_ns()
+        try:
+            yield
+        finally:
+            took = self.clock.monotonic_ns() - begin
+            self._checkpoint_ns = (self._checkpoint_ns or 0) + took
+
     def exchange(self, device: torch.device, call: Callable[[], None]) -> Elapsed:
         """Make the ranks' exchange and time it, on the device's clock where it has one.
 
@@ -152,15 +165,17 @@ class StepClock:
     def finish(self) -> StepTimes:
         """Return the step's times, and begin the next step."""
         now = self.clock.monotonic_ns()
-        last, waited = self._last_end, self._data_wait_ns
+        last, waited, kept = self._last_end, self._data_wait_ns, self._checkpoint_ns
+        before_ns = (waited or 0) + (kept or 0)
         times = StepTimes(
             duration=None if last is None else (now - last) / 1e9,
             data_wait=None if waited is None else waited / 1e9,
-            forward_backward=None if last is None else (self._entered - last - (waited or 0)) / 1e9,
+            forward_backward=None if last is None else (self._entered - last - before_ns) / 1e9,
+            checkpoint=None if last is None or kept is None else kept / 1e9,
             optimizer=self._optimizer_ns / 1e9,
             monitor=(now - self._entered - self._optimizer_ns - self._exchange_ns) / 1e9,
         )
-        self._last_end, self._data_wait_ns = now, None
+        self._last_end, self._data_wait_ns, self._checkpoint_ns = now, None, None
         self._optimizer_ns = self._exchange_ns = 0
         return times
 

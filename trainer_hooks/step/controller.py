@@ -19,7 +19,7 @@ from trainer_hooks.data.loader import DataState
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent
 from trainer_hooks.lifecycle.terminal import Terminal
-from trainer_hooks.measures.host import HostMeasurements
+from trainer_hooks.measures.host import HostMeasurements, StepClock
 from trainer_hooks.measures.sampled import Sampler
 from trainer_hooks.probe.probe import LossEvaluations, Probe
 from trainer_hooks.ranks import Ranks
@@ -120,12 +120,17 @@ class StepController:
     """Looks at the state where no snapshot does."""
     turn_names: tuple[str, ...] = ("",)
     """Of the optimizers that may be stepped by themselves, behind that of all together."""
+    times: StepClock = field(init=False)
+    """What the step's time is made of."""
     _begun: set[int] = field(default_factory=set)
     """Turns that have brought a step."""
     _was_announced: bool = False
     _disagreed: bool = False
     _bad_names: str = ""
     """Tensors of this rank that were not finite when it was last told."""
+
+    def __post_init__(self) -> None:
+        self.times = StepClock(self.clock)
 
     @property
     def is_rank0(self) -> bool:
@@ -301,7 +306,8 @@ class StepController:
         self._after_judgement(record, reduced, judgement)
         self.log.write(measured, record, reduced, derived, samples, judgement, name)
         if self.recovery is not None:
-            self.recovery.promote(measured.step, self.judge.last_unhealthy_step)
+            with self.times.checkpoint():
+                self.recovery.promote(measured.step, self.judge.last_unhealthy_step)
         return judgement
 
     def _name_what_is_bad(

@@ -51,6 +51,7 @@ _FROM_HOST = {
     "data_wait_seconds": "data_wait_seconds",
     "monitor_seconds": "monitor_seconds",
     "forward_backward_seconds": "forward_backward_seconds",
+    "checkpoint_seconds": "checkpoint_seconds",
     "optimizer_seconds": "optimizer_seconds",
     "samples_per_second": "samples_per_second",
     "memory_allocated_bytes": "memory_allocated_bytes",

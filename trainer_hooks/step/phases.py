@@ -23,7 +23,6 @@ from trainer_hooks.measures.host import (
     Elapsed,
     GroupSettings,
     HostMeasurements,
-    StepClock,
     device_memory,
     learning_rates,
 )
@@ -68,14 +67,14 @@ class Orders(NamedTuple):
 
 
 class StepPhases:
-    """Measures, exchanges, clips and reports one step after another; keeps the step's clock."""
+    """Measures, exchanges, clips and reports one step after another."""
 
     def __init__(
         self, device: Device, controller: StepController, *, tokens_per_step: int | None
     ) -> None:
         self._device = device
         self._controller = controller
-        self.clock = StepClock(controller.clock)
+        self.clock = controller.times
         self._tokens_per_step = tokens_per_step
         self._micro: tuple[Tensor, Tensor | float, bool] | None = None
         self._last_micro: Callable[[], object] = lambda: None
@@ -435,6 +434,7 @@ class StepPhases:
             duration_seconds=times.duration,
             data_wait_seconds=times.data_wait,
             forward_backward_seconds=times.forward_backward,
+            checkpoint_seconds=times.checkpoint,
             optimizer_seconds=times.optimizer,
             monitor_seconds=times.monitor,
             exchange=self._exchange,

@@ -31,6 +31,7 @@ SPLIT: tuple[tuple[str, str], ...] = (
     ("steps.step_duration_seconds", "whole"),
     ("steps.data_wait_seconds", "data"),
     ("steps.forward_backward_seconds", "compute"),
+    ("steps.checkpoint_seconds", "checkpoint"),
     ("steps.optimizer_seconds", "optimizer"),
     ("steps.communication_seconds", "exchange"),
     ("steps.monitor_seconds", "Vitals"),
