@@ -1,18 +1,25 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.collector.alerting import decision, started
 from tests.collector.conftest import Served
-from tests.collector.rows import RUN, Writer
+from tests.collector.rows import RUN, SECOND, Writer
 from tests.collector.test_replay import COURSE, columns
 from trainvitals.cli.main import main
 from trainvitals.io.mailbox import verify_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.policy import Judge
-from trainvitals.records import CheckpointChanged, DecisionMade, RunEnded
+from trainvitals.records import (
+    CheckpointChanged,
+    DecisionMade,
+    Finding,
+    FindingRaised,
+    RunEnded,
+)
 from trainvitals.testing import judgements
 from trainvitals.views import AlertsQuestion, CommandsQuestion, TableQuestion
 from vitals_collector.queries.open import open_folder
@@ -194,6 +201,57 @@ def test_the_alerts_of_a_folder_are_told_newest_first(run_dir: RunDir):
         alerts = opened.reader.ask(AlertsQuestion())
     assert 1 < len({alert.started_unix_ns for alert in alerts})
     assert sorted(alerts, key=lambda alert: -alert.started_unix_ns) == list(alerts)
+
+
+def alerts_of(folder: Path, capsys) -> dict[str, dict[str, object]]:
+    assert 0 == run_cli("alerts", "list", "--dir", str(folder), "--format", "json")
+    return {alert["name"]: alert for alert in json.loads(capsys.readouterr().out)}
+
+
+@pytest.mark.parametrize(
+    ("last_step", "state"), [(150, "resolved"), (80, "firing")], ids=["long ago", "just now"]
+)
+def test_what_a_live_run_got_over_is_not_firing_in_its_folder(tmp_path, last_step, state, capsys):
+    """Its detectors' findings are over after 100 healthy steps, as its skips are."""
+    writer = Writer(started=time.time_ns() - last_step * SECOND)
+    finding = Finding(
+        kind="nonfinite_state", level="advisory", step=40, detector="x", reason="a NaN moment"
+    )
+    parts = [
+        writer.events(started()),
+        writer.steps(range(last_step + 1), loss=1.0),
+        writer.events(FindingRaised(finding=finding), decision(step=40), step=40),
+    ]
+    spool_of(RunDir.create(tmp_path / "runs", RUN), parts)
+    alerts = alerts_of(tmp_path / "runs", capsys)
+    assert {"NonFiniteState": state, "StepSkipped": state} == {
+        name: alert["state"] for name, alert in alerts.items()
+    }
+    assert {writer.time_of(40)} == {alert["started_unix_ns"] for alert in alerts.values()}
+
+
+@pytest.mark.parametrize(
+    ("name", "last_words"),
+    [
+        ("TrainingHalted", (decision(action="halt", step=50), RunEnded(state="halted"))),
+        ("TrainingHalted", (decision(action="halt", step=50),)),
+        ("RunFailed", (RunEnded(state="failed", reason="ValueError: x"),)),
+        ("RunLost", ()),
+    ],
+    ids=["halted", "killed while it halted", "failed", "lost"],
+)
+def test_an_ended_run_is_in_alarm_since_it_ended_not_since_it_is_read(
+    tmp_path, name, last_words, capsys
+):
+    writer, agent = Writer(), Writer("node:node-a")
+    parts = [
+        writer.events(started()),
+        writer.steps(range(51), loss=1.0),
+        agent.node_rows([60]),  # the agent of its node outlives it
+    ]
+    parts += [writer.events(event, step=50) for event in last_words]
+    spool_of(RunDir.create(tmp_path / "runs", RUN), parts)
+    assert writer.time_of(50) == alerts_of(tmp_path / "runs", capsys)[name]["started_unix_ns"]
 
 
 def test_an_alert_is_listed_acknowledged_and_silenced(known: Served, capsys):

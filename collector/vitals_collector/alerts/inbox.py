@@ -10,7 +10,7 @@ least once.
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
@@ -75,6 +75,8 @@ class RunNow:
     """By the run's own clocks. A run that is read months later did not recover today."""
     conditions: tuple[Alert, ...]
     """The condition alerts that hold now."""
+    since: Mapping[str, int] = field(default_factory=dict)
+    """When some of them began, by the run's own clocks; by fingerprint. The others begin now."""
     lasting: frozenset[str] = frozenset()
     """Fingerprints of alerts that are not over: what they are about began then and goes on, or
     nobody knows yet whether it does."""
@@ -218,7 +220,9 @@ class Inbox:
             return _resolved(entry, now, now)
         state = cast(Literal["pending", "firing"], moved.state.value)
         life = Life(point=False, active_since=moved.active_since)
-        return Entry(_view(alert, run.run_id, state, now, now), life)
+        # What a folder tells months later began months ago.
+        started = min(now, run.since.get(alert.fingerprint) or now)
+        return Entry(_view(alert, run.run_id, state, started, now), life)
 
     # ------------------------------------------------------------------------------ for people
 

@@ -355,6 +355,7 @@ class Engine:
         conditions: list[Alert] = [
             *alerts_for_run_state(run.state, run_id=run.run_id, step=run.step, reason=run.reason)
         ]
+        since = {alert.fingerprint: run.ended_unix_ns for alert in conditions}
         lasting = set(fired)
         if run.state == "running":
             for finding in self._watching.conditions(run.run_id):
@@ -374,6 +375,7 @@ class Engine:
             last_unhealthy_step=run.last_trouble,
             last_seen_unix_ns=run.last_seen_unix_ns,
             conditions=tuple(conditions),
+            since=since,
             lasting=frozenset(lasting),
         )
 

@@ -155,11 +155,14 @@ class RunStatus:
     """The step of its newest skip or rollback."""
     last_seen_unix_ns: int = 0
     """When it was last heard of, by its own clocks."""
+    ended_unix_ns: int = 0
+    """When it halted, or its ranks were last heard of; by its own clocks."""
 
 
 class _Decided(NamedTuple):
     last_trouble: int = -1
     halt: Decision | None = None
+    halted_unix_ns: int = 0
 
 
 class RunStatusCache:
@@ -272,11 +275,21 @@ def _status_of(
         step=last_step,
         last_trouble=decided.last_trouble,
         last_seen_unix_ns=max((row.last_seen_unix_ns for row in rows), default=0),
+        # An agent may outlive its ranks by hours.
+        ended_unix_ns=max(
+            (row.last_seen_unix_ns for row in rows if row.source.startswith("rank:")), default=0
+        ),
     )
     if decided.halt is not None:
         # The rank may have died before it could say goodbye; its last decision says it for it.
         halt = decided.halt
-        return replace(status, state="halted", reason=halt.reason, step=halt.step)
+        return replace(
+            status,
+            state="halted",
+            reason=halt.reason,
+            step=halt.step,
+            ended_unix_ns=decided.halted_unix_ns,
+        )
     if state in ("failed", "lost"):
         started = max((row.started_unix_ns for row in rows if row.source == "rank:0"), default=0)
         return replace(status, reason=_why(connection, run_id, state, started))
@@ -334,7 +347,7 @@ def _decided(connection: Connection, run_id: str) -> _Decided:
         .scalar_subquery()
     )
     halts = (
-        select(decisions.c.body)
+        select(decisions.c.body, decisions.c.time_unix_ns)
         .join(
             sources,
             (sources.c.run_id == decisions.c.run_id)
@@ -351,8 +364,11 @@ def _decided(connection: Connection, run_id: str) -> _Decided:
         .limit(1)
     )
     step = connection.execute(trouble).scalar()
-    body = connection.execute(halts).scalar()
-    return _Decided(-1 if step is None else step, _decision(body) if body else None)
+    last_trouble = -1 if step is None else step
+    halt = connection.execute(halts).first()
+    if halt is None or not halt.body:
+        return _Decided(last_trouble)
+    return _Decided(last_trouble, _decision(halt.body), halt.time_unix_ns)
 
 
 __all__ = ["Liveness", "RunStatus", "RunStatusCache", "SourceState", "health", "run_state"]

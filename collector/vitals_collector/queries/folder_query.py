@@ -25,6 +25,9 @@ class FolderQuery(Query):
         if self._engine is None:
             self._engine = assemble(self.store, (), clock=self.clock).engine
         self._engine.poll()
+        # What is told now is left firing by that look, whose steps may be older than it; the next
+        # one resolves what the run has got over since.
+        self._engine.poll()
 
 
 __all__ = ["FolderQuery"]
