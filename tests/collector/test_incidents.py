@@ -100,6 +100,22 @@ def test_where_many_moved_at_once_none_of_them_is_said_to_be_first(store: Store)
     assert f"rank 2: rank loss NaN or infinite at step {BAD}" in "".join(one.story)
 
 
+def test_the_healthy_steps_since_an_incident_end_where_the_next_one_begins(store: Store):
+    """Of a branch that was left, a trouble at a later step came before: it ends nothing."""
+    writer = Writer()
+    ingest(store, writer.steps(range(601), loss=1.0))
+    for seq, step in enumerate((50, 250, 251, 400)):
+        ingest(store, writer.events(decision(step=step, ledger_seq=seq), step=step))
+    ingest(store, writer.events(decision(step=320, ledger_seq=9), step=320, at=writer.time_of(401)))
+    endings = [line for one in told(store) for line in one.story if line.startswith("Resolved")]
+    assert [
+        "Resolved: 279 healthy steps since step 321.",
+        "Resolved: 199 healthy steps since step 401.",
+        "Resolved: 67 healthy steps since step 252, until the next incident at step 320.",
+        "Resolved: 198 healthy steps since step 51, until the next incident at step 250.",
+    ] == endings
+
+
 def test_an_incident_is_open_until_the_run_was_healthy_for_long_enough(store: Store):
     troubled_run(store, num_after=BAD + 1 - BACK_TO + 90)
     assert [True, True] == [one.is_open for one in told(store)]

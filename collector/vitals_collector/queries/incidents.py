@@ -119,7 +119,15 @@ def incidents(connection: Connection, run: RunSummary) -> tuple[IncidentView, ..
     gravest = sorted(bundles, key=lambda bundle: -SEVERITIES.index(severity_of(bundle, records)))
     detailed = {id(bundle) for bundle in gravest[:MAX_EVIDENCE]}
     return tuple(
-        _view(connection, run, bundle, records, id(bundle) in detailed) for bundle in bundles
+        _view(
+            connection,
+            run,
+            bundle,
+            records,
+            is_whole=id(bundle) in detailed,
+            next_onset=_next_onset(bundle, bundles),
+        )
+        for bundle in bundles
     )
 
 
@@ -142,6 +150,19 @@ class Bundle:
     alerts: list[int]
     events: list[int]
     data: list[int]
+
+
+def _next_onset(bundle: Bundle, bundles: Sequence[Bundle]) -> int:
+    """Return the step at which the next trouble after an incident began; -1 where none did.
+
+    One of a branch that was left before is no later one, whatever its step.
+    """
+    later = (
+        other.onset
+        for other in bundles
+        if other.onset > bundle.last and other.started_unix_ns >= bundle.started_unix_ns
+    )
+    return min(later, default=-1)
 
 
 def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, int]]]]:
@@ -363,7 +384,9 @@ def _view(
     run: RunSummary,
     bundle: Bundle,
     records: Records,
+    *,
     is_whole: bool,
+    next_onset: int,
 ) -> IncidentView:
     finding_views = tuple(records.findings[i] for i in bundle.findings)
     decided = tuple(records.decisions[i] for i in bundle.decisions)
@@ -379,6 +402,7 @@ def _view(
         ordinal=bundle.ordinal,
         onset=bundle.onset,
         last=bundle.last,
+        next_onset=next_onset,
         started_unix_ns=bundle.started_unix_ns,
         is_open=is_open,
         cause=bundle.cause,

@@ -53,6 +53,8 @@ class StoryFacts:
     """Which of the run's attempts it is."""
     onset: int
     last: int
+    next_onset: int
+    """The step at which the next incident began; -1 where none did."""
     started_unix_ns: int
     is_open: bool
     cause: str
@@ -319,10 +321,14 @@ def _ended(incident: StoryFacts) -> str:
         return f"Ended with the run halted; {last}."
     if incident.is_open:
         return f"Still open: {last}; {run}."
-    if incident.run.last_step > incident.last:
-        healthy = incident.run.last_step - incident.last
+    if incident.next_onset >= 0:
+        healthy = incident.next_onset - incident.last - 1
+        until = f", until the next incident at step {incident.next_onset}"
+    else:
+        healthy, until = incident.run.last_step - incident.last, ""
+    if healthy > 0:
         steps = "healthy step" if healthy == 1 else "healthy steps"
-        return f"Resolved: {healthy} {steps} since step {incident.last}."
+        return f"Resolved: {healthy} {steps} since step {incident.last}{until}."
     return f"Resolved: {last}; {run}."
 
 
