@@ -1,6 +1,7 @@
 """A page to attach to a ticket: it tells the whole story, and nothing in it can act."""
 
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -133,6 +134,28 @@ def test_markdown_goes_to_stdout_with_its_curves(runs: Path, capsys: pytest.Capt
     assert "not finite |" in said
     because = rule_words("nonfinite")
     assert f"| 40 | skip_step | {because} | 1 | yes | the loss of step 40 is nan |" in said
+
+
+def test_a_terminal_shows_words_as_they_are_without_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    writer = Writer()
+    name = "lr=3e-4 & *warm* [2] <b> ~1 $x$ _a_ a|b @all"
+    leave(
+        tmp_path / "runs",
+        writer.events(RunStarted(info=RunInfo(name=name, user="\x1b[31m"))),
+        writer.steps(range(3), loss=1.0),
+    )
+    assert 0 == vitals("postmortem", tmp_path / "runs")
+    piped = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert 0 == vitals("postmortem", tmp_path / "runs")
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"# Post-mortem of {name}\n")
+    assert name not in piped
+    assert "\\" not in shown
+    assert "&amp;" not in shown
+    assert all(c.isprintable() or c == "\n" for c in shown), "no terminal code of a stranger's"
 
 
 def test_one_incident_alone_can_be_asked_for(runs: Path, capsys: pytest.CaptureFixture[str]):

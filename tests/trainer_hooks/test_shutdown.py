@@ -121,6 +121,45 @@ assert seen == [1, 1]
     assert sorted(said) == [("finished", ""), ("interrupted", "SIGTERM")]
 
 
+INTERRUPTED = """
+monitor.close()
+from pathlib import Path
+from trainer_hooks import CheckpointSettings
+settings = CheckpointSettings(
+    directory=Path(os.environ["VITALS_DIR"]) / "checkpoints", healthy_after=20, save_every=40
+)
+loop = Loop(mode="heal", checkpoints=settings)
+monitor = loop.monitor
+def interrupt(in_block):
+    if not in_block:
+        raise KeyboardInterrupt
+    with monitor:
+        raise KeyboardInterrupt
+"""
+
+
+@pytest.mark.parametrize("in_block", [True, False])
+def test_ctrl_c_says_what_is_on_disk_and_how_to_continue_from_it(tmp_path, in_block):
+    script = f"""{INTERRUPTED}
+for _ in range(110):
+    monitor.step(loop.forward())
+    monitor._controller.recovery.keepers()[1].wait()
+interrupt({in_block})
+"""
+    _, said, printed = run(tmp_path, script)
+    (line,) = [line for line in printed.splitlines() if "to continue" in line]
+    assert any(line.endswith(f"VITALS_RUN_ID={path.name}") for path in (tmp_path / "runs").iterdir())
+    checkpoints = sorted((tmp_path / "runs" / "checkpoints").glob("**/step-*"))
+    newest = max(int(path.name.split("-")[1]) for path in checkpoints)
+    assert f"continues at step {newest}; to continue: start again with VITALS_RUN_ID=" in line
+    assert ("interrupted", "KeyboardInterrupt: ") in said
+
+
+def test_ctrl_c_before_the_first_checkpoint_says_that_there_is_none(tmp_path):
+    _, _, printed = run(tmp_path, f"{INTERRUPTED}\nmonitor.step(loop.forward())\ninterrupt(True)")
+    assert 1 == printed.count("no checkpoint was saved yet, so a new start begins at step 0")
+
+
 SAVING = """
 monitor.close()
 from trainer_hooks import CheckpointSettings

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
 from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, closed, opened
-from trainer_hooks.recovery.manager import Meta
+from trainer_hooks.recovery.manager import Meta, RecoveryManager
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import StepPhases
@@ -311,6 +311,27 @@ class Loop:
             self._release()
             closed(self)
 
+    def end_by(self, error: BaseException) -> None:
+        """End as an error tells; after Ctrl-C, say how to continue."""
+        if self._closed or not self.shutdown.is_ours:
+            return
+        interrupted = isinstance(error, KeyboardInterrupt)
+        text = f"{type(error).__name__}: {error}"[:500]
+        self.end("interrupted" if interrupted else "failed", text)
+        terminal, recovery = self._controller.terminal, self._controller.recovery
+        if interrupted and terminal is not None and recovery is not None:
+            with self._controller.faults.fail_open("terminal"):
+                terminal.interrupted(self._newest_on_disk(recovery), recovery.settings.directory)
+
+    def _newest_on_disk(self, recovery: RecoveryManager) -> int | None:
+        """Return the step that a restart would continue with; asks neither disk nor ranks."""
+        steps = [ref.step for ref in recovery.refs() if ref.where == "disk"]
+        step, attempt = recovery.newest_saved
+        # One that was complete just now: no step has told all ranks of it.
+        if attempt and self._controller.plan.plan.holds(step, attempt):
+            steps.append(step)
+        return max(steps, default=None)
+
     def _take_in_what_is_left(self, *, patience_seconds: float | None) -> None:
         """Judge and write down the steps whose numbers are still on their way."""
         controller, readback = self._controller, self._device.readback
@@ -335,8 +356,6 @@ class Loop:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.end("finished", "")
             return
-        interrupted = isinstance(error, KeyboardInterrupt)
-        text = f"{type(error).__name__}: {error}"[:500]
         # What the loop raised goes on; a halt that is found only now is in its marker.
         with suppress(TrainingHalted):
-            self.end("interrupted" if interrupted else "failed", text)
+            self.end_by(error)

@@ -43,6 +43,9 @@ class Open(Protocol):
     def end(self, state: EndState, reason: str) -> None:
         """Close it."""
 
+    def end_by(self, error: BaseException) -> None:
+        """Close it, as the error tells."""
+
 
 class Shutdown:
     """Says once how this rank's part of the run ended."""
@@ -195,8 +198,7 @@ def _at_exit() -> None:
         if error is None:
             monitor.end(*monitor.left_open)
         else:
-            state: EndState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            monitor.end(state, f"{type(error).__name__}: {error}"[:500])
+            monitor.end_by(error)
 
 
 def _listen() -> None:

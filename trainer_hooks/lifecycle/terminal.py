@@ -64,6 +64,7 @@ class Terminal:
 
     def __init__(self, info: RunInfo, run_id: str, clock: Clock) -> None:
         self._name = f"{info.name} ({run_id})" if info.name else run_id
+        self._run_id = run_id
         self._mode = info.mode
         self._path = shlex.quote(_short(Path(info.run_dir)))
         self._clock = clock
@@ -133,6 +134,24 @@ class Terminal:
         steps = _num(num_steps, "step")
         _LOG.info("vitals: run %s %s after %s: %s", self._name, state, steps, self._summary())
         _LOG.info("vitals: details: vitals show %s", self._path)
+
+    def interrupted(self, step: int | None, folder: Path) -> None:
+        """Say, after Ctrl-C, what a start can continue from.
+
+        Args:
+            step: the first one after the newest checkpoint on disk; None where there is none.
+            folder: of the checkpoints.
+        """
+        if step is None:
+            _LOG.warning("vitals: no checkpoint was saved yet, so a new start begins at step 0")
+            return
+        _LOG.warning(
+            "vitals: the newest checkpoint in %s continues at step %d; to continue: start again "
+            "with VITALS_RUN_ID=%s",
+            shlex.quote(_short(folder)),
+            step,
+            self._run_id,
+        )
 
     def _may_say(self, kind: str) -> bool:
         now, last = self._clock.monotonic_ns(), self._last_line_ns.get(kind)

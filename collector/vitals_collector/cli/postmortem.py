@@ -13,7 +13,7 @@ from vitals_collector.cli.writing import Force, write_file
 
 Incident = Annotated[str, typer.Option(help="Only this incident; the report lists their ids.")]
 Html = Annotated[Path | None, typer.Option(help="Write one page of HTML, with pictures.")]
-Markdown = Annotated[Path | None, typer.Option(help="Write Markdown [default: to stdout].")]
+Markdown = Annotated[Path | None, typer.Option(help="Write Markdown [default: to stdout; plain text on a terminal].")]
 
 
 def register(app: typer.Typer) -> None:
@@ -47,12 +47,14 @@ def postmortem(
             opened.reader, summary.run_id, now_unix_ns=time.time_ns(), incident_id=incident
         )
     blocks = tell(facts)
-    for file, write in ((html, page.write), (md, markdown.write)):
+    for file, make in ((html, page.write), (md, markdown.write)):
         if file is not None:
-            write_file(file, write(blocks).encode(), force=force)
+            write_file(file, make(blocks).encode(), force=force)
             sys.stdout.write(f"{file}\n")
     if html is None and md is None:
-        sys.stdout.write(markdown.write(blocks))
+        # What is piped may end in a ticket, where a run's own words must not become a link.
+        write = markdown.write_text if sys.stdout.isatty() else markdown.write
+        sys.stdout.write(write(blocks))
 
 
 __all__ = ["register"]

@@ -1,7 +1,7 @@
-"""Writes a report as Markdown for a ticket; its curves are drawn with characters."""
+"""Writes a report as Markdown for a ticket, or as text; its curves are drawn with characters."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trainvitals.cli.output import printable
 from vitals_collector.report import text_plot
@@ -20,11 +20,17 @@ _ACTIVE = re.compile(r"([\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_]))")
 _AT_FIRST = re.compile(r"^(?=[-+#>=:])|^(\d+)(?=[.)])")
 """What means something where a line begins: lists, titles, quotes."""
 _WIDTH = 100
+Escape = Callable[[str], str]
 
 
 def write(blocks: Sequence[Block]) -> str:
     """Return the report as Markdown."""
-    return "\n\n".join(_text(block) for block in blocks) + "\n"
+    return "\n\n".join(_text(block, escaped) for block in blocks) + "\n"
+
+
+def write_text(blocks: Sequence[Block]) -> str:
+    """Return the report as a person reads it in a terminal: nothing there needs an escape."""
+    return "\n\n".join(_text(block, _plain) for block in blocks) + "\n"
 
 
 def escaped(text: str) -> str:
@@ -33,29 +39,33 @@ def escaped(text: str) -> str:
     return _AT_FIRST.sub(r"\1\\", _ACTIVE.sub(r"\\\1", clean))
 
 
-def _text(block: Block) -> str:
+def _plain(text: str) -> str:
+    return printable(text).strip()
+
+
+def _text(block: Block, escape: Escape) -> str:
     match block:
         case Heading():
-            return f"{'#' * block.level} {escaped(block.text)}"
+            return f"{'#' * block.level} {escape(block.text)}"
         case Words():
-            return escaped(block.text)
+            return escape(block.text)
         case Table():
-            return _table(block.header, block.rows)
+            return _table(block.header, block.rows, escape)
         case Plot():
             lines = text_plot.draw(block.curve, block.marks, width=_WIDTH)
             shown = [m for m in block.marks if block.curve.span[0] <= m.step <= block.curve.span[1]]
             return "\n".join(["```text", *lines, text_plot.legend(shown), "```"])
         case HeatMap():
-            return _heat_map(block)
+            return _heat_map(block, escape)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = ["| " + " | ".join(map(escaped, header)) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]], escape: Escape) -> str:
+    lines = ["| " + " | ".join(map(escape, header)) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(_cell(value, escape) for value in row) + " |" for row in rows]
     return "\n".join(lines)
 
 
-def _heat_map(block: HeatMap) -> str:
+def _heat_map(block: HeatMap, escape: Escape) -> str:
     """Return the rows in numbers: what each had at most, where, and whether all was finite."""
     reply = block.reply
     lost = {row for row, _ in reply.nonfinite}
@@ -73,10 +83,10 @@ def _heat_map(block: HeatMap) -> str:
     more = [f"{left} rows that deviate less are left out."] if left > 0 else []
     if reply.rolled_back is not None:
         more.append(f"{rolled_back(reply.rolled_back).capitalize()}.")
-    return "\n\n".join([_table(header, rows), *more])
+    return "\n\n".join([_table(header, rows, escape), *more])
 
 
-def _cell(value: object) -> str:
+def _cell(value: object, escape: Escape) -> str:
     if value is None:
         return ""
-    return escaped(f"{value:.6g}" if isinstance(value, float) else str(value))
+    return escape(f"{value:.6g}" if isinstance(value, float) else str(value))
