@@ -160,15 +160,15 @@ def _from_file(path: Path, sections: Sections, given: dict[str, dict[str, _Given
         raise ConfigError(
             f"settings file {path}: {error.strerror}",
             hint="VITALS_CONFIG names it; unset VITALS_CONFIG to run without a settings file",
-        ) from error
+        ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"settings file {path} is not UTF-8: {error}") from error
+        raise ConfigError(f"settings file {path} is not UTF-8: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"settings file {path} is not TOML: {error}",
             hint="a section is a line [ladder], a setting a line margin = 3; all are in "
             "docs/SETTINGS.md",
-        ) from error
+        ) from None
     for section, body in tree.items():
         if section not in sections:
             _refuse_near_miss(section, sections, f"{path}:{_line_of(text, section, '')}")
@@ -228,9 +228,9 @@ def _build(section: str, cls: type[Settings], given: Mapping[str, _Given]) -> Se
         sources = "; ".join(f"{section}.{key}: {item.source}" for key, item in given.items())
         raise ConfigError(
             f"{error.text} ({sources})" if sources else error.text, hint=error.hint, code=error.code
-        ) from error
+        ) from None
     except TypeError as error:
-        raise ConfigError(f"[{section}] is incomplete: {error}") from error
+        raise ConfigError(f"[{section}] is incomplete: {error}") from None
 
 
 def _convert(name: str, kind: object, item: _Given) -> object:

@@ -1,3 +1,4 @@
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -293,3 +294,27 @@ def test_a_variable_that_is_no_whole_number_is_refused(text: str) -> None:
 def test_what_is_expected_is_said_of_a_number_without_bounds() -> None:
     with pytest.raises(ConfigError, match=r"; it must be a number \["):
         Collector(ratio=10**400)
+
+
+@pytest.mark.parametrize(
+    ("environ", "content"),
+    [
+        ({"VITALS_COLLECTOR_RATIO": "often"}, b""),
+        ({"VITALS_COLLECTOR_MAX_BYTES": "0"}, b""),
+        ({"VITALS_COLLECTOR_NOPE": "1"}, b""),
+        ({}, b"[collector\n"),
+        ({}, b"\xff"),
+        ({}, None),
+    ],
+    ids=["type", "value", "unknown", "no TOML", "no UTF-8", "no file"],
+)
+def test_an_error_is_shown_once_without_the_one_that_led_to_it(
+    environ: dict[str, str], content: bytes | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "vitals.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        load_settings({"collector": Collector}, path=path, environ=environ)
+    shown = "".join(traceback.format_exception(raised.value))
+    assert 1 == shown.count("Traceback (most recent call last)")
