@@ -14,7 +14,7 @@ CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks te
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest test-fast test-slow test-oldest test-integrations lint bench bench-judgement docs site screenshot clean
+.PHONY: help setup demo test pytest test-fast test-slow soak test-oldest test-integrations lint bench bench-judgement docs site screenshot clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test-fast: $(STAMP) ## tests that start no ranks, servers or browser
 
 test-slow: $(STAMP) ## the tests that need minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+soak: $(STAMP) ## train 20,000 steps with faults: the state is exact, memory and descriptors stay flat (minutes)
+	$(BIN)/python -m pytest -m slow tests/e2e/test_soak.py $(ARGS)
 
 test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose FSDP2 runs on CPUs (a large download)
 	$(OLDEST)/bin/python -m pytest tests/trainer_hooks -W "ignore:TypedStorage" -W "ignore:The epoch parameter" $(ARGS)

@@ -362,7 +362,7 @@ def _write(
     try:
         if len(by_bench) == 1 and page.exists():
             ((name, yielded),) = by_bench.items()
-            measured = f"Measured {about['date']}, {about['load before']}."
+            measured = f"Measured {about['date']} on {about['machine']}; {about['load before']}."
             part = pages.section(name, yielded, measured=measured)
             page.write_text(pages.replaced(page.read_text(), name, part))
         else:

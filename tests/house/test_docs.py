@@ -108,7 +108,7 @@ class TestMakefile:
 
     def test_bare_make_lists_every_target_with_a_line(self):
         shown = [line.split()[1] for line in self.make().splitlines()]
-        targets = "setup demo test test-fast test-slow test-oldest test-integrations lint bench"
+        targets = "setup demo test test-fast test-slow soak test-oldest test-integrations lint bench"
         targets += " bench-judgement"
         targets += " docs site screenshot clean"
         assert targets.split() == shown
