@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -86,9 +87,8 @@ class Look(NamedTuple):
             for line in (root / "status").read_text().splitlines()
             if line.startswith("Threads:")
         )
-        descriptors = os.listdir(root / "fd")
-        memfds = [name for name in descriptors if _target(root, name).startswith("/memfd:")]
-        journal = [] if shared is None else [path for path in shared.rglob("*") if path.is_file()]
+        descriptors = list((root / "fd").iterdir())
+        memfds = [path for path in descriptors if _target(path).startswith("/memfd:")]
         return cls(
             step=step,
             rss_bytes=int(rollup["Rss:"]) * 1024,
@@ -96,23 +96,25 @@ class Look(NamedTuple):
             num_descriptors=len(descriptors),
             num_threads=int(threads),
             num_memfds=len(memfds),
-            memfd_bytes=sum((root / "fd" / name).stat().st_size for name in memfds),
-            journal_bytes=sum(_size(path) for path in journal),
+            memfd_bytes=sum(path.stat().st_size for path in memfds),
+            journal_bytes=0 if shared is None else _bytes_in(shared),
         )
 
 
-def _target(root: Path, name: str) -> str:
+def _target(path: Path) -> str:
     try:
-        return os.readlink(root / "fd" / name)
+        return str(path.readlink())
     except FileNotFoundError:  # the descriptor of the listing itself
         return ""
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # the agent removes what it has stored
-        return 0
+def _bytes_in(folder: Path) -> int:
+    num_bytes = 0
+    for at, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # the agent removes what it has stored
+                num_bytes += Path(at, name).stat().st_size
+    return num_bytes
 
 
 def growth(points: Sequence[tuple[float, float]]) -> float:
@@ -231,9 +233,7 @@ def _look(looks: dict[str, list[Look]], step: int, rank: int) -> None:
             looks.setdefault("agent", []).append(Look.at(step, child))
 
 
-def _digests(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ema: nn.Module
-) -> dict[str, str]:
+def _digests(model: nn.Module, optimizer: torch.optim.Optimizer, ema: nn.Module) -> dict[str, str]:
     """Return a word for each part of the state."""
     states = [sorted(optimizer.state[param].items()) for param in model.parameters()]
     parts = {

@@ -148,7 +148,8 @@ interrupt({in_block})
 """
     _, said, printed = run(tmp_path, script)
     (line,) = [line for line in printed.splitlines() if "to continue" in line]
-    assert any(line.endswith(f"VITALS_RUN_ID={path.name}") for path in (tmp_path / "runs").iterdir())
+    names = [path.name for path in (tmp_path / "runs").iterdir()]
+    assert any(line.endswith(f"VITALS_RUN_ID={name}") for name in names)
     checkpoints = sorted((tmp_path / "runs" / "checkpoints").glob("**/step-*"))
     newest = max(int(path.name.split("-")[1]) for path in checkpoints)
     assert f"continues at step {newest}; to continue: start again with VITALS_RUN_ID=" in line

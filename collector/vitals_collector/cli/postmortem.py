@@ -13,7 +13,9 @@ from vitals_collector.cli.writing import Force, write_file
 
 Incident = Annotated[str, typer.Option(help="Only this incident; the report lists their ids.")]
 Html = Annotated[Path | None, typer.Option(help="Write one page of HTML, with pictures.")]
-Markdown = Annotated[Path | None, typer.Option(help="Write Markdown [default: to stdout; plain text on a terminal].")]
+Markdown = Annotated[
+    Path | None, typer.Option(help="Write Markdown [default: to stdout; plain text on a terminal].")
+]
 
 
 def register(app: typer.Typer) -> None:
