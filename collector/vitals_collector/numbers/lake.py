@@ -333,9 +333,7 @@ class Lake:
                 return
             with self._transaction():
                 for stream in self._columns:
-                    self._root.execute(
-                        f"DELETE FROM {stream} WHERE run = ?", [self._runs[run_id]]
-                    )
+                    self._root.execute(f"DELETE FROM {stream} WHERE run = ?", [self._runs[run_id]])
                 self._sync()
 
     # --------------------------------------------------------------------------------- opening
@@ -357,7 +355,7 @@ class Lake:
             rows = self._root.execute(
                 f"SELECT run_id, incarnation, stream, max(seq) FROM {_MARKS} GROUP BY ALL"
             ).fetchall()
-            self._marks = {
+            self._marks: dict[StreamKey, int] = {
                 (run, incarnation, stream): seq for run, incarnation, stream, seq in rows
             }
             self._look_again()

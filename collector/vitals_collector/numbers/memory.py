@@ -83,7 +83,7 @@ class MemoryNumbers:
 
 
 def _is_in(span: Span, schema: Schema, rows: _Rows) -> npt.NDArray[np.bool_]:
-    steps = column_of(schema, rows, "step")[0]
+    steps: npt.NDArray[Any] = column_of(schema, rows, "step")[0]
     is_in = np.ones(len(rows), np.bool_)
     if span.from_step is not None:
         is_in &= steps >= span.from_step
@@ -115,7 +115,8 @@ def _column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> Colum
         return Column(rows["seq"], np.zeros(len(rows), np.bool_))
     if name not in schema.index:
         return none_of(len(rows))
-    values, is_valid = column_of(schema, rows, name)
+    column: tuple[npt.NDArray[Any], npt.NDArray[np.bool_]] = column_of(schema, rows, name)
+    values, is_valid = column
     return Column(texts_of(values) if values.dtype.kind == "S" else values, ~is_valid)
 
 

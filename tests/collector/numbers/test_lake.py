@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.collector.numbers.test_numbers import STEPS, losses, plain
+from tests.collector.numbers.test_numbers import losses, plain
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from trainvitals.errors import StorageError
 from vitals_collector.numbers import lake as lake_module
@@ -51,8 +51,9 @@ def test_the_lake_gives_what_memory_gives(
     for what, how in done:
         if what == "append":
             assert isinstance(how, list)
+            kinds = dict.fromkeys(NAMES, "f8")
             batches = [
-                batch(identity(run, rank=rank), rows, first_seq=first, kinds=dict.fromkeys(NAMES, "f8"))
+                batch(identity(run, rank=rank), rows, first_seq=first, kinds=kinds)
                 for run, rank, first, rows in how
             ]
             assert lake.append(batches) == memory.append(batches)

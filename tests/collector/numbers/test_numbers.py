@@ -102,7 +102,8 @@ def test_texts_come_back_and_bytes_that_are_none_refuse_nothing(numbers: Numbers
 def test_rows_come_by_step_then_rank_then_time(numbers: Numbers) -> None:
     later = batch(identity(rank=0, start=1), [{"step": 1, "loss": 9.0}])
     for rank in (2, 1, 0):
-        numbers.append([batch(identity(rank=rank), [{"loss": rank + step} for step in (0, 10, 20)])])
+        rows = [{"loss": float(rank + step)} for step in (0, 10, 20)]
+        numbers.append([batch(identity(rank=rank), rows)])
     numbers.append([later])
     columns = numbers.scan(STEPS, ["step", "rank", "incarnation", "source", "seq"])
     assert plain(columns["step"]) == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
@@ -143,5 +144,3 @@ def test_thousands_of_writers_are_one_commit(numbers: Numbers) -> None:
     batches = [batch(identity(rank=rank), [{"loss": float(rank)}]) for rank in range(2_000)]
     assert [1] * 2_000 == numbers.append(batches)
     assert [float(rank) for rank in range(2_000)] == losses(numbers)
-
-
