@@ -84,6 +84,7 @@ class Lake:
         self._tables.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._synced: dict[str, set[str]] = {}
+        self._readers: list[duckdb.DuckDBPyConnection] = []
         scanner = "postgres_scanner" if catalogue else "sqlite_scanner"
         uri = f"postgres:{catalogue}" if catalogue else f"sqlite:{folder / 'catalogue.sqlite'}"
         # SQLite's log lets one read while another writes; who has to wait does, for so long.
@@ -111,7 +112,8 @@ class Lake:
     def close(self) -> None:
         """End what is under way and let the catalogue go."""
         with self._lock:
-            self._root.close()
+            for connection in (*self._readers, self._root):
+                connection.close()
 
     # --------------------------------------------------------------------------------- writing
 
@@ -379,13 +381,17 @@ class Lake:
 
     @contextmanager
     def _cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Give a way of its own to the lake, for one reader at a time."""
-        reader = self._root.cursor()
+        """Give a way of its own to the lake, for one reader at a time.
+
+        They are kept: a new one costs a third of a small question.
+        """
         try:
+            reader = self._readers.pop()  # list's own lock
+        except IndexError:
+            reader = self._root.cursor()
             reader.execute("USE lake")
-            yield reader
-        finally:
-            reader.close()
+        yield reader
+        self._readers.append(reader)  # but for one that failed
 
 
 def _by_schema(batches: Sequence[Batch], cut: Sequence[int]) -> Iterator[list[tuple[Batch, int]]]:
