@@ -16,7 +16,7 @@ import msgspec
 
 from trainvitals.errors import UsageError
 
-_CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}\Z")
 _INCARNATION = re.compile(r"[0-9a-f]{16}\Z")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")
@@ -27,7 +27,7 @@ SourceKind = Literal["rank", "gpu", "node"]
 def new_run_id(time_unix_ns: int) -> str:
     """Return a ULID: 48 bits of milliseconds, 80 random bits, 26 characters that sort by time."""
     value = ((time_unix_ns // 1_000_000) & ((1 << 48) - 1)) << 80 | secrets.randbits(80)
-    return "".join(_CROCKFORD[(value >> shift) & 31] for shift in range(125, -1, -5))
+    return "".join(CROCKFORD[(value >> shift) & 31] for shift in range(125, -1, -5))
 
 
 def check_run_id(value: str) -> str:

@@ -98,6 +98,7 @@ def build_app() -> typer.Typer:
     app.command("ingest", epilog=f"Example: {PROGRAM} ingest --quick")(bench_ingest)
     app.command("agent", epilog=f"Example: {PROGRAM} agent --quick")(bench_agent)
     app.command("query", epilog=f"Example: {PROGRAM} query --quick")(bench_query)
+    app.command("numbers", epilog=f"Example: {PROGRAM} numbers --quick")(bench_numbers)
     app.command("dashboard", epilog=f"Example: {PROGRAM} dashboard --quick")(bench_dashboard)
     app.command("judgement", epilog=f"Example: {PROGRAM} judgement --quick")(bench_judgement)
     return app
@@ -198,6 +199,11 @@ def bench_query(quick: Quick = False, output: Output = Format.TABLE, page: Part 
     _run(("query",), quick=quick, output=output, page=page)
 
 
+def bench_numbers(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
+    """Measure the store of numbers in DuckLake beside the one of chunks that it is to replace."""
+    _run(("numbers",), quick=quick, output=output, page=page)
+
+
 def bench_dashboard(
     quick: Quick = False,
     output: Output = Format.TABLE,
@@ -271,6 +277,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         guard,
         ingest,
         judgement,
+        numbers,
         parts,
         query,
     )
@@ -283,6 +290,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "ingest": ingest.PARTS,
         "query": query.PARTS,
         "agent": agent.PARTS,
+        "numbers": numbers.PARTS,
         "dashboard": dashboard.PARTS,
         "judgement": judgement.PARTS,
     }

@@ -118,17 +118,20 @@ class Filling:
 
     def fill(self, store: Store) -> None:
         """Store the run as it would have come, and compact it."""
-        rank_0 = self._identity(0)
-        ingest_all(store, [self._events(rank_0)], _RECEIVED_NS)
+        ingest_all(store, [self._events(self._identity(0))], _RECEIVED_NS)
+        for batches in self.row_batches():
+            ingest_all(store, batches, _RECEIVED_NS)
+        compact(store)
+
+    def row_batches(self) -> Iterator[list[bytes]]:
+        """Yield the batches of rows, some thousand rows at a time."""
         for first, values in pieces(self.size, self.planted):
-            ingest_all(store, list(self._batches(rank_0, first, values)), _RECEIVED_NS)
+            yield list(self._batches(self._identity(0), first, values))
         rng = np.random.default_rng(5)
         first = self.size.num_steps - self.size.num_last
         for rank in range(1, self.size.num_ranks):
             values = 1.0 + 0.01 * rng.standard_normal((self.size.num_last, len(self.names)))
-            batches = self._batches(self._identity(rank), first, values, first_seq=first)
-            ingest_all(store, list(batches), _RECEIVED_NS)
-        compact(store)
+            yield list(self._batches(self._identity(rank), first, values, first_seq=first))
 
     def fill_wide(self, store: Store, table: Table) -> None:
         """Store rank 0's steps as wide rows, by the driver's own executemany."""

@@ -1,0 +1,228 @@
+"""What the lake promises beyond every store of numbers: after a kill, with others, on disk."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import duckdb
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.collector.numbers.test_numbers import losses, plain
+from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
+from trainvitals.errors import StorageError
+from vitals_collector.numbers import lake as lake_module
+from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.lake import Lake
+from vitals_collector.numbers.memory import MemoryNumbers
+
+NAMES = ("loss", "Loss", "z")
+_SENT = st.tuples(
+    st.sampled_from([RUN, OTHER_RUN]),
+    st.integers(0, 2),
+    st.integers(0, 6),
+    st.lists(
+        st.dictionaries(st.sampled_from(NAMES), st.floats(width=64), max_size=3),
+        min_size=1,
+        max_size=5,
+    ),
+)
+_DONE = st.one_of(
+    st.tuples(st.just("append"), st.lists(_SENT, min_size=1, max_size=4)),
+    st.tuples(st.sampled_from(["merge", "open again"]), st.none()),
+    st.tuples(st.just("delete"), st.sampled_from([RUN, OTHER_RUN])),
+)
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(done=st.lists(_DONE, max_size=8))
+def test_the_lake_gives_what_memory_gives(
+    tmp_path_factory: pytest.TempPathFactory, done: list[tuple[str, object]]
+) -> None:
+    folder = tmp_path_factory.mktemp("lake")
+    lake, memory = Lake(folder), MemoryNumbers()
+    for what, how in done:
+        if what == "append":
+            assert isinstance(how, list)
+            kinds = dict.fromkeys(NAMES, "f8")
+            batches = [
+                batch(identity(run, rank=rank), rows, first_seq=first, kinds=kinds)
+                for run, rank, first, rows in how
+            ]
+            assert lake.append(batches) == memory.append(batches)
+        elif what == "delete":
+            lake.delete(str(how))
+            memory.delete(str(how))
+        elif what == "merge":
+            lake.merge()
+        else:
+            lake.close()
+            lake = Lake(folder)
+    names = ("seq", "rank", "incarnation", *NAMES)
+    for run in (RUN, OTHER_RUN):
+        mine, expected = (store.scan(Span(run, "steps"), names) for store in (lake, memory))
+        assert {n: list(map(repr, plain(c))) for n, c in mine.items()} == {
+            n: list(map(repr, plain(c))) for n, c in expected.items()
+        }
+    lake.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.collector.numbers.written import batch, identity
+from vitals_collector.numbers.lake import Lake
+
+lake = Lake(Path(sys.argv[1]))
+who = identity()
+key = who.run_id, who.incarnation, "steps"
+print("open", lake.mark(key), flush=True)
+seq = lake.mark(key) + 1
+while True:
+    lake.append([batch(who, [{"loss": float(seq + i)} for i in range(3)], first_seq=seq)])
+    seq += 3
+    print("stored", seq - 1, flush=True)
+    if seq % 12 == 0:
+        lake.merge()
+"""
+
+
+def test_what_was_stored_is_there_once_after_a_kill_at_any_moment(tmp_path: Path) -> None:
+    rng, told = random.Random(3), -1
+    for _ in range(8):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        ) as writer:
+            assert writer.stdout is not None
+            assert int(writer.stdout.readline().split()[1]) >= told
+            for _ in range(rng.randint(3, 9)):
+                told = int(writer.stdout.readline().split()[1])
+            time.sleep(rng.uniform(0.0, 0.05))  # anywhere in a commit or a merge
+            writer.kill()
+            for line in writer.stdout:
+                told = int(line.split()[1])
+    lake = Lake(tmp_path)
+    last = lake.mark((RUN, identity().incarnation, "steps"))
+    assert last >= told > 20
+    assert losses(lake) == [float(i) for i in range(last + 1)]
+    lake.close()
+
+
+def test_files_are_synced_before_the_commit_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit that outlives a power loss must not name files that do not."""
+    synced: set[str] = set()
+    monkeypatch.setattr(lake_module, "_sync_path", lambda path: synced.add(str(path)))
+    lake = Lake(tmp_path)
+    lake.append([batch(identity(), [{"loss": 1.0}])])
+    for table in ("steps", "marks", "runs"):
+        folder = tmp_path / "data" / "main" / table
+        assert synced.issuperset({str(folder), *map(str, folder.iterdir())})
+
+    lake.append([batch(identity(), [{"loss": 2.0}], first_seq=1)])
+    before = set((tmp_path / "data" / "main" / "steps").iterdir())
+    synced.clear()
+    lake.merge()
+    merged = set((tmp_path / "data" / "main" / "steps").iterdir()) - before
+    assert merged
+    assert synced.issuperset(map(str, merged))
+
+    def refuse(path: Path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(lake_module, "_sync_path", refuse)
+    with pytest.raises(StorageError, match="No space left"):
+        lake.append([batch(identity(), [{"loss": 3.0}], first_seq=2)])
+    assert losses(lake) == [1.0, 2.0]
+    monkeypatch.setattr(lake_module, "_sync_path", lambda path: None)
+    assert lake.append([batch(identity(), [{"loss": 3.0}], first_seq=2)]) == [1]
+    assert losses(lake) == [1.0, 2.0, 3.0]
+    lake.close()
+
+
+def test_a_commit_whose_end_was_not_heard_of_is_not_stored_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = Lake(tmp_path)
+    lake.append([batch(identity(), [{"loss": 1.0}])])
+
+    commit = lake._commit
+
+    def commit_and_lose_the_answer() -> None:
+        commit()
+        raise duckdb.IOException("connection lost")
+
+    monkeypatch.setattr(lake, "_commit", commit_and_lose_the_answer)
+    second = batch(identity(), [{"loss": 2.0}], first_seq=1)
+    with pytest.raises(StorageError, match="connection lost"):
+        lake.append([second])
+    monkeypatch.setattr(lake, "_commit", commit)
+    assert lake.append([second]) == [0]
+    assert losses(lake) == [1.0, 2.0]
+    lake.close()
+
+
+def test_two_writers_see_what_the_other_has_added(tmp_path: Path) -> None:
+    """Two connections to one catalogue, as two collectors have them."""
+    mine, theirs = Lake(tmp_path), Lake(tmp_path)
+    mine.append([batch(identity(rank=0), [{"loss": 1.0}])])
+    # Theirs was opened before the table was there, and makes it too: refused, then it knows.
+    other = batch(identity(OTHER_RUN, rank=1), [{"loss": 2.0, "z": 3.0}])
+    for _ in range(3):
+        try:
+            assert theirs.append([other]) == [1]
+            break
+        except StorageError:
+            continue
+    assert plain(mine.scan(Span(OTHER_RUN, "steps"), ["z"])["z"]) == [3.0]
+    assert losses(theirs) == [1.0]
+    mine.close()
+    theirs.close()
+
+
+def test_rows_are_stored_and_read_while_files_are_merged(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    over, errors = threading.Event(), []
+
+    def merge() -> None:
+        while not over.is_set():
+            try:
+                lake.merge()
+            except StorageError as error:
+                errors.append(error)
+            time.sleep(0.01)
+
+    merging = threading.Thread(target=merge)
+    merging.start()
+    for step in range(30):
+        lake.append([batch(identity(), [{"loss": float(step)}], first_seq=step)])
+        assert losses(lake) == [float(i) for i in range(step + 1)]
+    over.set()
+    merging.join()
+    lake.merge()
+    assert losses(lake) == [float(i) for i in range(30)]
+    assert errors == []
+    lake.close()
+
+
+def test_nothing_is_downloaded_and_no_home_is_written(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from vitals_collector.numbers.lake import Lake;"
+        "Lake(Path(sys.argv[1])).close()"
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    environ = {**os.environ, "HOME": str(home), "http_proxy": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "lake")], env=environ, check=False
+    )
+    assert done.returncode == 0
+    assert list(home.rglob("*")) == []
