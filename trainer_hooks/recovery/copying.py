@@ -9,7 +9,7 @@ device: ``wait_for_copies``.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
@@ -34,6 +34,8 @@ _PIECE_BYTES = 1 << 24
 """What one thread takes at a time."""
 _MAX_THREADS = 8
 """More do not make the memory faster."""
+_BYTES_PER_THREAD = 1 << 25
+"""Below that a thread more costs as much as it saves."""
 
 
 class Pair(NamedTuple):
@@ -51,25 +53,48 @@ class _Piece(NamedTuple):
     source: NDArray[Any]
     first_nonfinite: int | None
     """From where on the bits are no finite number; None where that is nobody's question."""
+    block: int
+    """Elements that are copied, then looked at."""
 
 
-@torch.no_grad()
-def copy_and_count(pairs: Sequence[Pair]) -> int:
-    """Copy every pair, and return how many of the checked copies hold a NaN or Inf."""
-    wrong: set[int] = set()
-    pieces: deque[_Piece] = deque()
-    for i, pair in enumerate(pairs):
-        if _is_plain(pair):
-            pieces.extend(_pieces(i, pair))
-        else:
+class CopyPlan:
+    """Copies the same tensors again and again; what each of them needs is worked out once.
+
+    It holds the memory of both sides: addresses stay their own for as long as the plan lives.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._others = [(i, pair) for i, pair in enumerate(pairs) if not _is_plain(pair)]
+        self._pieces = [
+            piece for i, pair in enumerate(pairs) if _is_plain(pair) for piece in _pieces(i, pair)
+        ]
+        size = sum(piece.into.nbytes for piece in self._pieces)
+        self._most_threads = min(_MAX_THREADS, size // _BYTES_PER_THREAD, len(self._pieces))
+
+    @torch.no_grad()
+    def run(self) -> int:
+        """Copy every pair, and return how many of the checked copies hold a NaN or Inf."""
+        wrong: set[int] = set()
+        for i, pair in self._others:
             pair.into.copy_(pair.source)
             if pair.checked and not is_finite(pair.into):
                 wrong.add(i)
-    workers = min(torch.get_num_threads(), _MAX_THREADS, len(pieces))
-    if workers < 2:
-        return len(wrong | _copy(pieces))
-    with ThreadPoolExecutor(workers, "vitals-copy") as pool:
-        return len(wrong.union(*pool.map(_copy, [pieces] * workers)))
+        pieces = deque(self._pieces)
+        helpers = min(torch.get_num_threads(), self._most_threads) - 1
+        if helpers < 1:
+            return len(wrong | _copy(pieces))
+        with ThreadPoolExecutor(helpers, "vitals-copy") as pool:
+            beside = [pool.submit(_copy, pieces) for _ in range(helpers)]
+            wrong |= _copy(pieces)
+            return len(wrong.union(*(part.result() for part in beside)))
+
+
+def signature_of(live: Mapping[str, Tensor]) -> list[object]:
+    """Return what a plan depends on: two that are equal name the same memory, read the same way."""
+    return [
+        (key, t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg())
+        for key, t in live.items()
+    ]
 
 
 def _is_plain(pair: Pair) -> bool:
@@ -95,28 +120,27 @@ def _pieces(index: int, pair: Pair) -> Iterator[_Piece]:
         assert source is not None, "the two are of one type"
         arrays, first = [target[0].reshape(-1), source[0].reshape(-1)], target[1]
     into, origin = arrays
-    step = max(1, _PIECE_BYTES // into.itemsize)
+    step, block = (max(1, size // into.itemsize) for size in (_PIECE_BYTES, _BLOCK_BYTES))
     for i in range(0, into.size, step):
-        yield _Piece(index, into[i : i + step], origin[i : i + step], first)
+        yield _Piece(index, into[i : i + step], origin[i : i + step], first, block)
 
 
 def _copy(pieces: deque[_Piece]) -> set[int]:
     """Copy pieces until there are none; return the owners of those that are not finite."""
     wrong: set[int] = set()
-    while True:
-        try:
-            piece = pieces.popleft()  # threads share them
-        except IndexError:
-            return wrong
-        with np.errstate(invalid="ignore"):  # a signalling NaN is what is looked for
+    with np.errstate(invalid="ignore"):  # a signalling NaN is what is looked for
+        while True:
+            try:
+                piece = pieces.popleft()  # threads share them
+            except IndexError:
+                return wrong
             if not _copied(piece):
                 wrong.add(piece.owner)
 
 
 def _copied(piece: _Piece) -> bool:
     """Copy a piece block by block; return whether it is finite, where that is the question."""
-    _, into, source, first_nonfinite = piece
-    step = max(1, _BLOCK_BYTES // into.itemsize)
+    _, into, source, first_nonfinite, step = piece
     finite = True
     for i in range(0, into.size, step):
         block: Numbers = into[i : i + step]

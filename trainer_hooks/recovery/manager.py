@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from trainer_hooks.guard.optimizer_state import nonfinite_count
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.copying import (
+    CopyPlan,
     CudaSideStream,
     Pair,
     PendingCopy,
     SideStream,
-    copy_and_count,
+    signature_of,
 )
 from trainer_hooks.recovery.finite import is_finite
 from trainer_hooks.recovery.memory import host_memory_left
@@ -91,6 +92,8 @@ class _Slot:
         self._lock = threading.Lock()
         self._holders = 0
         self._filled: list[str] = []
+        self._plan: tuple[list[object], CopyPlan] | None = None
+        """How to copy on the CPU, and the signature of the live tensors that it was made for."""
         self._copied: Callable[[], None] | None = None
         """Makes the host wait for a copy on the side."""
         self.owned = False
@@ -105,10 +108,13 @@ class _Slot:
 
     def fill(self, live: Mapping[str, Tensor], must_be_finite: Callable[[str], bool]) -> int:
         """Copy, and return how many of those that must be finite hold a NaN or Inf."""
-        self._filled = list(live)
-        return copy_and_count(
-            [Pair(self._buffer(k, t), t, checked=must_be_finite(k)) for k, t in live.items()]
-        )
+        signature = signature_of(live)
+        if self._plan is None or self._plan[0] != signature:
+            self._plan = None  # what it held is free before more is taken
+            self._filled = list(live)
+            pairs = [Pair(self._buffer(k, t), t, must_be_finite(k)) for k, t in live.items()]
+            self._plan = signature, CopyPlan(pairs)
+        return self._plan[1].run()
 
     def fill_beside(
         self,

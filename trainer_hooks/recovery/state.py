@@ -177,7 +177,7 @@ class TrainingState:
 
         What a registered ``state_dict()`` returns is part of it, tensors included.
         """
-        return copy.deepcopy(
+        state = copy.deepcopy(
             {
                 "groups": [[_scalars(g) for g in o.param_groups] for o in self._optimizers],
                 "moments": [self._moment_scalars(i) for i in range(len(self._optimizers))],
@@ -188,9 +188,9 @@ class TrainingState:
                     for name, stateful in self._extra.items()
                     if not isinstance(stateful, nn.Module)
                 },
-                "rng": capture_rng(),
             }
         )
+        return state | {"rng": capture_rng()}  # each part of that is new already
 
     @property
     def device(self) -> torch.device:
