@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 
 from trainer_hooks.guard.optimizer_state import nonfinite_count
 from trainer_hooks.recovery import copying, finite
-from trainer_hooks.recovery.copying import Pair, copy_and_count
+from trainer_hooks.recovery.copying import CopyPlan, Pair
 
 LARGEST = {
     torch.float32: 3e38,
@@ -61,6 +61,7 @@ def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "_BLOCK_BYTES", 28)
         patch.setattr(copying, "_PIECE_BYTES", 84)
+        patch.setattr(copying, "_BYTES_PER_THREAD", 84)
         patch.setattr(finite, "_BLOCK_BYTES", 28)
         yield
 
@@ -107,7 +108,11 @@ def test_every_bit_is_copied_and_exactly_what_is_not_finite_is_counted(sources, 
     wrong = {i for i, source in enumerate(sources) if source.is_wrong}
     pairs = zip(copies, live, strict=True)
     with torch_threads(threads):
-        count = copy_and_count([Pair(c, t, i not in exempt) for i, (c, t) in enumerate(pairs)])
+        count = (
+            CopyPlan([Pair(c, t, i not in exempt) for i, (c, t) in enumerate(pairs)])
+            .run()
+            .num_wrong
+        )
     assert len(wrong - exempt) == count
     assert [bits(one) for one in live] == [bits(copy) for copy in copies]
     assert len(wrong) == nonfinite_count(live, CPU).item()
@@ -120,23 +125,22 @@ def test_large_values_of_both_signs_are_no_alarm_and_one_infinity_among_them_is(
     infinite[500] = float("inf")
     infinite[501] = float("-inf")
     pairs = [Pair(torch.empty_like(t), t, checked=True) for t in (large, infinite)]
-    assert 1 == copy_and_count(pairs)
+    assert 1 == CopyPlan(pairs).run().num_wrong
 
 
 def test_a_tensor_that_is_conjugated_or_negated_when_read_is_copied_as_it_reads():
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     sources = [numbers.conj(), numbers.conj().imag]
     copies = [torch.zeros(2, dtype=s.dtype) for s in sources]
-    assert 0 == copy_and_count(
-        [Pair(c, s, checked=True) for c, s in zip(copies, sources, strict=True)]
-    )
+    pairs = [Pair(c, s, checked=True) for c, s in zip(copies, sources, strict=True)]
+    assert 0 == CopyPlan(pairs).run().num_wrong
     assert [[1 - 2j, 3 + 4j], [-2.0, 4.0]] == [c.tolist() for c in copies]
 
 
 def test_a_copy_that_fails_in_a_thread_is_an_error_here_and_leaves_torch_s_threads():
     with torch_threads(2), pytest.raises(RuntimeError, match="size"):
-        copy_and_count([Pair(torch.zeros(3), torch.zeros(8)[::2], checked=True)] * 4)
+        CopyPlan([Pair(torch.zeros(3), torch.zeros(8)[::2], checked=True)] * 4).run()
 
 
 def test_nothing_to_copy_is_nothing_wrong():
-    assert 0 == copy_and_count([])
+    assert 0 == CopyPlan([]).run().num_wrong

@@ -8,6 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.trainer_hooks.side_streams import Earliest, Latest
 from tests.trainer_hooks.training import Training
+from trainer_hooks.recovery import manager
+from trainer_hooks.recovery.copying import CopyPlan
 from trainer_hooks.recovery.manager import SnapshotRing, is_proven, num_slots
 from trainer_hooks.recovery.memory import host_memory_left
 from trainvitals.errors import CheckpointError, ConfigError
@@ -136,6 +138,44 @@ def test_after_a_restore_the_next_snapshot_is_due_an_interval_later():
     assert [False, True] == [ring.due(7), ring.due(8)]
     ring.restore("memory-00000000-1")
     assert [False, True] == [ring.due(3), ring.due(4)]
+
+
+def test_what_took_a_tensor_s_place_is_what_the_next_snapshot_holds():
+    """Each slot knows how to copy what it was filled with last; here all of that has moved."""
+    training = Training("adamw")
+    ring = started(training, slots=2)
+    training.run(2)
+    for step in (1, 2, 3, 4):
+        ring.take(step, 1)
+        ring.before_update()
+        ring.commit(step, True)
+    with torch.no_grad():
+        weight = training.model[0].weight
+        weight.data = weight + 1.0
+        training.model[1].running_mean = torch.full((8,), 3.0)
+        state = training.optimizer.state[weight]
+        state["exp_avg"] = state["exp_avg"] * 2
+        training.model[0].mask = torch.zeros(3, 3)
+    expected = {k: t.clone() for k, t in training.state.tensors().items()}
+    for step in (5, 6):
+        ring.take(step, 1)
+        copied = ring._entries[-1].tensors()
+        assert expected.keys() == copied.keys()
+        assert all(torch.equal(t, copied[k]) for k, t in expected.items())
+        ring.commit(step, True)
+
+
+def test_how_to_copy_is_worked_out_once(monkeypatch):
+    training = Training("adamw")
+    training.run(1)
+    made = []
+    monkeypatch.setattr(manager, "CopyPlan", lambda pairs: made.append(pairs) or CopyPlan(pairs))
+    ring = make_ring(training)
+    for step in range(8):
+        training.run(1)
+        ring.take(step, 1)
+        ring.commit(step, True)
+    assert len(made) == (2 if _side[0]() is None else 0)
 
 
 @pytest.mark.parametrize("name", ["memory-00000009-1", "../../etc", ""])

@@ -9,7 +9,7 @@ device: ``wait_for_copies``.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
@@ -34,42 +34,88 @@ _PIECE_BYTES = 1 << 24
 """What one thread takes at a time."""
 _MAX_THREADS = 8
 """More do not make the memory faster."""
+_BYTES_PER_THREAD = 1 << 25
+"""Below that a thread more costs as much as it saves."""
 
 
 class Pair(NamedTuple):
     """A tensor of the CPU, and what is to be copied into it: of the same shape and type."""
 
-    into: Tensor
+    into: Tensor | None
+    """None: another rank copies it, and it is only looked at."""
     source: Tensor
     checked: bool
     """Whether the copy must be finite."""
+    name: str = ""
+    """Ranges of one tensor have one, and count as one."""
+    unit: int = -1
+    """Its place in what replicas are compared by; -1: it has none."""
 
 
 class _Piece(NamedTuple):
-    owner: int
-    into: NDArray[Any]
+    owner: int | str
+    into: NDArray[Any] | None
     source: NDArray[Any]
     first_nonfinite: int | None
     """From where on the bits are no finite number; None where that is nobody's question."""
+    block: int
+    """Elements that are copied, then looked at."""
+    unit: int
 
 
-@torch.no_grad()
-def copy_and_count(pairs: Sequence[Pair]) -> int:
-    """Copy every pair, and return how many of the checked copies hold a NaN or Inf."""
-    wrong: set[int] = set()
-    pieces: deque[_Piece] = deque()
-    for i, pair in enumerate(pairs):
-        if _is_plain(pair):
-            pieces.extend(_pieces(i, pair))
-        else:
+class Copied(NamedTuple):
+    """What was seen on the way."""
+
+    num_wrong: int
+    """Tensors that had to be finite and are not."""
+    fingerprint: int
+    """Of all bits of the pairs that have a ``unit``, below 2**64."""
+
+
+class CopyPlan:
+    """Copies the same tensors again and again; what each of them needs is worked out once.
+
+    It holds the memory of both sides: addresses stay their own for as long as the plan lives.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._others = [(i, pair) for i, pair in enumerate(pairs) if not _is_plain(pair)]
+        self._pieces = [
+            piece
+            for i, pair in enumerate(pairs)
+            if _is_plain(pair)
+            for piece in _pieces(pair.name or i, pair)
+        ]
+        size = sum(piece.source.nbytes for piece in self._pieces)
+        self._most_threads = min(_MAX_THREADS, size // _BYTES_PER_THREAD, len(self._pieces))
+
+    @torch.no_grad()
+    def run(self) -> Copied:
+        """Copy every pair; look at those that must be finite, and at those to compare."""
+        wrong: set[int | str] = set()
+        for i, pair in self._others:
+            assert pair.into is not None, "what is only looked at is plain"
             pair.into.copy_(pair.source)
             if pair.checked and not is_finite(pair.into):
-                wrong.add(i)
-    workers = min(torch.get_num_threads(), _MAX_THREADS, len(pieces))
-    if workers < 2:
-        return len(wrong | _copy(pieces))
-    with ThreadPoolExecutor(workers, "vitals-copy") as pool:
-        return len(wrong.union(*pool.map(_copy, [pieces] * workers)))
+                wrong.add(pair.name or i)
+        pieces = deque(self._pieces)
+        helpers = min(torch.get_num_threads(), self._most_threads) - 1
+        if helpers < 1:
+            seen = [_copy(pieces)]
+        else:
+            with ThreadPoolExecutor(helpers, "vitals-copy") as pool:
+                beside = [pool.submit(_copy, pieces) for _ in range(helpers)]
+                seen = [_copy(pieces), *(part.result() for part in beside)]
+        num_wrong = len(wrong.union(*(owners for owners, _ in seen)))
+        return Copied(num_wrong, sum(part for _, part in seen) % _MODULUS)
+
+
+def signature_of(live: Mapping[str, Tensor]) -> list[object]:
+    """Return what a plan depends on: two that are equal name the same memory, read the same way."""
+    return [
+        (key, t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg())
+        for key, t in live.items()
+    ]
 
 
 def _is_plain(pair: Pair) -> bool:
@@ -77,53 +123,141 @@ def _is_plain(pair: Pair) -> bool:
     into, source = pair.into, pair.source
     return (
         source.device.type == "cpu"
-        and into.shape == source.shape
+        and (into is None or (into.shape == source.shape and into.is_contiguous()))
         and source.numel() > 0
-        and into.is_contiguous()
         and source.is_contiguous()
         and not (source.is_conj() or source.is_neg())
         and (not pair.checked or is_readable(source.dtype))
     )
 
 
-def _pieces(index: int, pair: Pair) -> Iterator[_Piece]:
-    target = numbers_of(pair.into) if pair.checked else None
-    if target is None:
-        arrays, first = [bytes_of(pair.into), bytes_of(pair.source)], None
+def _pieces(owner: int | str, pair: Pair) -> Iterator[_Piece]:
+    numbers = numbers_of(pair.source) if pair.checked else None
+    if numbers is None:
+        source, first = bytes_of(pair.source), None
+        into = None if pair.into is None else bytes_of(pair.into)
     else:
-        source = numbers_of(pair.source)
-        assert source is not None, "the two are of one type"
-        arrays, first = [target[0].reshape(-1), source[0].reshape(-1)], target[1]
-    into, origin = arrays
-    step = max(1, _PIECE_BYTES // into.itemsize)
-    for i in range(0, into.size, step):
-        yield _Piece(index, into[i : i + step], origin[i : i + step], first)
+        source, first = numbers[0].reshape(-1), numbers[1]
+        target = None if pair.into is None else numbers_of(pair.into)
+        into = None if target is None else target[0].reshape(-1)
+    step, block = (max(1, size // source.itemsize) for size in (_PIECE_BYTES, _BLOCK_BYTES))
+    for i in range(0, source.size, step):
+        part = None if into is None else into[i : i + step]
+        yield _Piece(owner, part, source[i : i + step], first, block, pair.unit)
 
 
-def _copy(pieces: deque[_Piece]) -> set[int]:
-    """Copy pieces until there are none; return the owners of those that are not finite."""
-    wrong: set[int] = set()
-    while True:
-        try:
-            piece = pieces.popleft()  # threads share them
-        except IndexError:
-            return wrong
-        with np.errstate(invalid="ignore"):  # a signalling NaN is what is looked for
-            if not _copied(piece):
+def _copy(pieces: deque[_Piece]) -> tuple[set[int | str], int]:
+    """Copy pieces until there are none; return who owns what is not finite, and a fingerprint."""
+    wrong: set[int | str] = set()
+    fingerprint = 0
+    with np.errstate(invalid="ignore"):  # a signalling NaN is what is looked for
+        while True:
+            try:
+                piece = pieces.popleft()  # threads share them
+            except IndexError:
+                return wrong, fingerprint
+            is_well, part = _copied(piece)
+            fingerprint += part
+            if not is_well:
                 wrong.add(piece.owner)
 
 
-def _copied(piece: _Piece) -> bool:
-    """Copy a piece block by block; return whether it is finite, where that is the question."""
-    _, into, source, first_nonfinite = piece
-    step = max(1, _BLOCK_BYTES // into.itemsize)
-    finite = True
-    for i in range(0, into.size, step):
-        block: Numbers = into[i : i + step]
-        np.copyto(block, source[i : i + step])
+def _copied(piece: _Piece) -> tuple[bool, int]:
+    """Copy a piece block by block; return whether it is finite where asked, and a fingerprint."""
+    _, into, source, first_nonfinite, step, unit = piece
+    finite, fingerprint = True, 0
+    for i in range(0, source.size, step):
+        block: Numbers = source[i : i + step]
+        if into is not None:
+            origin, block = block, into[i : i + step]
+            np.copyto(block, origin)
         if first_nonfinite is not None and not are_finite(block, first_nonfinite):
             finite = False
-    return finite
+        if unit >= 0:  # of the rank's own, which another rank's copy may not be
+            own = source[i : i + step].view(np.uint8)
+            fingerprint += _sum_of_bits(own) * _odd(unit, i // step)
+    return finite, fingerprint
+
+
+# ----------------------------------------------------------------- whether replicas are equal
+
+_MODULUS = 1 << 64
+_LANES = 1024
+_LANE_WEIGHTS = np.random.default_rng(0x5EED).integers(-(1 << 63), 1 << 63, _LANES) | 1
+"""Odd, so that no flipped bit is lost in the product."""
+WORD_BITS = 52
+"""Of a fingerprint that travels: a float64 carries them exactly."""
+
+
+def _odd(unit: int, block: int) -> int:
+    """Return the weight of a block: another one for each, and odd."""
+    return (unit * 0x9E3779B97F4A7C15 + block * 0xD1B54A32D192ED03 << 1 | 1) % _MODULUS
+
+
+def _sum_of_bits(raw: NDArray[np.uint8]) -> int:
+    """Return a sum, modulo 2**64, in which every bit counts with the weight of its column."""
+    words = raw[: raw.size & ~7].view(np.int64)
+    whole = words.size // _LANES * _LANES
+    total = 0
+    if whole:
+        columns = np.add.reduce(words[:whole].reshape(-1, _LANES), axis=0)
+        total = int(np.dot(columns, _LANE_WEIGHTS))
+    rest = words[whole:]
+    total += 3 * int(np.dot(rest, _LANE_WEIGHTS[: rest.size]))
+    return total + 5 * int.from_bytes(raw[words.nbytes :].tobytes(), "little")
+
+
+def fingerprint_on_device(pairs: Sequence[Pair], device: torch.device) -> Tensor:
+    """Return, as one int64 on the device, the fingerprint of the pairs that have a ``unit``.
+
+    Like ``CopyPlan``'s it sees every single flipped bit; their values are not the same. What lies
+    on the CPU is read at once, the rest without waiting.
+    """
+    on_host = 0
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    weights = torch.from_numpy(_LANE_WEIGHTS).to(device, non_blocking=True)
+    for pair in pairs:
+        if pair.unit < 0:
+            continue
+        if pair.source.device.type == "cpu":
+            on_host += _sum_of_bits(bytes_of(pair.source)) * _odd(pair.unit, 0)
+        else:
+            total += _device_sum(pair.source, weights) * _signed(_odd(pair.unit, 0))
+    return total + _signed(on_host)
+
+
+def _device_sum(source: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits as int64, by column as ``_sum_of_bits`` takes it."""
+    raw = source.detach().view(-1).view(torch.uint8)
+    is_aligned = raw.storage_offset() % 8 == 0
+    end = raw.numel() // 8 * 8 if is_aligned else 0
+    words = raw[:end].view(torch.int64)
+    whole = words.numel() // _LANES * _LANES
+    columns = words[:whole].view(-1, _LANES).sum(0)
+    rest, odd = words[whole:], raw[end:].to(torch.int64)
+    tail = (odd * (2 * torch.arange(odd.numel(), device=raw.device) + 1)).sum()
+    return (columns * weights).sum() + 3 * (rest * weights[: rest.numel()]).sum() + 5 * tail
+
+
+def word_of(fingerprint: Tensor) -> Tensor:
+    """Return 52 bits of a mixed int64 as a float64 that is never 0: what travels with the step."""
+    mixed = fingerprint
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        logical = (mixed >> shift) & ((1 << (64 - shift)) - 1)
+        mixed = (mixed ^ logical) * _signed(factor)
+    word = (mixed >> (64 - WORD_BITS)) & ((1 << WORD_BITS) - 1)
+    return word.clamp(min=1).to(torch.float64)
+
+
+def as_int64(number: int) -> Tensor:
+    """Return the number, modulo 2**64, as a tensor of the CPU."""
+    return torch.tensor(_signed(number), dtype=torch.int64, device="cpu")
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the same lowest 64 bits."""
+    number %= _MODULUS
+    return number - _MODULUS if number >= _MODULUS >> 1 else number
 
 
 # ------------------------------------------------------------- the order on the device

@@ -12,7 +12,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,14 +27,26 @@ from torch import Tensor, nn
 from trainer_hooks.guard.optimizer_state import nonfinite_count
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.copying import (
+    Copied,
+    CopyPlan,
     CudaSideStream,
     Pair,
     PendingCopy,
     SideStream,
-    copy_and_count,
+    as_int64,
+    fingerprint_on_device,
+    signature_of,
+    word_of,
 )
 from trainer_hooks.recovery.finite import is_finite
 from trainer_hooks.recovery.memory import host_memory_left
+from trainer_hooks.recovery.node_memory import (
+    Joined,
+    Region,
+    SharedLayout,
+    can_be_shared,
+    join_node,
+)
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.state import HostState, Spec, TrainingState
 from trainer_hooks.step.device import Device
@@ -50,6 +63,8 @@ if TYPE_CHECKING:
 
 Meta = dict[str, Any]
 """What the caller keeps beside the state: detectors, data position. Plain values only."""
+IsReplica = Callable[[str], bool]
+"""Says of a tensor's name whether every rank has the same."""
 
 
 def num_slots(*, healthy_after: int, lag: int, interval: int) -> int:
@@ -83,32 +98,83 @@ class Restored(NamedTuple):
 
 
 class _Slot:
-    """One preallocated copy; not reused while a reader in another thread holds it."""
+    """One preallocated copy; not reused while a reader in another thread holds it.
 
-    def __init__(self, *, pinned: bool) -> None:
+    With a region, replicas lie in memory that the node's ranks share, each of which copies its part
+    of them; all else is this rank's own.
+    """
+
+    def __init__(self, *, pinned: bool, region: Region | None = None) -> None:
         self._pinned = pinned
+        self.region = region
+        self.generation = 0
+        """Which fill it holds: the same on all ranks that share it."""
         self._buffers: dict[str, Tensor] = {}
+        self._targets: dict[str, Tensor] = {}
+        """What ``_pairs`` were made to fill, by name: own buffers, and views of the region."""
+        self._signature: list[object] = []
+        """Of the live tensors that ``_pairs`` were made for."""
+        self._pairs: list[Pair] = []
+        self._plan: CopyPlan | None = None
+        self._layout_digest = 0
         self._lock = threading.Lock()
         self._holders = 0
-        self._filled: list[str] = []
         self._copied: Callable[[], None] | None = None
         """Makes the host wait for a copy on the side."""
         self.owned = False
+        self.being_saved = False
+        """Of a shared one, whether some rank may be writing it to disk: agreed by all ranks."""
 
     @property
     def free(self) -> bool:
+        """Whether it may be filled; of a shared one, the same on all ranks that share it."""
+        if self.region is not None:
+            return not self.owned and not self.being_saved
         return not self.owned and not self._holders
 
     def hold(self, change: int) -> None:
         with self._lock:
             self._holders += change
 
-    def fill(self, live: Mapping[str, Tensor], must_be_finite: Callable[[str], bool]) -> int:
-        """Copy, and return how many of those that must be finite hold a NaN or Inf."""
-        self._filled = list(live)
-        return copy_and_count(
-            [Pair(self._buffer(k, t), t, checked=must_be_finite(k)) for k, t in live.items()]
-        )
+    def prepare(
+        self, live: Mapping[str, Tensor], state: TrainingState, is_replica: IsReplica
+    ) -> None:
+        """Have a target for each tensor, and know who copies it.
+
+        Worked out once, and again when a live tensor has another address, shape or type.
+        """
+        signature = signature_of(live)
+        if self._signature == signature:
+            return
+        self._signature, self._pairs, self._plan, self._targets = [], [], None, {}
+        shared = {}
+        if self.region is not None:
+            shared = {
+                k: t
+                for k, t in live.items()
+                if is_replica(k) and can_be_shared(t) and (self._pinned or t.device.type == "cpu")
+            }
+        own = {k: t for k, t in live.items() if k not in shared}
+        targets = {k: self._buffer(k, t) for k, t in own.items()}
+        pairs = [Pair(targets[k], t, state.must_be_finite(k), k) for k, t in own.items()]
+        if self.region is not None:
+            layout, group = SharedLayout(shared), self.region.group
+            targets |= self.region.views(layout, shared)
+            for number, unit in enumerate(layout.units(group.index, group.count)):
+                source = shared[unit.key].view(-1)[unit.begin : unit.end]
+                into = targets[unit.key].view(-1)[unit.begin : unit.end] if unit.is_mine else None
+                checked = state.must_be_finite(unit.key)
+                pairs.append(Pair(into, source, checked, unit.key, number))
+            self._layout_digest = layout.digest
+        self._targets = {k: targets[k] for k in live}
+        self._pairs, self._signature = pairs, signature
+
+    def fill(self) -> Copied:
+        """Copy, and return what was seen of the live tensors."""
+        self._begin()
+        if self._plan is None:
+            self._plan = CopyPlan(self._pairs)
+        return self._mixed(self._plan.run())
 
     def fill_beside(
         self,
@@ -116,30 +182,44 @@ class _Slot:
         must_be_finite: Callable[[str], bool],
         side: SideStream,
         device: torch.device,
-    ) -> tuple[Tensor, object]:
-        """Copy on the side; return how many that must be finite are not, and what marks the end.
+    ) -> tuple[Tensor, Tensor, object]:
+        """Copy on the side; return what was seen and what marks the end.
 
+        That is how many tensors that must be finite are not, and the fingerprint of what is shared.
         Buffers are copied on the training's own stream: the next forward writes them. All else is
         counted where it is copied, so that no write comes between the two.
         """
+        self._begin()
+        # Not kept until the next snapshot: the device's memory would be, of what is replaced.
+        pairs, self._pairs, self._signature = self._pairs, [], []
         early = {k: t for k, t in live.items() if k.startswith("buffer.")}
         late = {k: t for k, t in live.items() if k not in early}
-        self._begin(early)
+        _queue_copies(pairs, early)
         wrong = nonfinite_count([t for k, t in early.items() if must_be_finite(k)], device)
+        fingerprint = torch.zeros((), dtype=torch.int64, device=device)
+        extra = self._mixed(Copied(0, 0)).fingerprint
 
         def copy_late() -> None:
-            self._begin(late)
+            _queue_copies(pairs, late)
             checked = [t for k, t in late.items() if must_be_finite(k)]
             wrong.add_(nonfinite_count(checked, device))
+            if self.region is not None:
+                own = fingerprint_on_device(pairs, device)
+                fingerprint.copy_(own + extra)
 
         end = side.run(copy_late)
         self._copied = partial(side.join, end)
-        self._filled = list(live)
-        return wrong, end
+        return wrong, fingerprint, end
 
-    def _begin(self, live: Mapping[str, Tensor]) -> None:
-        for key, tensor in live.items():
-            self._buffer(key, tensor).copy_(tensor, non_blocking=True)
+    def _begin(self) -> None:
+        if self.region is not None:
+            self.region.begin(self.generation)
+
+    def _mixed(self, copied: Copied) -> Copied:
+        """Let ranks that fill another slot, or lay it out in another way, differ as well."""
+        number = 0 if self.region is None else self.region.number
+        mixed = copied.fingerprint + (number << 58) + (self._layout_digest << 24) + self.generation
+        return copied._replace(fingerprint=mixed)
 
     def _buffer(self, key: str, tensor: Tensor) -> Tensor:
         kept = self._buffers.get(key)
@@ -150,13 +230,19 @@ class _Slot:
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._buffers[key].nbytes for key in self._filled)
+        return sum(tensor.nbytes for tensor in self._targets.values())
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what was copied, once the copy is complete."""
         if self._copied is not None:
             self._copied()
-        return {key: self._buffers[key] for key in self._filled}
+        return dict(self._targets)
+
+
+def _queue_copies(pairs: Sequence[Pair], live: Mapping[str, Tensor]) -> None:
+    for pair in pairs:
+        if pair.into is not None and pair.name in live:
+            pair.into.copy_(pair.source, non_blocking=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,7 +259,19 @@ class Snapshot:
     failure: str = ""
     best: tuple[str, float] | None = None
     """The metric and its value, where this is the best state that was evaluated."""
+    generation: int = 0
+    """Which fill of its slot it is."""
     _slot: _Slot | None = None
+
+    def check_whole(self) -> None:
+        """Call when the tensors have been read, before what was read is trusted.
+
+        Raises:
+            CheckpointError: another rank of this node has begun to overwrite them.
+        """
+        region = None if self._slot is None else self._slot.region
+        if region is not None and not region.holds(self.generation):
+            raise CheckpointError(f"{self.id} was overwritten by another rank while it was read")
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the copied tensors by name; they are the snapshot's own: do not write to them."""
@@ -222,10 +320,14 @@ class SnapshotRing:
         keep_evaluated: bool = False,
         overlap: bool = False,
         side: SideStream | None = None,
+        joined: Joined | None = None,
+        is_replica: IsReplica = lambda key: False,
     ) -> None:
         """``overlap``: what the loop writes between two steps need not wait for a copy.
 
-        ``side`` is where copies run; None is a GPU's own, and on the CPU there is none.
+        ``side`` is where copies run; None is a GPU's own, and on the CPU there is none. ``joined``
+        is memory shared with the node's other ranks, one region a slot and one more to lend, for
+        the tensors that ``is_replica`` names.
         """
         if num_slots < 2 or interval < 1 or healthy_after < 0:
             raise ConfigError(
@@ -239,14 +341,21 @@ class SnapshotRing:
         self._pinned = state.device.type == "cuda"
         self._side = CudaSideStream(state.device) if side is None and self._pinned else side
         self._overlap = overlap
-        self._slots = [_Slot(pinned=self._pinned) for _ in range(num_slots)]
+        self._joined = Joined(None, ()) if joined is None else joined
+        self._is_replica = is_replica
+        self._unused = list(self._joined.regions or ())
+        self._generation = 0
+        self._slots = [self._new_slot() for _ in range(num_slots)]
         self._beside = _Slot(pinned=self._pinned) if keep_evaluated else None
         self._entries: list[Snapshot] = []
         self._changes: list[CheckpointChanged] = []
         self._pending: PendingCopy | None = None
         self._last_taken = 0
-        self._may_lend = False
+        self.may_lend = False
+        """Whether half of the memory has room for one slot more; with shared ones, on all ranks."""
         self._last_bad: Snapshot | None = None
+        self._ranks_on_node = 1
+        self._fingerprint: Tensor | None = None
         self.num_missed = 0
         """Snapshots this rank could not take; the ranks then drop that one together."""
         self.failure = ""
@@ -255,8 +364,18 @@ class SnapshotRing:
     # -------------------------------------------------------------------------------- memory
 
     def bytes(self) -> int:
-        """Return the memory that all slots need once the moments exist."""
-        return (self.num_slots + (self._beside is not None)) * self._state.bytes_when_warm()
+        """Return the memory that all slots need once the moments exist: this rank's part."""
+        whole = self._state.bytes_when_warm()
+        beside = 0 if self._beside is None else whole
+        return self.num_slots * self._bytes_of_slot() + beside
+
+    def _bytes_of_slot(self) -> int:
+        """Return what one slot takes of the node's memory for each rank."""
+        whole, count = self._state.bytes_when_warm(), self._joined.num_ranks
+        if count == 1:
+            return whole
+        shared = self._state.replica_bytes_when_warm(self._is_replica)
+        return whole - shared + -(-shared // count)
 
     def check_memory(self, *, ranks_on_node: int = 1, left: int | None = None) -> None:
         """Refuse a ring that would take more than half of what the job may still take.
@@ -265,9 +384,10 @@ class SnapshotRing:
             CheckpointError: it would. Rank-local: agree on it before anything else is collective.
         """
         left = host_memory_left() if left is None else left
+        self._ranks_on_node = ranks_on_node
         needed = self.bytes() * ranks_on_node
-        one_more = self._state.bytes_when_warm() * ranks_on_node
-        self._may_lend = left is None or needed + one_more <= left // 2
+        one_more = self._bytes_of_slot() * ranks_on_node
+        self.may_lend = left is None or needed + one_more <= left // 2
         if left is not None and needed > left // 2:
             raise CheckpointError(
                 f"snapshots need {_gib(needed)} on this node ({self.slots_in_words()}, "
@@ -314,42 +434,85 @@ class SnapshotRing:
         self._entries.append(entry)
         self._last_taken = step
         self._note(entry)
+        self._fingerprint = None
         try:
-            return self._fill(entry)
+            wrong, self._fingerprint = self._copy(entry, self._free_slot())
         except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the pack
             self.num_missed += 1
             self.failure = entry.failure = f"{type(error).__name__}: {error}"
             return torch.ones((), device=self._state.device)
+        return wrong
 
-    def _fill(self, entry: Snapshot) -> Tensor:
+    def _free_slot(self) -> _Slot:
+        """Return the slot to fill. Of shared ones every rank of the node chooses the same.
+
+        What is asked of a shared slot is the same on all ranks: which entries there are, and
+        whether rank 0 said that it is being saved; never whether a thread of this rank holds it.
+
+        So nobody overwrites what another rank reads. A restore ends on each rank before it enters
+        the next exchange, and no other rank comes to its next snapshot without that exchange. A
+        save holds its slot until rank 0 said, in a pack filled after it began, that it is over; no
+        rank reads the tensors any more then. Should it ever happen all the same, or while a rank
+        that stands alone writes its last snapshot: each rank marks its part of a slot before it
+        writes, and who has read a slot looks at the marks before what it read counts
+        (``Snapshot.check_whole``).
+        """
+        if self._joined.regions is None:
+            self._replace_shared()
         free = [slot for slot in self._slots if slot.free]
-        if not free and self._may_lend and len(self._slots) == self.num_slots:
+        if not free and self.may_lend and len(self._slots) == self.num_slots:
             # A save holds one for as long as the disk takes, and nothing newer would be kept.
-            free = [_Slot(pinned=self._pinned)]
+            free = [self._new_slot()]
             self._slots += free
         if not free:
             raise CheckpointError("all slots are still being written to disk")
-        return self._copy(entry, free[0])
+        return free[0]
 
-    def _copy(self, entry: Snapshot, slot: _Slot) -> Tensor:
+    def _new_slot(self) -> _Slot:
+        region = self._unused.pop(0) if self._unused else None
+        return _Slot(pinned=self._pinned, region=region)
+
+    def _replace_shared(self) -> None:
+        """Put whole copies in the place of shared slots that are free, where there is room."""
+        kept = [slot for slot in self._slots if slot.region is None or slot.owned]
+        if len(kept) >= self.num_slots:
+            self._slots = kept
+            return
+        needed = self._state.bytes_when_warm() * self._ranks_on_node
+        left = host_memory_left()
+        if left is not None and needed > left // 2:
+            raise CheckpointError(
+                f"a copy for each of {self._ranks_on_node} ranks needs {_gib(needed)}; half of the "
+                f"memory left to the job is {_gib(left // 2)}"
+            )
+        self._slots = [*kept, _Slot(pinned=self._pinned)]
+
+    def _copy(self, entry: Snapshot, slot: _Slot) -> tuple[Tensor, Tensor | None]:
+        """Fill the slot; return what is wrong, and the fingerprint of what is shared, if any is."""
+        # Taken before anything can fail: of shared ones all ranks must see the same as taken.
+        entry._slot, slot.owned = slot, True
+        if slot.region is not None:
+            self._generation += 1
+            entry.generation = slot.generation = self._generation
         # What is made within inference mode, as a validation may be, could not be written again.
         with torch.inference_mode(False), torch.no_grad():
             entry.host = self._state.host_state()
             live = self._state.tensors()
             self._state.forget_replaced(live)
+            slot.prepare(live, self._state, self._is_replica)
+            device = self._state.device
             if self._side is None:
-                count = slot.fill(live, self._state.must_be_finite)
-                wrong = torch.tensor(float(count), device=self._state.device)
+                copied = slot.fill()
+                wrong = torch.tensor(float(copied.num_wrong), device=device)
+                fingerprint = as_int64(copied.fingerprint)
             else:
-                wrong, end = slot.fill_beside(
-                    live, self._state.must_be_finite, self._side, self._state.device
+                wrong, fingerprint, end = slot.fill_beside(
+                    live, self._state.must_be_finite, self._side, device
                 )
                 self._pending = PendingCopy(self._side, end)
                 if not self._overlap:
                     self.before_update()
-        entry._slot = slot
-        slot.owned = True
-        return wrong
+        return wrong, None if slot.region is None else fingerprint
 
     def before_update(self) -> None:
         """Make the coming ``optimizer.step()`` wait, on the device, for a copy in flight."""
@@ -367,12 +530,51 @@ class SnapshotRing:
             raise CheckpointError("the state that was evaluated before is still being kept")
         name = f"evaluated-{step:08d}-{attempt}"
         entry = Snapshot(id=name, step=step, attempt=attempt, meta=meta)
-        self._copy(entry, self._beside)
+        try:
+            self._copy(entry, self._beside)
+        except BaseException:
+            self._beside.owned = False
+            raise
         return entry
+
+    @property
+    def shares(self) -> bool:
+        """Whether the ranks of this node share one copy of what DDP keeps equal."""
+        return self._joined.regions is not None
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """How many ranks share it."""
+        return self._joined.num_ranks
+
+    def word(self) -> Tensor | None:
+        """Return what replicas of the newest snapshot are compared by, on the device.
+
+        None where this rank shares no copy, or could not take it. Call after ``before_update``.
+        """
+        return None if self._fingerprint is None else word_of(self._fingerprint)
+
+    def stop_sharing(self) -> None:
+        """Keep whole copies from the next snapshot on: the ranks' replicas are not equal.
+
+        Those that were committed stay: they were equal.
+        """
+        self._joined = Joined(None, ())
+        self._unused.clear()
+
+    def save_begins(self, entry: Snapshot) -> None:
+        """Keep a shared slot that some rank may be reading; on all ranks at the same step."""
+        if entry._slot is not None:
+            entry._slot.being_saved = True
+
+    def saves_ended(self) -> None:
+        """Let those slots be filled again: all ranks know that the saves are over."""
+        for slot in self._slots:
+            slot.being_saved = False
 
     # ----------------------------------------------------------------------------- life cycle
 
-    def commit(self, step: int, ok: bool) -> None:
+    def commit(self, step: int, ok: bool, why: str = "not finite, or missing on a rank") -> None:
         """Settle the snapshot taken before ``step``: verified, or dropped as bad, on all ranks.
 
         Where none is waiting for that verdict, nothing happens.
@@ -380,7 +582,7 @@ class SnapshotRing:
         for entry in [e for e in self._entries if e.step == step and e.state == "candidate"]:
             if not ok:
                 self._last_bad = entry
-                self._drop([entry], entry.failure or "not finite, or missing on a rank", "bad")
+                self._drop([entry], entry.failure or why, "bad")
             else:
                 assert entry._slot is not None, "the ranks agreed on a snapshot that is not there"
                 entry.state = "healthy" if entry.trusted else "verified"
@@ -391,10 +593,17 @@ class SnapshotRing:
 
         Waits for that copy.
         """
-        if self._last_bad is None or self._last_bad.failure:
+        bad, self._last_bad = self._last_bad, None
+        if bad is None or bad.failure or bad._slot is None:
             return []
-        copied, self._last_bad = self._last_bad.tensors(), None
-        return [k for k, t in copied.items() if self._state.must_be_finite(k) and not is_finite(t)]
+        # The shared copy may be another rank's, and this rank's own is as it was, or worse.
+        live = set() if bad._slot.region is None else set(self._state.nonfinite())
+        return [
+            key
+            for key, tensor in bad.tensors().items()
+            if self._state.must_be_finite(key)
+            and (key in live if live and self._is_replica(key) else not is_finite(tensor))
+        ]
 
     def promote(self, current_step: int, last_unhealthy_step: int) -> list[Snapshot]:
         """Make healthy what the steps judged so far prove (see ``is_proven``), and return it."""
@@ -481,6 +690,7 @@ class SnapshotRing:
                 f"snapshot {checkpoint_id!r} is not in memory", hint=f"in memory are: {ids}"
             )
         saved = entry.tensors()
+        entry.check_whole()
         self._state.conform({k: Spec.of(t) for k, t in saved.items()}, entry.host)
         self._state.write(saved)
         self._state.load_host_state(entry.host)
@@ -556,6 +766,8 @@ class RecoveryManager:
         emitter: Emitter,
         plan: PlanJournal,
         clock: Clock,
+        *,
+        lag: int = 1,
     ) -> None:
         self.settings = settings
         self._ring = ring
@@ -577,6 +789,10 @@ class RecoveryManager:
         """Whether the save that this rank began last has not been seen to end."""
         self._is_saving = False
         """Whether rank 0 said, with the newest step, that it is saving."""
+        self._lag = lag
+        self._has_differed = False
+        self._packs_before_save = 0
+        """Packs that may have been filled before the newest save began: they say nothing of it."""
 
     @classmethod
     def make(
@@ -607,6 +823,13 @@ class RecoveryManager:
         lag = device.readback.lag
         interval = settings.snapshot_every or settings.healthy_after + lag
         slots = num_slots(healthy_after=settings.healthy_after, lag=lag, interval=interval)
+        is_replica = state.replicas(ranks.world_size)
+        joined = join_node(
+            ranks,
+            num_regions=slots + 1,
+            has_replicas=any(map(is_replica, state.tensors())),
+            pinned=state.device.type == "cuda",
+        )
         ring = SnapshotRing(
             state,
             num_slots=slots,
@@ -614,6 +837,8 @@ class RecoveryManager:
             healthy_after=settings.healthy_after,
             keep_evaluated=keep_evaluated,
             overlap=settings.overlap_copy,
+            joined=joined,
+            is_replica=is_replica,
         )
         store = CheckpointStore(
             state,
@@ -627,14 +852,25 @@ class RecoveryManager:
         agreement = Agreement(ranks)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
         agreement.on_all(lambda: ring.check_memory(ranks_on_node=local))
+        ring.may_lend = all(ranks.gather(ring.may_lend))
         agreement.on_root(store.prepare)
         agreement.on_all(store.folder.reach)
         text = (
             f"{ring.slots_in_words()}, {ring.bytes() / 2**20:.1f} MiB a rank, a snapshot every "
             f"{interval} steps"
         )
+        if ring.shares:
+            text += (
+                f"; {ring.ranks_per_copy} ranks share one copy of parameters and optimizer state"
+            )
         emitter.note("snapshots", text, step=0, attempt=0)
-        return cls(settings, ring, store, ranks, emitter, plan, clock)
+        if joined.failures:
+            text = (
+                "ranks of one node cannot share a snapshot, so each keeps a whole one "
+                f"({'; '.join(joined.failures[:4])})"
+            )
+            emitter.note("snapshot_not_shared", text, "warning", step=0, attempt=0)
+        return cls(settings, ring, store, ranks, emitter, plan, clock, lag=lag)
 
     def keepers(self) -> tuple[SnapshotRing, CheckpointStore]:
         """Return what keeps the best state that was evaluated: in memory, and on disk."""
@@ -673,9 +909,10 @@ class RecoveryManager:
         """
         self._ring.forget("the loop loaded its own state")
         unproven = any(ref.step == step and ref.state == "verified" for ref in self._on_disk)
-        wrong = self._ring.take(step, attempt, meta, trusted=not unproven)
-        self._ring.before_update()
-        bad = [rank for rank, count in enumerate(self._ranks.gather(float(wrong))) if count]
+        bad, differ = self._take_now(step, attempt, meta, trusted=not unproven)
+        if differ and not bad:
+            self._stop_sharing(differ, step, attempt)
+            bad, _ = self._take_now(step, attempt, meta, trusted=not unproven)
         if bad:
             raise CheckpointError(
                 f"the state before step {step} is not finite, or could not be copied, on rank(s) "
@@ -686,6 +923,37 @@ class RecoveryManager:
         self._ring.commit(step, ok=True)
         self._saved_at = step
         self._say()
+
+    def _take_now(
+        self, step: int, attempt: int, meta: Meta, *, trusted: bool = False
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """Take a snapshot outside of a step. Collective.
+
+        Returned are the ranks on which it is not sound, and those whose replicas differ.
+        """
+        wrong = self._ring.take(step, attempt, meta, trusted=trusted)
+        self._ring.before_update()
+        word = self._ring.word()
+        counts, words = zip(
+            *self._ranks.gather((float(wrong), 0.0 if word is None else float(word))), strict=True
+        )
+        return [rank for rank, count in enumerate(counts) if count], minority(words)
+
+    def _stop_sharing(self, differ: tuple[int, ...], step: int, attempt: int) -> None:
+        """Say once that replicas are not equal; each rank keeps its own from now on."""
+        self._ring.stop_sharing()
+        if self._has_differed:  # of a snapshot that was under way when it was said
+            return
+        self._has_differed = True
+        self._emitter.note(
+            "replicas_differ",
+            f"parameters or optimizer state differ between ranks at step {step}: {_shown(differ)} "
+            "from the others; that snapshot was dropped, and from now on each rank keeps a whole "
+            "copy of its own",
+            "warning",
+            step=step,
+            attempt=attempt,
+        )
 
     # ------------------------------------------------------------------------------- each step
 
@@ -707,6 +975,13 @@ class RecoveryManager:
             return None
         self._ring.before_update()  # it is counted where it is copied
         return self._wrong[1]
+
+    def word(self, step: int) -> Tensor | None:
+        """Return what replicas of ``step``'s snapshot are compared by; None: nothing to compare."""
+        if self._wrong is None or self._wrong[0] != step:
+            return None
+        self._ring.before_update()
+        return self._ring.word()
 
     def missed(self, step: int) -> bool:
         """Return whether this rank could not take the snapshot that was due at ``step``."""
@@ -738,12 +1013,21 @@ class RecoveryManager:
         seconds = self.settings.save_seconds
         return 0 < seconds * 1e9 <= self._clock.monotonic_ns() - self._saved_ns
 
-    def returned(self, reduced: Reduced, *, step: int) -> None:
+    def returned(self, reduced: Reduced, *, step: int, attempt: int) -> None:
         """Take in what all ranks said with ``step``: of its snapshot, and rank 0 of the disk."""
         # A rank that could not measure the step could not speak for its copy either.
         wrong = reduced.total("nonfinite_state") + reduced.total("snapshot_missed")
-        self._ring.commit(step, ok=wrong + reduced.total("failed") == 0.0)
+        is_sound = wrong + reduced.total("failed") == 0.0
+        differ = minority(reduced.words())
+        if differ and is_sound:
+            self._stop_sharing(differ, step, attempt)
+            self._ring.commit(step, ok=False, why=f"replicas differ: {_shown(differ)}")
+        else:
+            self._ring.commit(step, ok=is_sound)
         self._is_saving = bool(reduced.root["saving"])
+        self._packs_before_save = max(0, self._packs_before_save - 1)
+        if not self._is_saving and not self._packs_before_save:
+            self._ring.saves_ended()
         due = bool(reduced.root["save_due"])
         # Steps that were under way when a save began say it once more.
         self._time_is_up = self._time_is_up or (due and not self._was_due)
@@ -768,6 +1052,8 @@ class RecoveryManager:
         if newest is not None and self._is_due(newest.step - self._saved_at):
             self._saved_at, self._saved_ns = newest.step, self._clock.monotonic_ns()
             self._time_is_up = False
+            self._ring.save_begins(newest)
+            self._packs_before_save = self._lag + 1
             self._store.save(newest)
             self._may_be_saving = True
         self._say()
@@ -860,9 +1146,12 @@ class RecoveryManager:
         what is on disk could be written.
         """
         self._store.wait(None)
-        wrong = self._ring.take(step, attempt, meta)
-        self._ring.before_update()
-        bad = sum(self._ranks.gather(float(wrong)))
+        self._ring.saves_ended()
+        wrong, differ = self._take_now(step, attempt, meta)
+        if differ and not wrong:
+            self._stop_sharing(differ, step, attempt)
+            wrong, _ = self._take_now(step, attempt, meta)
+        bad = bool(wrong)
         self._ring.commit(step, ok=not bad)
         last = self._ring.newest_healthy() if bad else self._ring.newest_committed()
         if last is None or any(
@@ -901,6 +1190,23 @@ class RecoveryManager:
                 self._newest_saved = change.checkpoint_step, attempt
         for change in self._ring.take_changes() + stored:
             announce(self._emitter, change)
+
+
+def minority(words: Sequence[float]) -> tuple[int, ...]:
+    """Return the ranks whose word is not that of most; () where all that gave one agree.
+
+    Of two halves, the one with the lowest rank is taken to be right. 0 is no word.
+    """
+    given = [word for word in words if word]
+    if len(set(given)) < 2:
+        return ()
+    usual = Counter(given).most_common(1)[0][0]
+    return tuple(rank for rank, word in enumerate(words) if word not in (0.0, usual))
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    number = "rank" if len(ranks) == 1 else "ranks"
+    return f"{number} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
 def announce(emitter: Emitter, change: CheckpointChanged) -> None:

@@ -11,7 +11,7 @@ Names: ``model.<parameter>``, ``buffer.<buffer>``, ``optim.<i>.<parameter>.<key>
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -121,6 +121,24 @@ class TrainingState:
         around = {id(inner[key]) for key in own}
         return frozenset(i for i, o in enumerate(self._optimizers) if id(o) in own | around)
 
+    def replicas(self, world_size: int) -> Callable[[str], bool]:
+        """Return what says of a tensor's name whether DDP keeps it equal on all ranks.
+
+        Parameters that it synchronises, and their optimizer state where each rank holds all of it.
+        Not buffers, which forward writes from each rank's own batch.
+        """
+        alike = self._alike_on_all_ranks(world_size) if self._is_ddp else frozenset()
+        split = self.split_optimizers
+
+        def is_replica(key: str) -> bool:
+            kind, _, rest = key.partition(".")
+            if kind == "optim":
+                number, _, rest = rest.partition(".")
+                return int(number) not in split and rest.rpartition(".")[0] in alike
+            return kind == "model" and rest in alike
+
+        return is_replica if alike and world_size > 1 else lambda key: False
+
     def _alike_on_all_ranks(self, world_size: int) -> frozenset[str]:
         """Return the plain parameters that every rank updates alike."""
         plain = frozenset(n for n, p in self._params.items() if not hasattr(p, "to_local"))
@@ -177,7 +195,7 @@ class TrainingState:
 
         What a registered ``state_dict()`` returns is part of it, tensors included.
         """
-        return copy.deepcopy(
+        state = copy.deepcopy(
             {
                 "groups": [[_scalars(g) for g in o.param_groups] for o in self._optimizers],
                 "moments": [self._moment_scalars(i) for i in range(len(self._optimizers))],
@@ -188,9 +206,9 @@ class TrainingState:
                     for name, stateful in self._extra.items()
                     if not isinstance(stateful, nn.Module)
                 },
-                "rng": capture_rng(),
             }
         )
+        return state | {"rng": capture_rng()}  # each part of that is new already
 
     @property
     def device(self) -> torch.device:
@@ -199,10 +217,22 @@ class TrainingState:
 
     def bytes_when_warm(self) -> int:
         """Return the size of all tensors, with moments that do not exist yet estimated."""
-        live = self.tensors()
-        present = sum(t.numel() * t.element_size() for t in live.values())
-        absent = sum(optimizer_state.expected_bytes(o) for o in self._optimizers if not o.state)
-        return present + absent
+        return sum(self._sizes_when_warm().values())
+
+    def replica_bytes_when_warm(self, is_replica: Callable[[str], bool]) -> int:
+        """Return how much of that is replicas."""
+        return sum(size for key, size in self._sizes_when_warm().items() if is_replica(key))
+
+    def _sizes_when_warm(self) -> dict[str, int]:
+        sizes = {key: t.numel() * t.element_size() for key, t in self.tensors().items()}
+        for i, optimizer in enumerate(self._optimizers):
+            if optimizer.state:
+                continue
+            own = {n: p.numel() * p.element_size() for n, p in self._named_params(i)}
+            expected, whole = optimizer_state.expected_bytes(optimizer), sum(own.values())
+            for name, size in own.items():
+                sizes[f"optim.{i}.{name}.expected"] = expected * size // max(1, whole)
+        return sizes
 
     # -------------------------------------------------------------------------------- health
 
@@ -499,6 +529,9 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _local(key: str, tensor: Tensor) -> Tensor:
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    if is_plain and tensor.is_contiguous():
+        return tensor.detach()  # most are: what follows takes twice as long
     tensor = optimizer_state.true_elements(tensor)
     if tensor.layout != torch.strided:
         raise CheckpointError(f"{key} is {tensor.layout}; only dense tensors can be put back")

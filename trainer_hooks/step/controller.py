@@ -278,7 +278,7 @@ class StepController:
         # What travelled with the step comes before its judgement: the ladder chooses among the
         # checkpoints, and asks the probe, as all ranks know them by this step.
         if self.recovery is not None:
-            self.recovery.returned(reduced, step=measured.step)
+            self.recovery.returned(reduced, step=measured.step, attempt=self.attempt)
             self.stopping = reduced.total("terminating") != 0
         if self.evaluations is not None:
             self.evaluations.returned(reduced, step=measured.step, attempt=measured.attempt)

@@ -267,6 +267,7 @@ class StepPhases:
             num_gradients=num_gradients,
             norm_before_clip=norm,
             nonfinite_state=controller.nonfinite_state(step),
+            replicas=None if controller.recovery is None else controller.recovery.word(step),
             snapshot_missed=controller.recovery is not None and controller.recovery.missed(step),
             digest=controller.digest,
             terminating=controller.told_to_stop,

@@ -11,7 +11,7 @@ holds the sum of what they bring, and a second part says who brought what:
     RANK_FIELDS of slot 0 | of slot 1 ... | the same as bits | OWN_FIELDS of rank 0 | of rank 1 ...
 
 In the bits the i-th rank of a slot adds 2**i where its number is not zero: such a sum is exact, and
-names each of them. What no bit can carry has a place for each rank: 16 bytes instead of 104.
+names each of them. What no bit can carry has a place for each rank: 16 bytes instead of 120.
 
 The verdict is taken on the device from the reduced numbers, and so is the same on every rank. The
 numbers come to the host a fixed number of steps late, so that nothing waits for the GPU, and become
@@ -66,6 +66,7 @@ RANK_FIELDS = (
     "terminating",  # the rank was sent SIGTERM: all save, and stop
     "holds_evaluated",  # the rank keeps a copy of the state that was evaluated last
     "probe_ready",  # the rank was given a loss_of, and keeps batches for it
+    "replicas",  # 52 bits of its replicas where a snapshot was taken: other ranks' are the same
 )
 ROOT_FIELDS = (
     "loss_limit",
@@ -104,6 +105,7 @@ RankField = Literal[
     "terminating",
     "holds_evaluated",
     "probe_ready",
+    "replicas",
 ]
 
 
@@ -198,6 +200,7 @@ class RankContribution:
     terminating: bool = False
     holds_evaluated: bool = False
     probe_ready: bool = False
+    replicas: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +317,8 @@ class ReduceVector:
             pack[layout.mine("norm_before_clip")] = local.norm_before_clip / layout.world_size
         if local.nonfinite_state is not None:
             pack[layout.mine("nonfinite_state")] = local.nonfinite_state
+        if local.replicas is not None:
+            pack[layout.mine("replicas")] = local.replicas
         if local.nonfinite_params is not None:
             pack[layout.mine("nonfinite_params")] = local.nonfinite_params
         bad = ~torch.isfinite(self.squares).all()
@@ -397,6 +402,13 @@ class Reduced:
     def digests(self) -> list[float]:
         """Return each rank's digest of its last verdict."""
         return (self._own if self.layout.is_shared else self._sums)["digest"]
+
+    def words(self) -> list[float]:
+        """Return what each rank's replicas are compared by, 0.0 where it did not say.
+
+        Nothing above MAX_SLOTS ranks, where replicas are not shared.
+        """
+        return [] if self.layout.is_shared else self._sums["replicas"]
 
     def limit(self, field: Literal["loss_limit", "grad_norm_limit"]) -> float | None:
         """Return the limit that was in force, None where there was none."""

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,13 @@ _LOG = logging.getLogger("trainvitals")
 _PART = re.compile(r"rank-(\d+)-of-(\d+)\Z")
 
 
-def write_part(folder: Path, content: Manifest, rank: int, boxes: Sequence[Box]) -> None:
+def write_part(
+    folder: Path,
+    content: Manifest,
+    rank: int,
+    boxes: Sequence[Box],
+    check_whole: Callable[[], None] = lambda: None,
+) -> None:
     """Write this rank's part of a checkpoint; a part that is there is left as it is.
 
     Args:
@@ -37,6 +43,7 @@ def write_part(folder: Path, content: Manifest, rank: int, boxes: Sequence[Box])
         content: what the checkpoint is; its files and sizes are filled in.
         rank: whose part it is, of ``content.world_size``.
         boxes: what this rank writes.
+        check_whole: raises where the boxes have changed by the time that they are written.
 
     Raises:
         CheckpointError: it could not be written.
@@ -60,6 +67,7 @@ def write_part(folder: Path, content: Manifest, rank: int, boxes: Sequence[Box])
         part.mkdir(mode=0o700)
 
     written = payload.write(part, boxes, None, make_room=make_room)
+    check_whole()
     files = manifests.measure(part)
     manifests.seal(part, msgspec.structs.replace(content, num_bytes=written.num_bytes, files=files))
     being_written.rename(home / name)

@@ -168,7 +168,12 @@ class CheckpointStore:
             make_room=lambda size: self.folder.make_room(name, size),
         )
         own: dict[str, FileEntry] = {}
-        self._agree.on_all(lambda: own.update(self._read_back(partial, written.boxes)))
+
+        def read_back() -> None:
+            own.update(self._read_back(partial, written.boxes))
+            snapshot.check_whole()
+
+        self._agree.on_all(read_back)
         files = {name: entry for part in self._ranks.gather(own) for name, entry in part.items()}
         size = self._ranks.broadcast(written.num_bytes)
         self._agree.on_root(lambda: self._publish(snapshot, size, files))
@@ -280,7 +285,9 @@ class CheckpointStore:
             for box in boxes:
                 self._check_finite(box.name, box.tensor)
             content = self._manifest(snapshot)
-            emergency_save.write_part(self.folder.path, content, self._ranks.rank, boxes)
+            emergency_save.write_part(
+                self.folder.path, content, self._ranks.rank, boxes, snapshot.check_whole
+            )
         except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
             self._tell_failure(snapshot, error)
             return False

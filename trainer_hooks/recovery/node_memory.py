@@ -1,0 +1,256 @@
+"""Memory that the ranks of one node share: a copy of their replicas, of which each writes a part.
+
+It is a memfd, so it never fills /dev/shm and is gone with the last process that has it. Every rank
+maps it itself: what is in it stays readable when others die, the one that made it among them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import resource
+import weakref
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.finite import is_readable
+from trainer_hooks.step.reduce_vector import MAX_SLOTS
+
+_HEADER_BYTES = 4096
+_MAX_RANKS = _HEADER_BYTES // 8
+_ALIGNMENT = 64
+UNIT_BYTES = 1 << 22
+"""What is copied by one rank: shares are made of these."""
+
+
+class Unit(NamedTuple):
+    """A range of one tensor's elements, and whether this rank copies it."""
+
+    key: str
+    begin: int
+    end: int
+    is_mine: bool
+
+
+class SharedLayout:
+    """Where each tensor lies in the shared memory: a function of names, shapes and types alone."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.offsets: dict[str, int] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+        """Elements, and bytes of one."""
+        end, words = _HEADER_BYTES, []
+        for key, tensor in tensors.items():
+            self.offsets[key] = end
+            self._sizes[key] = tensor.numel(), tensor.element_size()
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+            words.append((key, tuple(tensor.shape), str(tensor.dtype)))
+        self.size = end
+        self.digest = zlib.crc32(repr(words).encode())
+
+    def units(self, index: int, count: int) -> list[Unit]:
+        """Return all ranges in order; those of the ``index``-th of ``count`` ranks are marked.
+
+        The same ranges on every rank, each marked on exactly one: the ranks' shares differ by no
+        more than one range.
+        """
+        cut = [
+            (key, begin, min(begin + step, numel), itemsize)
+            for key, (numel, itemsize) in self._sizes.items()
+            for step in [UNIT_BYTES // itemsize]
+            for begin in range(0, numel, step)
+        ]
+        total = sum((end - begin) * itemsize for _, begin, end, itemsize in cut)
+        units, before = [], 0
+        for key, begin, end, itemsize in cut:
+            units.append(Unit(key, begin, end, before * count // total == index))
+            before += (end - begin) * itemsize
+        return units
+
+
+def can_be_shared(tensor: Tensor) -> bool:
+    """Return whether a tensor's bytes are all that there is of it, in the order of its elements."""
+    return (
+        tensor.layout == torch.strided
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and is_readable(tensor.dtype)
+    )
+
+
+class Region:
+    """One slot's shared memory, mapped by this rank."""
+
+    def __init__(self, fd: int, group: NodeGroup, number: int = 0, *, pinned: bool = False) -> None:
+        self.group = group
+        self.number = number
+        self._fd = fd
+        self._pinned = pinned
+        self._bytes: Tensor | None = None
+        weakref.finalize(self, os.close, fd)
+
+    def views(self, layout: SharedLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a view for each tensor, once there is memory for all of them.
+
+        Raises:
+            OSError: there is not. It is reserved first: a write to what is not there would end the
+                process by SIGBUS.
+        """
+        memory = self._mapped(layout.size)
+        views = {}
+        for key, tensor in tensors.items():
+            begin = layout.offsets[key]
+            raw = memory[begin : begin + tensor.numel() * tensor.element_size()]
+            views[key] = raw.view(tensor.dtype).view(tensor.shape)
+        return views
+
+    def _mapped(self, size: int) -> Tensor:
+        if self._bytes is None or self._bytes.numel() < size:
+            os.posix_fallocate(self._fd, 0, size)
+            self._bytes = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
+            if self._pinned:
+                register_with_cuda(self._bytes)
+        return self._bytes
+
+    def begin(self, generation: int) -> None:
+        """Say that this rank overwrites its part now; before anything is written."""
+        self._generations()[self.group.index] = generation
+
+    def holds(self, generation: int) -> bool:
+        """Return whether no rank has begun to overwrite what was copied as ``generation``."""
+        return bool((self._generations()[: self.group.count] == generation).all())
+
+    def _generations(self) -> Tensor:
+        return self._mapped(_HEADER_BYTES)[:_HEADER_BYTES].view(torch.int64)
+
+
+def register_with_cuda(memory: Tensor) -> None:
+    """Make a copy from the GPU into mapped memory asynchronous. Never tried on a GPU."""
+    cudart = torch.cuda.cudart()
+    address, size = memory.data_ptr(), memory.numel()
+    if int(cudart.cudaHostRegister(address, size, 0)) == 0:
+        weakref.finalize(memory, cudart.cudaHostUnregister, address)
+
+
+# ------------------------------------------------------------------------- who shares with whom
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """This rank among those that share a copy."""
+
+    index: int
+    count: int
+
+
+class Joined(NamedTuple):
+    """What ``join_node`` came to, on this rank."""
+
+    regions: tuple[Region, ...] | None
+    """None where each rank of this node keeps a whole copy."""
+    failures: tuple[str, ...]
+    """Why ranks that are on one node do not share, one for each such node."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share this rank's copy."""
+        return 1 if self.regions is None else self.regions[0].group.count
+
+
+def join_node(
+    ranks: Ranks, *, num_regions: int, has_replicas: bool, pinned: bool = False
+) -> Joined:
+    """Open memory that all ranks of this node have, where they can. Collective; it raises nothing.
+
+    Ranks are on one node if they see the same kernel and the same process ids. Nothing is taken of
+    the memory yet. Where one of them cannot open it, none of that node shares.
+
+    Args:
+        ranks: this rank and the others.
+        num_regions: how many are opened.
+        has_replicas: whether this rank has anything that others have too.
+        pinned: for copies from a GPU.
+    """
+    if ranks.world_size == 1:
+        return Joined(None, ())
+    key = _node_key() if has_replicas and ranks.world_size <= MAX_SLOTS else ""
+    keys = ranks.gather(key)
+    peers = [rank for rank, other in enumerate(keys) if key and other == key]
+    shares = 1 < len(peers) <= _MAX_RANKS
+    leads = shares and peers[0] == ranks.rank
+    offers = ranks.gather(_offer(num_regions) if leads else None)
+    fds, failure = _taken(offers[peers[0]], leads=leads) if shares else (None, "")
+    outcomes = ranks.gather(failure)
+    failures = {keys[r]: f"rank {r}: {text}" for r, text in enumerate(outcomes) if text}
+    if fds is None or key in failures:
+        for fd in fds or ():
+            os.close(fd)
+        return Joined(None, tuple(failures.values()))
+    group = NodeGroup(peers.index(ranks.rank), len(peers))
+    regions = tuple(Region(fd, group, i, pinned=pinned) for i, fd in enumerate(fds))
+    return Joined(regions, tuple(failures.values()))
+
+
+class _Offer(NamedTuple):
+    pid: int
+    fds: tuple[int, ...]
+    identities: tuple[tuple[int, int], ...]
+    """Device and inode of each."""
+    failure: str = ""
+
+
+def _offer(count: int) -> _Offer:
+    fds: list[int] = []
+    try:
+        if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+            raise OSError("the size of files is limited (ulimit -f)")
+        for _ in range(count):
+            fds.append(os.memfd_create("vitals-snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            # Nobody can take away what others have mapped.
+            fcntl.fcntl(fds[-1], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    except (OSError, AttributeError) as error:
+        for fd in fds:
+            os.close(fd)
+        return _Offer(os.getpid(), (), (), f"no shared memory: {error}")
+    return _Offer(os.getpid(), tuple(fds), tuple(map(_identity, fds)))
+
+
+def _taken(offer: _Offer | None, *, leads: bool) -> tuple[Sequence[int] | None, str]:
+    """Open what the first rank of the node offers; return its file descriptors, or why not."""
+    assert offer is not None, "the first rank of a node makes an offer"
+    if offer.failure or leads:
+        return (None if offer.failure else offer.fds), (offer.failure if leads else "")
+    fds: list[int] = []
+    try:
+        for fd, identity in zip(offer.fds, offer.identities, strict=True):
+            fds.append(os.open(f"/proc/{offer.pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+            if _identity(fds[-1]) != identity:
+                raise OSError(f"/proc/{offer.pid} is another process here")
+    except OSError as error:
+        for fd in fds:
+            os.close(fd)
+        return None, str(error)
+    return fds, ""
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    stat = os.fstat(fd)
+    return stat.st_dev, stat.st_ino
+
+
+def _node_key() -> str:
+    """Return what ranks of one kernel and one space of process ids have in common, or nothing."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
+    except OSError:
+        return ""
