@@ -10,8 +10,8 @@ A gradient of 1e30 must stay a finite outlier, though its square is Inf in float
 of millions of squares drift (torch's own norm of 25M elements is .3 % off on the CPU). On a GPU the
 pass is bound by memory, so it adds up in float64. On the CPU that would cost four passes, so there
 each block of ``BLOCK`` elements is multiplied by itself in float32 while the blocks are added up in
-float64; the block's plain sum, taken while it is in the cache, tells a square that overflowed from
-an element that is not finite.
+float64; where a square is not finite, the block's plain sum tells one that overflowed from an
+element that is not finite.
 """
 
 from __future__ import annotations
@@ -213,6 +213,11 @@ def align_gradients(sharded: Iterable[Tensor]) -> None:
 # ---------------------------------------------------------------------- sums of squares
 
 
+def reads_are_free(device: torch.device) -> bool:
+    """Return whether the host may read a number there without waiting for a device."""
+    return device.type == "cpu"
+
+
 BLOCK = 1 << 18
 """Elements multiplied at once: 1 MiB in float32, which a core's cache holds."""
 
@@ -248,10 +253,13 @@ class Squares:
         square beyond float32 comes out of the block's plain sum: exact for a lone outlier, never
         below float32's largest number.
         """
-        if device.type != "cpu":
+        if not reads_are_free(device):
             each = torch._foreach_norm(list(grads), 2.0, dtype=torch.float64)
             return torch.stack([norm.to(device) for norm in each]).square_()
         plan = self._planned(grads)
+        if not plan.blocked:
+            each = torch._foreach_norm(list(grads), 2.0, dtype=torch.float64)
+            return torch.stack(each).square_()
         out = torch.zeros(len(grads), dtype=torch.float64, device=device)
         if plan.whole:
             each = torch._foreach_norm([grads[i] for i in plan.whole], 2.0, dtype=torch.float64)
@@ -281,14 +289,15 @@ class Squares:
 
 def _block_squares(grads: Sequence[Tensor]) -> Tensor:
     """Return the square of every block, float64, in order."""
-    squares, sums = [], []
-    for grad in grads:
-        for block in grad.reshape(-1).split(BLOCK):
-            squares.append(torch.dot(block, block))
-            sums.append(block.sum())
-    square, total = torch.stack(squares).double(), torch.stack(sums).double()
-    overflowed = ~torch.isfinite(square) & torch.isfinite(total)
-    return torch.where(overflowed, total.square().clamp_(min=_LARGEST), square)
+    blocks = [block for grad in grads for block in grad.reshape(-1).split(BLOCK)]
+    square = torch.stack([torch.dot(block, block) for block in blocks]).double()
+    # On the CPU a read is free, and a second pass over every block is a third of the cost.
+    if not math.isfinite(square.sum().item()):
+        for i in (~torch.isfinite(square)).nonzero().flatten().tolist():
+            total = blocks[i].sum().double().item()
+            if math.isfinite(total):
+                square[i] = max(total * total, _LARGEST)
+    return square
 
 
 # -------------------------------------------------------------- the gradients of a step
@@ -389,13 +398,14 @@ class GradNorms:
         No value reaches the host.
         """
         if not grads:
+            out.zero_()
             return
         squares = self._squares.of(grads, self.device)
         if len(grads) == len(self.params):
             torch.mul(squares, self.share, out=out)
         else:
             index = self._index(where)
-            out.index_copy_(0, index, squares * self.share[index])
+            out.zero_().index_copy_(0, index, squares * self.share[index])
 
     def _index(self, where: list[int]) -> Tensor:
         """Return the positions on the device: kept, and sent from pinned memory, which waits not.
