@@ -298,7 +298,7 @@ class _FlatShadow:
 
     def each(self) -> tuple[Tensor, ...]:
         """Return what is kept, buffer by buffer, as bits."""
-        return self._kept.split(self._sizes)
+        return torch.split(self._kept, self._sizes)
 
     def keep(self) -> None:
         """Copy all."""
@@ -318,7 +318,7 @@ class _FlatShadow:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""Four bytes at once where that fits: a float's statistics and an integer's counter lie together."""
+"""Four bytes at once where that fits: statistics in floats and long counters lie together."""
 
 
 def _bits_of(buffer: Tensor) -> Tensor | None:

@@ -26,7 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -254,7 +254,8 @@ class ReduceVector:
         """The part of the pack that the norms go to; ``clear`` zeroes it."""
         self.sampled = self.pack[layout.sampled :]
         """The part of the pack for sampled signals; empty where none were opted in."""
-        self._mine = {field: self.pack[layout.mine(field)] for field in RANK_FIELDS}
+        fields: tuple[RankField, ...] = get_args(RankField)
+        self._mine = {field: self.pack[layout.mine(field)] for field in fields}
         self._rest = self.pack[layout.num_params :]
         pinned = device.type == "cuda"
         # Three host buffers in turn: copies of the last steps may still be under way.
@@ -267,15 +268,15 @@ class ReduceVector:
             )
             for _ in range(3)
         ]
+        # Through numpy: each number written through torch is three of its operations.
+        self._words = [controller.numpy() for controller in self._controller]
         self._turn = 0
 
     def fill(self, local: RankContribution, root: Rank0Values | None) -> None:
         """Write all but the squares; ``root`` on rank 0 alone. Waits for nothing."""
         layout, base = self.layout, self.layout.num_params
         self._turn = (self._turn + 1) % len(self._controller)
-        controller = self._controller[self._turn]
-        # Through numpy: each number written through torch is three of its operations.
-        words = controller.numpy()
+        controller, words = self._controller[self._turn], self._words[self._turn]
         words.fill(0.0)
         numbers: dict[RankField, float] = {
             "failed": float(local.failed),
@@ -443,9 +444,12 @@ class Verdict(NamedTuple):
     num_failed: Tensor
     """Ranks that could not measure; where it is all of them the norm says nothing."""
 
-    def derived(self) -> tuple[Tensor, ...]:
-        """Return, each with one dimension, what goes to the host beside the pack: bits, values."""
-        return self.bits[None], self.loss[None], self.grad_norm[None]
+    values: Tensor
+    """Loss and norm, of shape (2,)."""
+
+    def derived(self) -> tuple[Tensor, Tensor]:
+        """Return what goes to the host beside the pack, each with one dimension: bits, values."""
+        return self.bits[None], self.values
 
 
 def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict:
@@ -471,19 +475,20 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
         # Replicas each bring an equal part: without one of them the others' parts stand for it.
         part = torch.rsub(num_failed, 1.0, alpha=1.0 / layout.world_size)
         square = square / part.clamp_(min=0.5 / layout.world_size)
-    values = torch.stack((weighted_loss / weight, square.sqrt()))
+    loss, norm = weighted_loss / weight, square.sqrt()
+    values = torch.stack((loss, norm))
     there = sums[1:] != 0.0  # a loss, an overflow, a failure
     constant = _constants(pack.device)
     counts = there[:2] ^ constant.flip
-    nonfinite = (values * 0.0 != 0.0) & counts  # NaN and Inf times 0 are NaN
-    outlier = (values > limits) & ((counts > nonfinite) > there[2])
-    withheld = outlier.any() & (in_row >= withhold_from)
-    facts = torch.cat((nonfinite, there[1:], withheld[None], outlier))
+    finite = torch.add(values, values, alpha=0)  # or NaN: Inf times 0 is
+    nonfinite = (finite != finite) & counts
+    outlier = (finite > limits) & (counts > there[2])
+    withheld = outlier.any(dim=0, keepdim=True) & (in_row >= withhold_from)
+    facts = torch.cat((nonfinite, there[1:], withheld, outlier))
     figures = (constant.sums * facts).sum(dim=1).clamp_(max=constant.largest)
     bits, bad, overflow, unclear, is_outlier = figures.unbind()
-    loss, norm = values.unbind()
     after = torch.maximum(is_outlier, unclear * in_row)
-    return Verdict(bad, bits, loss, norm, overflow, after, num_failed)
+    return Verdict(bad, bits, loss, norm, overflow, after, num_failed, values)
 
 
 class _Constants(NamedTuple):
@@ -507,11 +512,6 @@ def _constants(device: torch.device) -> _Constants:
     )
 
 
-def clips_nothing(norm: float, max_norm: float) -> bool:
-    """Return whether gradients of this norm are left as they are: ``clip_divisor`` would be 1."""
-    return (norm + 1e-6) / max_norm <= 1.0 and norm < SHORT_FROM
-
-
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     """Return max(1, (norm + 1e-6) / max_norm): one over the factor of ``clip_grad_norm_``.
 
@@ -520,7 +520,7 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     gradients. Torch's own norm is Inf there, and its clip leaves nothing either.
     """
     divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0)
-    return divisor.masked_fill(norm >= SHORT_FROM, torch.inf)
+    return divisor.masked_fill_(norm >= SHORT_FROM, torch.inf)
 
 
 # ------------------------------------------------------------------ the way to the host
