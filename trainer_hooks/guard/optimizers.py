@@ -138,6 +138,9 @@ class BufferShadow:
     says that they were written. All are looked up by their place in the module, since a forward may
     put a new tensor there.
 
+    What is kept of them lies in one memory per device, so that hundreds cost a few operations.
+    The buffers themselves stay as they are: their users hold them.
+
     What the loop itself writes into a buffer between two steps is undone by a skip too: from here
     it cannot be told from what forward writes (but for a load: ``AfterLoad``). A sparse or nested
     buffer is left as it is: a graph's adjacency, which no forward writes.
