@@ -231,6 +231,7 @@ def _of_all_kinds():
         "expanded": torch.randn(3, 1).expand(3, 4),
         "empty": torch.zeros(0),
         "positions": torch.arange(5),
+        "table": torch.randn(600, 512),
     }
     for name, buffer in kinds.items():
         module.register_buffer(name, buffer)

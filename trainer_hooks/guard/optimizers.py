@@ -313,13 +313,15 @@ class _FlatShadow:
         It waits only for a flag of the CPU, where that is free.
         """
         if not reads_are_free(self.device):
-            self._kept = torch.where(flag, self._kept, torch.cat(self._live))
+            torch.where(flag, self._kept, torch.cat(self._live), out=self._kept)
         elif not flag.item():
             self.keep()
             return
         torch._foreach_copy_(self._live, self.each())
 
 
+_SMALL_BYTES = 1 << 20
+"""A larger buffer, such as a table, is worth operations of its own, and no second copy of it."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 """Four bytes at once where that fits: statistics in floats and long counters lie together."""
 
@@ -333,7 +335,7 @@ def _bits_of(buffer: Tensor) -> Tensor | None:
     is_plain = type(buffer) is Tensor and not (buffer.is_inference() or buffer.is_quantized)
     if bits is None or not is_plain or not buffer.is_contiguous():
         return None
-    if buffer.is_conj() or buffer.is_neg():
+    if buffer.is_conj() or buffer.is_neg() or buffer.nbytes > _SMALL_BYTES:
         return None
     return buffer.data.view(-1).view(bits)
 
