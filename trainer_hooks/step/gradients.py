@@ -8,10 +8,9 @@ sum over the ranks is the exact global square, without weights from placements.
 
 A gradient of 1e30 must stay a finite outlier, though its square is Inf in float32, and float32 sums
 of millions of squares drift (torch's own norm of 25M elements is .3 % off on the CPU). On a GPU the
-pass is bound by memory, so it adds up in float64. On the CPU that would cost four passes, so there
-each block of ``BLOCK`` elements is multiplied by itself in float32 while the blocks are added up in
-float64; where a square is not finite, the block's plain sum tells one that overflowed from an
-element that is not finite.
+pass is bound by memory, so it adds up in float64. On the CPU that would cost ten times as much, so
+there float32 adds up blocks of ``BLOCK`` elements, and float64 the blocks; only where a square is
+not finite, an overflow is told from an element that is not finite by a pass in float64.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,13 +217,11 @@ def reads_are_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-BLOCK = 1 << 18
-"""Elements multiplied at once: of twice as many, float32 loses more than a millionth."""
+BLOCK = 4096
+"""Elements that float32 adds up: of more it loses digits, and fewer take longer."""
 
 SMALL = 4096
 """Up to here a float64 norm costs less than starting two kernels."""
-
-_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +247,7 @@ class Squares:
     def of(self, grads: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the sum of squares of each gradient, float64 of shape (len(grads),).
 
-        Not finite exactly where an element is not finite, or where elements above 1e38 add up. A
-        square beyond float32 comes out of the block's plain sum: exact for a lone outlier, never
-        below float32's largest number.
+        Not finite exactly where an element is not finite, or where a float64 cannot hold it.
         """
         if not reads_are_free(device):
             each = torch._foreach_norm(list(grads), 2.0, dtype=torch.float64)
@@ -292,15 +287,21 @@ class Squares:
 
 def _block_squares(grads: Sequence[Tensor]) -> Tensor:
     """Return the square of every block, float64, in order."""
-    blocks = [block for grad in grads for block in grad.reshape(-1).split(BLOCK)]
-    square = torch.stack([torch.dot(block, block) for block in blocks]).double()
-    # On the CPU a read is free, and a second pass over every block is a third of the cost.
+    norms = [norm for grad in grads for norm in _block_norms(grad)]
+    square = torch.cat(norms).double().square_()
+    # On the CPU a read is free, and a pass that is exact whatever the size costs ten times this.
     if not math.isfinite(square.sum().item()):
-        for i in (~torch.isfinite(square)).nonzero().flatten().tolist():
-            total = blocks[i].sum().double().item()
-            if math.isfinite(total):
-                square[i] = max(total * total, _LARGEST)
+        norms = [norm for grad in grads for norm in _block_norms(grad, torch.float64)]
+        square = torch.cat(norms).square_()
     return square
+
+
+def _block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    flat = grad.reshape(-1)
+    whole = flat.numel() // BLOCK * BLOCK
+    yield torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1, dtype=dtype)
+    if whole < flat.numel():
+        yield torch.linalg.vector_norm(flat[whole:], dtype=dtype)[None]
 
 
 # -------------------------------------------------------------- the gradients of a step
