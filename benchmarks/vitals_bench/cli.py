@@ -137,9 +137,9 @@ def bench_all(
         _run(names, quick=quick, output=output, page=page, options=options)
 
 
-def bench_guard(quick: Quick = False, output: Output = Format.TABLE) -> None:
+def bench_guard(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
     """Measure the guard: norms, clip, exact skips, verdicts, and saying a step."""
-    _run(("guard",), quick=quick, output=output, page=None)
+    _run(("guard",), quick=quick, output=output, page=page)
 
 
 def bench_parts(quick: Quick = False, output: Output = Format.TABLE) -> None:
@@ -364,19 +364,22 @@ def _print(
 def _write(
     page: Path, by_bench: Mapping[str, Sequence[Row | Grid]], about: Mapping[str, str]
 ) -> None:
-    """Write the whole page, or one bench's part of a page that has others too."""
+    """Write the whole page, or one bench's part of a page that has others too.
+
+    What other processors have on it stays.
+    """
     from vitals_bench import page as pages
 
     try:
-        if len(by_bench) == 1 and page.exists():
+        before = page.read_text() if page.exists() else ""
+        if len(by_bench) == 1 and before:
             ((name, yielded),) = by_bench.items()
-            measured = f"Measured {about['date']} on {about['machine']}; {about['load before']}."
-            part = pages.section(name, yielded, measured=measured)
-            page.write_text(pages.replaced(page.read_text(), name, part))
+            part = pages.section(name, yielded, about, before=before)
+            page.write_text(pages.replaced(before, name, part))
         else:
-            text = pages.markdown(about, by_bench)
+            text = pages.markdown(about, by_bench, before=before)
             for name in APART:
-                part = pages.section_of(page.read_text(), name) if page.exists() else ""
+                part = pages.section_of(before, name)
                 text += f"\n{part}" if part and name not in by_bench else ""
             page.write_text(text)
     except OSError as error:

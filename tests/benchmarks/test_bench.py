@@ -78,6 +78,27 @@ def test_the_page_says_what_was_missed_and_on_which_machine():
     assert {len(page.COLUMNS) + 1} == widths
 
 
+def test_figures_of_another_processor_stay_when_a_bench_runs_again(monkeypatch):
+    def on(name, ours, before, benches=("guard", "parts")):
+        monkeypatch.setattr(page, "processor", lambda: name)
+        rows = {bench: [row(name=f"{bench} row", ours=ours)] for bench in benches}
+        return page.markdown(page.facts(), rows, before=before)
+
+    text = on("Xeon, 2 cores", 3.0, "")
+    text = on("EPYC, 2 cores", 5.0, text)
+    text = on("Xeon, 2 cores", 4.0, text)
+    for bench in ("guard", "parts"):
+        figures = page.section_of(text, bench).split("### ")[1:]
+        assert ["Xeon, 2 cores", "EPYC, 2 cores"] == [part.partition("\n")[0] for part in figures]
+        assert f"| {bench} row | 4 ms |" in figures[0]
+        assert f"| {bench} row | 5 ms |" in figures[1]
+    part = page.section("guard", [row(ours=6.0)], page.facts(), before=text)
+    after = page.replaced(text, "guard", part)
+    assert "| guard row | 5 ms |" in after
+    assert "| guard row | 4 ms |" not in after
+    assert page.section_of(text, "parts") == page.section_of(after, "parts")
+
+
 def run(arguments, monkeypatch, benches):
     monkeypatch.setattr("vitals_bench.cli._benches", lambda: benches)
     return CliRunner().invoke(cli.build_app(), arguments)

@@ -171,7 +171,9 @@ def test_the_norm_of_an_overflow_is_no_outlier_to_the_device_as_it_is_none_to_th
 def test_missing_is_not_zero():
     layout, pack = summed({"loss": None}, {"loss": None})
     reduced = Reduced(layout, pack.tolist())
-    derived = Derived.of([*judge_on_device(layout, pack, NO_ROW).derived().tolist(), NAN])
+    derived = Derived.of(
+        [*torch.cat(judge_on_device(layout, pack, NO_ROW).derived()).tolist(), NAN]
+    )
     record = step_record(reduced, derived, step=3, attempt=1, skipped=False, learning_rate=None)
     assert record.loss is None
     assert record.loss_limit is None

@@ -69,7 +69,9 @@ def reduced_with(world_size, bad):
 
 def record_with(world_size, bad):
     layout, pack, reduced = reduced_with(world_size, bad)
-    derived = Derived.of([*judge_on_device(layout, pack, NO_ROW).derived().tolist(), NAN])
+    derived = Derived.of(
+        [*torch.cat(judge_on_device(layout, pack, NO_ROW).derived()).tolist(), NAN]
+    )
     record = step_record(reduced, derived, step=3, attempt=1, skipped=False, learning_rate=None)
     return record, derived.bits
 

@@ -69,7 +69,7 @@ def test_the_rule_in_plain_numbers_says_what_the_device_says(mode, seed):
         ranks, root = [a_rank(rng) for _ in range(rng.choice((1, 1, 2, 3)))], a_root(rng)
         layout, pack = summed(*ranks, root=root)
         verdict = judge_on_device(layout, pack, in_row)
-        derived = Derived.of([*verdict.derived().tolist(), math.nan])
+        derived = Derived.of([*torch.cat(verdict.derived()).tolist(), math.nan])
         expected = step_record(
             Reduced(layout, pack.tolist()),
             derived,

@@ -103,6 +103,11 @@ class HookMemory:
                 before = _fresh(place[0], live)
             live.copy_(torch.where(bad.to(live.device) != 0, before, live))
 
+    def settle(self, bad: Tensor) -> None:
+        """Put the memory back where ``bad`` is 1, and keep what it is then."""
+        self.put_back(bad)
+        self.keep()
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the memory, the counters and numpy's generator."""
         copies: dict[str, Any] = {}

@@ -8,6 +8,7 @@ NaN is NaN.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from trainer_hooks.step.gradients import (
     flat_pieces,
     local_tensor,
     named_parameters,
+    reads_are_free,
     reshard,
     unwrap,
 )
@@ -72,6 +74,9 @@ class Kept(Protocol):
     def put_back(self, bad: Tensor) -> None:
         """Where ``bad`` is 1, set it to what was kept. Does not wait."""
 
+    def settle(self, bad: Tensor) -> None:
+        """Put it back where ``bad`` is 1, and keep what it is then."""
+
 
 class Shadows:
     """All that forward and backward write besides gradients, as one."""
@@ -88,6 +93,11 @@ class Shadows:
         """Where ``bad`` is 1, set all to what was kept. Does not wait."""
         for part in self._parts:
             part.put_back(bad)
+
+    def settle(self, bad: Tensor) -> None:
+        """Put all back where ``bad`` is 1, and keep what it is then."""
+        for part in self._parts:
+            part.settle(bad)
 
     @property
     def buffers(self) -> Kept:
@@ -128,6 +138,9 @@ class BufferShadow:
     says that they were written. All are looked up by their place in the module, since a forward may
     put a new tensor there.
 
+    What is kept of them lies in one memory per device, so that hundreds cost a few operations.
+    The buffers themselves stay as they are: their users hold them.
+
     What the loop itself writes into a buffer between two steps is undone by a skip too: from here
     it cannot be told from what forward writes (but for a load: ``AfterLoad``). A sparse or nested
     buffer is left as it is: a graph's adjacency, which no forward writes.
@@ -146,6 +159,12 @@ class BufferShadow:
         self._kept: dict[int, Tensor] = {}
         self._kept_of: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}
+        self._flat: list[_FlatShadow] = []
+        """Of the buffers that stay where they are, once they have for a step."""
+        self._one_by_one: dict[int, Tensor] = {}
+        """The others."""
+        self._placed: list[list[int]] = []
+        """Which buffers each of the flat ones is of."""
         self.keep()
 
     def _look(self) -> dict[int, Tensor]:
@@ -153,53 +172,183 @@ class BufferShadow:
 
         A buffer moved if its place holds another tensor, or that tensor another memory.
         """
-        each_now = [buffers.get(name) for buffers, name in self._places]
-        dense = [b if b is not None and is_dense(b) else None for b in each_now]
-        seen = [(b, 0 if b is None else b.data_ptr()) for b in dense]
-        if len(seen) != len(self._seen) or any(
-            now[0] is not before[0] or now[1] != before[1]
-            for now, before in zip(seen, self._seen, strict=True)
-        ):
+        if not self._stand():
+            each_now = [buffers.get(name) for buffers, name in self._places]
+            dense = [b if _is_kept(b) else None for b in each_now]
             each = {i: true_elements(b) for i, b in enumerate(dense) if b is not None and b.numel()}
-            self._seen, self._live = seen, each
+            self._seen = [(b, 0 if b is None else b.data_ptr()) for b in dense]
+            self._live = each
             self._constant = {i: b for i, b in each.items() if _tells_writes(dense[i], b)}
         return self._live
 
-    @torch.no_grad()
+    def _stand(self) -> bool:
+        """Return whether every buffer is where it was seen last."""
+        if len(self._seen) != len(self._places):
+            return False
+        for (buffers, name), (seen, pointer) in zip(self._places, self._seen, strict=True):
+            buffer = buffers.get(name)
+            if buffer is not seen and (seen is not None or _is_kept(buffer)):
+                return False
+            if seen is not None and seen.data_ptr() != pointer:
+                return False
+        return True
+
     def keep(self) -> None:
         """Copy the buffers; call after the update, before the next forward."""
+        self._keep()
+
+    @torch.no_grad()
+    def _keep(self, *, is_kept: bool = False) -> None:
         live = self._look()
-        if live is not self._kept_of and not self._fits(live):
-            self._kept = {i: buffer.clone() for i, buffer in live.items()}
-        elif written := self._written(live):
-            torch._foreach_copy_([self._kept[i] for i in written], list(written.values()))
-        self._kept_of = live
+        if live is self._kept_of:
+            if not self._flat and not self._one_by_one:
+                self._lay_flat(live)
+            for flat in () if is_kept else self._flat:
+                flat.keep()
+            self._copy(self._written(self._one_by_one))
+        else:
+            self._lift()
+            self._kept_of = live
+            if self._fits(live):
+                self._copy(live)
+            else:
+                self._kept = {i: buffer.clone() for i, buffer in live.items()}
         self._versions = {i: buffer._version for i, buffer in self._constant.items()}
+
+    def _copy(self, live: dict[int, Tensor]) -> None:
+        if live:
+            torch._foreach_copy_([self._kept[i] for i in live], list(live.values()))
+
+    def _lay_flat(self, live: dict[int, Tensor]) -> None:
+        """Keep from now on in one memory what is copied in each step and can lie in one."""
+        alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = defaultdict(dict)
+        for i, buffer in live.items():
+            bits = None if i in self._constant else _bits_of(buffer)
+            if bits is None:
+                self._one_by_one[i] = buffer
+            else:
+                alike[bits.device, bits.dtype][i] = bits
+        for group in alike.values():
+            self._flat.append(_FlatShadow([*group.values()]))
+            self._placed.append([*group])
+            for i in group:
+                del self._kept[i]
+
+    def _lift(self) -> None:
+        """Keep each buffer by itself again: one has moved."""
+        for flat, places in zip(self._flat, self._placed, strict=True):
+            for i, bits in zip(places, flat.each(), strict=True):
+                before = self._kept_of[i]
+                # A copy: the integers of eight bytes may lie where only four are aligned.
+                self._kept[i] = bits.clone().view(before.dtype).view(before.shape)
+        self._flat, self._placed, self._one_by_one = [], [], {}
 
     def _fits(self, live: dict[int, Tensor]) -> bool:
         kept = self._kept
         return live.keys() == kept.keys() and all(alike(kept[i], live[i]) for i in live)
 
     def _written(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return the buffers that may differ from what is kept."""
-        if live is not self._kept_of:
-            return live
+        """Return those of the buffers that may differ from what is kept."""
         versions = self._versions
         return {i: b for i, b in live.items() if i not in versions or versions[i] != b._version}
 
-    @torch.no_grad()
     def put_back(self, bad: Tensor) -> None:
         """Where ``bad`` is 1, set every buffer to what was kept. Does not wait.
 
         A buffer that forward gave another shape or type has nothing to go back to, and is left.
         """
+        self._put_back(bad)
+
+    def settle(self, bad: Tensor) -> None:
+        """Put the buffers back where ``bad`` is 1, and keep what they are then."""
+        self._keep(is_kept=self._put_back(bad))
+
+    @torch.no_grad()
+    def _put_back(self, bad: Tensor) -> bool:
+        """Put back, and return whether what lies flat is kept as it is now."""
         live = self._look()
-        for i, buffer in self._written(live).items():
+        if reads_are_free(bad.device) and not bad.item():
+            return False
+        flags: dict[torch.device, Tensor] = {}
+        lies_flat = live is self._kept_of and bool(self._flat)
+        if live is not self._kept_of:
+            self._lift()
+        else:
+            for flat in self._flat:
+                flat.put_back(_flag_on(flat.device, bad, flags))
+            live = self._written(self._one_by_one if lies_flat else live)
+        for i, buffer in live.items():
             kept = self._kept.get(i)
-            if kept is not None and (live is self._kept_of or alike(kept, buffer)):
+            if kept is not None and alike(kept, buffer):
                 # Through .data, which raises no version: the backward of another optimizer's loss,
                 # still to come, may hold the buffer, and would refuse one that was written.
-                buffer.data.copy_(torch.where(bad.to(buffer.device) != 0, kept, buffer))
+                flag = _flag_on(buffer.device, bad, flags)
+                buffer.data.copy_(torch.where(flag, kept, buffer))
+        return lies_flat
+
+
+class _FlatShadow:
+    """Buffers of one device in one memory, as bits, whatever their type; they stay where they are.
+
+    A kernel for each of a hundred batch norms' buffers would cost more than their contents.
+    """
+
+    def __init__(self, live: Sequence[Tensor]) -> None:
+        self._live = list(live)
+        self._sizes = [bits.numel() for bits in live]
+        self._kept = torch.cat(self._live)
+        self.device = self._kept.device
+
+    def each(self) -> tuple[Tensor, ...]:
+        """Return what is kept, buffer by buffer, as bits."""
+        return torch.split(self._kept, self._sizes)
+
+    def keep(self) -> None:
+        """Copy all."""
+        torch.cat(self._live, out=self._kept)
+
+    def put_back(self, flag: Tensor) -> None:
+        """Where the flag is set, write all as they were kept; what is kept then is what they are.
+
+        It waits only for a flag of the CPU, where that is free.
+        """
+        if not reads_are_free(self.device):
+            torch.where(flag, self._kept, torch.cat(self._live), out=self._kept)
+        elif not flag.item():
+            self.keep()
+            return
+        torch._foreach_copy_(self._live, self.each())
+
+
+_SMALL_BYTES = 1 << 20
+"""A larger buffer, such as a table, is worth operations of its own, and no second copy of it."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""Four bytes at once where that fits: statistics in floats and long counters lie together."""
+
+
+def _bits_of(buffer: Tensor) -> Tensor | None:
+    """Return the buffer's memory as integers in one row; None where it cannot be seen as such.
+
+    Through .data: what is written there raises no version.
+    """
+    bits = _BITS.get(buffer.element_size())
+    is_plain = type(buffer) is Tensor and not (buffer.is_inference() or buffer.is_quantized)
+    if bits is None or not is_plain or not buffer.is_contiguous():
+        return None
+    if buffer.is_conj() or buffer.is_neg() or buffer.nbytes > _SMALL_BYTES:
+        return None
+    return buffer.data.view(-1).view(bits)
+
+
+def _flag_on(device: torch.device, bad: Tensor, flags: dict[torch.device, Tensor]) -> Tensor:
+    """Return whether the verdict is bad, on a device: made once."""
+    if device not in flags:
+        flags[device] = bad.to(device) != 0
+    return flags[device]
+
+
+def _is_kept(buffer: Tensor | None) -> bool:
+    return buffer is not None and is_dense(buffer)
 
 
 def _tells_writes(buffer: Tensor | None, elements: Tensor) -> bool:

@@ -8,10 +8,9 @@ sum over the ranks is the exact global square, without weights from placements.
 
 A gradient of 1e30 must stay a finite outlier, though its square is Inf in float32, and float32 sums
 of millions of squares drift (torch's own norm of 25M elements is .3 % off on the CPU). On a GPU the
-pass is bound by memory, so it adds up in float64. On the CPU that would cost four passes, so there
-each block of ``BLOCK`` elements is multiplied by itself in float32 while the blocks are added up in
-float64; the block's plain sum, taken while it is in the cache, tells a square that overflowed from
-an element that is not finite.
+pass is bound by memory, so it adds up in float64. On the CPU that would cost ten times as much, so
+there float32 adds up blocks of ``BLOCK`` elements, and float64 the blocks; only where a square is
+not finite, an overflow is told from an element that is not finite by a pass in float64.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,20 +212,24 @@ def align_gradients(sharded: Iterable[Tensor]) -> None:
 # ---------------------------------------------------------------------- sums of squares
 
 
-BLOCK = 1 << 18
-"""Elements multiplied at once: 1 MiB in float32, which a core's cache holds."""
+def reads_are_free(device: torch.device) -> bool:
+    """Return whether the host may read a number there without waiting for a device."""
+    return device.type == "cpu"
+
+
+BLOCK = 4096
+"""Elements that float32 adds up: of more it loses digits, and fewer take longer."""
 
 SMALL = 4096
 """Up to here a float64 norm costs less than starting two kernels."""
-
-_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """Which gradients are summed in blocks, and where the numbers belong."""
 
-    key: tuple[int, ...]
+    key: tuple[list[int], list[torch.dtype]]
+    """Sizes and types of the gradients it was made for."""
     whole: list[int]
     """Gradients whose norm is taken at once, in float64."""
     blocked: list[int]
@@ -244,14 +247,15 @@ class Squares:
     def of(self, grads: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the sum of squares of each gradient, float64 of shape (len(grads),).
 
-        Not finite exactly where an element is not finite, or where elements above 1e38 add up. A
-        square beyond float32 comes out of the block's plain sum: exact for a lone outlier, never
-        below float32's largest number.
+        Not finite exactly where an element is not finite, or where a float64 cannot hold it.
         """
-        if device.type != "cpu":
+        if not reads_are_free(device):
             each = torch._foreach_norm(list(grads), 2.0, dtype=torch.float64)
             return torch.stack([norm.to(device) for norm in each]).square_()
         plan = self._planned(grads)
+        if not plan.blocked:
+            each = torch._foreach_norm(list(grads), 2.0, dtype=torch.float64)
+            return torch.stack(each).square_()
         out = torch.zeros(len(grads), dtype=torch.float64, device=device)
         if plan.whole:
             each = torch._foreach_norm([grads[i] for i in plan.whole], 2.0, dtype=torch.float64)
@@ -261,14 +265,16 @@ class Squares:
         return out
 
     def _planned(self, grads: Sequence[Tensor]) -> _Plan:
-        # Half precision has no sum of its own that could be trusted: those go the slow way.
-        key = tuple(
-            grad.numel() if grad.dtype in (torch.float32, torch.float64) else 0 for grad in grads
-        )
+        key = [grad.numel() for grad in grads], [grad.dtype for grad in grads]
         if self._plan is None or self._plan.key != key:
-            whole = [i for i, numel in enumerate(key) if numel <= SMALL]
-            blocked = [i for i, numel in enumerate(key) if numel > SMALL]
-            owners = [i for i in blocked for _ in range(-(-key[i] // BLOCK))]
+            # Half precision has no sum of its own that could be trusted: those go the slow way.
+            sizes = [
+                numel if dtype in (torch.float32, torch.float64) else 0
+                for numel, dtype in zip(*key, strict=True)
+            ]
+            whole = [i for i, numel in enumerate(sizes) if numel <= SMALL]
+            blocked = [i for i, numel in enumerate(sizes) if numel > SMALL]
+            owners = [i for i in blocked for _ in range(-(-sizes[i] // BLOCK))]
             self._plan = _Plan(
                 key,
                 whole,
@@ -281,14 +287,21 @@ class Squares:
 
 def _block_squares(grads: Sequence[Tensor]) -> Tensor:
     """Return the square of every block, float64, in order."""
-    squares, sums = [], []
-    for grad in grads:
-        for block in grad.reshape(-1).split(BLOCK):
-            squares.append(torch.dot(block, block))
-            sums.append(block.sum())
-    square, total = torch.stack(squares).double(), torch.stack(sums).double()
-    overflowed = ~torch.isfinite(square) & torch.isfinite(total)
-    return torch.where(overflowed, total.square().clamp_(min=_LARGEST), square)
+    norms = [norm for grad in grads for norm in _block_norms(grad)]
+    square = torch.cat(norms).double().square_()
+    # On the CPU a read is free, and a pass that is exact whatever the size costs ten times this.
+    if not math.isfinite(square.sum().item()):
+        norms = [norm for grad in grads for norm in _block_norms(grad, torch.float64)]
+        square = torch.cat(norms).square_()
+    return square
+
+
+def _block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    flat = grad.reshape(-1)
+    whole = flat.numel() // BLOCK * BLOCK
+    yield torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1, dtype=dtype)
+    if whole < flat.numel():
+        yield torch.linalg.vector_norm(flat[whole:], dtype=dtype)[None]
 
 
 # -------------------------------------------------------------- the gradients of a step
@@ -319,7 +332,8 @@ def scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
     for grad in grads:
         alike[grad.device, grad.dtype].append(grad)
     for (device, dtype), group in alike.items():
-        torch._foreach_mul_(group, coefficient.to(device, dtype))
+        # The last first: of what was measured just now, those are still in the CPU's cache.
+        torch._foreach_mul_(group[::-1], coefficient.to(device, dtype))
 
 
 ALL = slice(None)
@@ -389,13 +403,14 @@ class GradNorms:
         No value reaches the host.
         """
         if not grads:
+            out.zero_()
             return
         squares = self._squares.of(grads, self.device)
         if len(grads) == len(self.params):
             torch.mul(squares, self.share, out=out)
         else:
             index = self._index(where)
-            out.index_copy_(0, index, squares * self.share[index])
+            out.zero_().index_copy_(0, index, squares * self.share[index])
 
     def _index(self, where: list[int]) -> Tensor:
         """Return the positions on the device: kept, and sent from pinned memory, which waits not.

@@ -28,8 +28,9 @@ from trainer_hooks.measures.host import (
 )
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
-from trainer_hooks.step.gradients import local_tensor, no_gradients, scale
+from trainer_hooks.step.gradients import local_tensor, no_gradients, reads_are_free, scale
 from trainer_hooks.step.reduce_vector import (
+    SHORT_FROM,
     RankContribution,
     Reduced,
     Verdict,
@@ -86,6 +87,7 @@ class StepPhases:
         self._flops: float | None = None
         self.turn = device.turns[0]
         """Which optimizers the present step moves."""
+        self._no_scale = torch.full((1,), math.nan, dtype=torch.float64, device=device.norms.device)
         self.forget_row()
 
     def forget_row(self) -> None:
@@ -120,6 +122,10 @@ class StepPhases:
         Raises:
             UsageError: it is none.
         """
+        return self._scalar(what, value).to(torch.float64)
+
+    def _scalar(self, what: str, value: Tensor | float) -> Tensor:
+        """Return one number without its graph, of the type it has."""
         if not isinstance(value, Tensor):
             if not hasattr(value, "__float__"):
                 raise UsageError(
@@ -136,7 +142,7 @@ class StepPhases:
                 "one number, not sharded",
                 hint=f"{what}.mean(), or for a DTensor {what}.full_tensor()",
             )
-        return local_tensor(value.detach()).to(torch.float64).reshape(())
+        return local_tensor(value.detach()).reshape(())
 
     def plain(self, what: str, value: Tensor | float) -> Tensor | float:
         """Return one number: a tensor on a device as it is, anything else as Python has it.
@@ -164,7 +170,7 @@ class StepPhases:
         if self._micro is None:
             if loss is None:
                 return StepLoss()
-            return StepLoss(self.number("loss", loss), self._weight(weight), weight is not None)
+            return StepLoss(self._scalar("loss", loss), self._weight(weight), weight is not None)
         if loss is not None and loss is not self._last_micro():
             self.add_loss(loss, weight)
         (total, weights, weighted), self._micro = self._micro, None
@@ -208,7 +214,6 @@ class StepPhases:
         self._micro = None
         with controller.faults.fail_open("prepare"):
             where, grads = device.norms.gradients()
-            device.packer.clear()
             device.norms.squares_into(device.packer.squares, where, grads)
             device.packer.fill(self._local(step, given, len(grads), overflow, norm), root)
             if device.sampler is not None:
@@ -351,8 +356,9 @@ class StepPhases:
     def settle(self, orders: Orders) -> None:
         """Put back what forward wrote in a bad step, and copy it for the next."""
         if self._controller.mode != "observe":
-            self._device.shadow.put_back(orders.bad)
-        self._device.shadow.keep()
+            self._device.shadow.settle(orders.bad)
+        else:
+            self._device.shadow.keep()
 
     def _clip(self, verdict: Verdict, prepared: Prepared, max_norm: float) -> Tensor | None:
         """Clip the gradients to ``max_norm``, or return what the optimizers shall divide them by.
@@ -365,7 +371,11 @@ class StepPhases:
         if prepared.failed and self._device.norms.replicated:
             with self._controller.faults.fail_open("clip"):
                 own = torch.nn.utils.get_total_norm(prepared.grads).to(norm)
-                norm = torch.where(verdict.measured, norm, own)
+                measured = verdict.num_failed != self._controller.ranks.world_size
+                norm = torch.where(measured, norm, own)
+        # Most steps clip nothing: a read of the CPU's own memory saves a pass over the gradients.
+        if reads_are_free(norm.device) and norm.item() + 1e-6 <= min(max_norm, SHORT_FROM):
+            return None
         divisor = clip_divisor(norm, max_norm)
         if not self._device.engine.reads_verdict:
             return divisor
@@ -386,7 +396,8 @@ class StepPhases:
         """Start the step's numbers on their way to the host; return those of ``lag`` steps ago."""
         device = self._device
         own = () if device.sampler is None else device.sampler.own_numbers()
-        numbers = torch.cat((device.packer.pack, verdict.derived(), self._loss_scale(), *own))
+        figures = (*verdict.derived(), self._loss_scale())
+        numbers = torch.cat((device.packer.pack, *figures, *own))
         host_step = self._host_step(step, max_norm, prepared.weighted, position, samples)
         host_step.before_clip = before_clip
         host_step.clip_unknown = before_clip and max_norm is None
@@ -406,8 +417,7 @@ class StepPhases:
         """Return the scaler's scale as it lies on the device; NaN where there is no scaler."""
         loss_scale = self._device.engine.loss_scale()
         if loss_scale is None:
-            device = self._device.norms.device
-            return torch.full((1,), float("nan"), dtype=torch.float64, device=device)
+            return self._no_scale
         scale = loss_scale.detach().to(self._device.norms.device, torch.float64)
         return scale.reshape(1)
 

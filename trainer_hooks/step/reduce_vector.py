@@ -26,7 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -54,9 +54,9 @@ MAX_SHARED = 48
 RANK_FIELDS = (
     "weighted_loss",  # loss times weight
     "weight",  # 0 where the rank has no loss
-    "bad_squares",  # 1 where this rank's own gradients are not finite
     "overflow",  # the gradient scaler's own flag
     "failed",  # the rank's prepare failed: its numbers do not count
+    "bad_squares",  # 1 where this rank's own gradients are not finite
     "num_gradients",
     "nonfinite_params",
     "norm_before_clip",  # where the loop clips by itself and gives it; shared by all ranks
@@ -71,8 +71,7 @@ RANK_FIELDS = (
 ROOT_FIELDS = (
     "loss_limit",
     "grad_norm_limit",
-    "withhold_first",  # the first outlier in a row is withheld too
-    "withhold_left",  # outliers that may still be withheld
+    "withhold_from",  # place in a row of an outlier that is withheld: 0, 1, or inf for none
     "clips",  # the loop clips: it takes the first outlier in a row
     "command_number",
     "command_action",
@@ -93,9 +92,9 @@ OWN_FIELDS = ("loss", "digest")
 RankField = Literal[
     "weighted_loss",
     "weight",
-    "bad_squares",
     "overflow",
     "failed",
+    "bad_squares",
     "num_gradients",
     "nonfinite_params",
     "norm_before_clip",
@@ -230,8 +229,7 @@ class Rank0Values:
         return [
             math.inf if self.loss_limit is None else self.loss_limit,
             math.inf if self.grad_norm_limit is None else self.grad_norm_limit,
-            float(self.withhold_first),
-            float(self.withhold_left),
+            math.inf if self.withhold_left <= 0 else float(not self.withhold_first),
             float(self.clips),
             float(self.command_number),
             float(self.command_action),
@@ -255,6 +253,13 @@ class ReduceVector:
     def __init__(self, layout: PackLayout, device: torch.device) -> None:
         self.layout = layout
         self.pack = torch.zeros(layout.size, dtype=torch.float64, device=device)
+        self.squares = self.pack[: layout.num_params]
+        """The part of the pack that the norms go to; ``clear`` zeroes it."""
+        self.sampled = self.pack[layout.sampled :]
+        """The part of the pack for sampled signals; empty where none were opted in."""
+        fields: tuple[RankField, ...] = get_args(RankField)
+        self._mine = {field: self.pack[layout.mine(field)] for field in fields}
+        self._rest = self.pack[layout.num_params :]
         pinned = device.type == "cuda"
         # Three host buffers in turn: copies of the last steps may still be under way.
         self._controller = [
@@ -266,23 +271,16 @@ class ReduceVector:
             )
             for _ in range(3)
         ]
+        # Through numpy: each number written through torch is three of its operations.
+        self._words = [controller.numpy() for controller in self._controller]
         self._turn = 0
-
-    @property
-    def squares(self) -> Tensor:
-        """The part of the pack that the norms go to; ``clear`` zeroes it."""
-        return self.pack[: self.layout.num_params]
-
-    @property
-    def sampled(self) -> Tensor:
-        """The part of the pack for sampled signals; empty where none were opted in."""
-        return self.pack[self.layout.sampled :]
 
     def fill(self, local: RankContribution, root: Rank0Values | None) -> None:
         """Write all but the squares; ``root`` on rank 0 alone. Waits for nothing."""
         layout, base = self.layout, self.layout.num_params
         self._turn = (self._turn + 1) % len(self._controller)
-        controller = self._controller[self._turn].zero_()
+        controller, words = self._controller[self._turn], self._words[self._turn]
+        words.fill(0.0)
         numbers: dict[RankField, float] = {
             "failed": float(local.failed),
             "num_gradients": float(local.num_gradients),
@@ -292,37 +290,44 @@ class ReduceVector:
             "holds_evaluated": float(local.holds_evaluated),
             "probe_ready": float(local.probe_ready),
         }
+        has_loss = local.loss is not None and not local.failed
+        if has_loss and not isinstance(local.weight, Tensor):
+            numbers["weight"] = local.weight
         for field, number in numbers.items():
-            controller[layout.mine(field) - base] = number
+            words[layout.mine(field) - base] = number
         if layout.is_shared:
-            controller[layout.mine_of_own("digest") - base] = float(local.digest)
+            words[layout.mine_of_own("digest") - base] = float(local.digest)
         if root is not None:
-            controller[: len(ROOT_FIELDS)] = torch.tensor(
-                root.words(), dtype=torch.float64, device="cpu"
-            )
-        self.pack[base:].copy_(controller, non_blocking=True)
+            words[: len(ROOT_FIELDS)] = root.words()
+        self._rest.copy_(controller, non_blocking=True)
         if local.overflow is not None:
-            self.pack[layout.mine("overflow")] = local.overflow.reshape(())
+            self._mine["overflow"].copy_(local.overflow.reshape(()))
         if not local.failed:
             self._fill_tensors(local)
         if layout.is_shared:
             self._sign()
 
+    @torch.no_grad()
     def _fill_tensors(self, local: RankContribution) -> None:
-        pack, layout = self.pack, self.layout
+        mine = self._mine
         if local.loss is not None:
-            pack[layout.mine("weighted_loss")] = local.loss * local.weight
-            pack[layout.mine("weight")] = local.weight
+            # Copied first: multiplied as it is, a loss in half precision would be rounded again.
+            mine["weighted_loss"].copy_(local.loss)
+            if isinstance(local.weight, Tensor):
+                mine["weight"].copy_(local.weight)
+            if isinstance(local.weight, Tensor) or local.weight != 1.0:
+                mine["weighted_loss"].mul_(local.weight)
         if local.norm_before_clip is not None:
-            pack[layout.mine("norm_before_clip")] = local.norm_before_clip / layout.world_size
+            mine["norm_before_clip"].copy_(local.norm_before_clip / self.layout.world_size)
         if local.nonfinite_state is not None:
-            pack[layout.mine("nonfinite_state")] = local.nonfinite_state
+            mine["nonfinite_state"].copy_(local.nonfinite_state)
         if local.replicas is not None:
-            pack[layout.mine("replicas")] = local.replicas
+            mine["replicas"].copy_(local.replicas)
         if local.nonfinite_params is not None:
-            pack[layout.mine("nonfinite_params")] = local.nonfinite_params
-        bad = ~torch.isfinite(self.squares).all()
-        pack[layout.mine("bad_squares")] = bad.to(torch.float64)
+            mine["nonfinite_params"].copy_(local.nonfinite_params)
+        # A sum of squares is not finite where one of them is not: NaN and Inf times 0 are NaN.
+        nothing = self.squares.sum() * 0.0
+        torch.ne(nothing, nothing, out=mine["bad_squares"])
 
     def _sign(self) -> None:
         """Say which numbers of a shared slot are this rank's, and what its own loss is."""
@@ -426,14 +431,13 @@ def _by_field(flat: list[float], fields: Sequence[str]) -> dict[str, list[float]
 SHORT_FROM = 1.8e19
 """The root of float32's largest number."""
 
-_SUMMED = [RANK_FIELDS.index(name) for name in ("weighted_loss", "weight", "failed", "overflow")]
-_LIMITS = ("loss_limit", "grad_norm_limit")
-_WORDS = ("withhold_first", "withhold_left")
-assert ROOT_FIELDS[:4] == _LIMITS + _WORDS, "the verdict compares both numbers at once"
+_SUMMED: tuple[RankField, ...] = ("weighted_loss", "weight", "overflow", "failed")
+assert RANK_FIELDS[:4] == _SUMMED, "the verdict sums these at once"
+assert ROOT_FIELDS[:3] == ("loss_limit", "grad_norm_limit", "withhold_from"), "it reads these"
 
-_FACTS = (BAD_LOSS, BAD_GRADIENTS, OVERFLOW, WITHHELD, LOSS_OUTLIER, NORM_OUTLIER, RANK_FAILED)
-_NUM_BAD = _FACTS.index(LOSS_OUTLIER)
-"""The first so many facts keep an update back."""
+_FACTS = (BAD_LOSS, BAD_GRADIENTS, OVERFLOW, RANK_FAILED, WITHHELD, LOSS_OUTLIER, NORM_OUTLIER)
+_STOPS = BAD_LOSS | BAD_GRADIENTS | OVERFLOW | WITHHELD
+_UNCLEAR = BAD_LOSS | BAD_GRADIENTS | OVERFLOW | RANK_FAILED
 
 
 class Verdict(NamedTuple):
@@ -449,12 +453,15 @@ class Verdict(NamedTuple):
     in_row: Tensor
     """0.0 or 1.0: whether this step was a finite outlier, or stood behind one and was not finite or
     not whole. The next step's verdict takes it, as the host does not know yet."""
-    measured: Tensor
-    """True where at least one rank could measure; else the norm says nothing."""
+    num_failed: Tensor
+    """Ranks that could not measure; where it is all of them the norm says nothing."""
 
-    def derived(self) -> Tensor:
-        """Return the numbers that go to the host beside the pack: bits, loss, norm."""
-        return torch.stack((self.bits, self.loss, self.grad_norm))
+    values: Tensor
+    """Loss and norm, of shape (2,)."""
+
+    def derived(self) -> tuple[Tensor, Tensor]:
+        """Return what goes to the host beside the pack, each with one dimension: bits, values."""
+        return self.bits[None], self.values
 
 
 def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict:
@@ -470,40 +477,51 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
         pack: the reduced numbers.
         in_row: that of the verdict before.
     """
-    sums = layout.slots(pack).sum(dim=0)
-    weighted_loss, weight, failed, overflows = (sums[i] for i in _SUMMED)
-    limits = pack[layout.root : layout.root + len(_LIMITS)]
-    first, left = pack[layout.root + len(_LIMITS) : layout.root + 4].unbind()
-    has_loss, overflow = weight != 0, overflows != 0
-    has_numbers = torch.stack((has_loss, ~overflow))
-    whole, measured = failed == 0, failed != layout.world_size
-    # Replicas each bring an equal part: without one of them the others' parts stand for it.
-    part = torch.where(measured, 1.0 - failed / layout.world_size, 1.0)
-    norm = (pack[: layout.num_params].sum() / part).sqrt()
-    # Both numbers at once: each operation is a kernel of its own. NaN and Inf times 0 are NaN.
-    values = torch.stack((torch.where(has_loss, weighted_loss / weight, 0.0), norm))
-    finite = values * 0.0 == 0.0
-    nonfinite = ~finite & has_numbers
-    outlier = (values > limits) & finite & has_numbers & whole
-    is_outlier = outlier.any()
-    withheld = is_outlier & (left > 0) & ((in_row != 0) | (first != 0))
-    facts = torch.cat((nonfinite, torch.stack((overflow, withheld)), outlier, ~whole[None]))
-    unclear = facts[:3].any() | ~whole
-    return Verdict(
-        facts[:_NUM_BAD].any().to(torch.float64),
-        (facts * _bits(pack.device)).sum(),
-        values[0],
-        norm,
-        overflow.to(torch.float64),
-        (is_outlier | (unclear & (in_row != 0))).to(torch.float64),
-        measured,
-    )
+    # Each operation is a kernel of its own: both numbers are judged at once, and a > b of flags is
+    # "a and not b".
+    sums = layout.slots(pack)[:, : len(_SUMMED)].sum(dim=0)
+    weighted_loss, weight, _, num_failed = sums.unbind()
+    limits, withhold_from = pack[layout.root : layout.root + 2], pack[layout.root + 2]
+    square = pack[: layout.num_params].sum()
+    if layout.world_size > 1:
+        # Replicas each bring an equal part: without one of them the others' parts stand for it.
+        part = torch.rsub(num_failed, 1.0, alpha=1.0 / layout.world_size)
+        square = square / part.clamp_(min=0.5 / layout.world_size)
+    loss, norm = weighted_loss / weight, square.sqrt()
+    values = torch.stack((loss, norm))
+    there = sums[1:] != 0.0  # a loss, an overflow, a failure
+    constant = _constants(pack.device)
+    counts = there[:2] ^ constant.flip
+    finite = torch.add(values, values, alpha=0)  # or NaN: Inf times 0 is
+    nonfinite = (finite != finite) & counts
+    outlier = (finite > limits) & (counts > there[2])
+    withheld = outlier.any(dim=0, keepdim=True) & (in_row >= withhold_from)
+    facts = torch.cat((nonfinite, there[1:], withheld, outlier))
+    figures = (constant.sums * facts).sum(dim=1).clamp_(max=constant.largest)
+    bits, bad, overflow, unclear, is_outlier = figures.unbind()
+    after = torch.maximum(is_outlier, unclear * in_row)
+    return Verdict(bad, bits, loss, norm, overflow, after, num_failed, values)
+
+
+class _Constants(NamedTuple):
+    flip: Tensor
+    """Which of both numbers counts where its flag is not set."""
+    sums: Tensor
+    """What the facts add up to: the bits, and four questions."""
+    largest: Tensor
 
 
 @functools.cache
-def _bits(device: torch.device) -> Tensor:
-    """Return what each fact is written as; kept: only the first step waits until it is sent."""
-    return torch.tensor(_FACTS, dtype=torch.float64, device=device)
+def _constants(device: torch.device) -> _Constants:
+    """Return what the verdict is made with; kept: only the first step waits until it is sent."""
+    asked = (_STOPS, OVERFLOW, _UNCLEAR, LOSS_OUTLIER | NORM_OUTLIER)
+    sums = [[float(fact) for fact in _FACTS]]
+    sums += [[float(bool(fact & question)) for fact in _FACTS] for question in asked]
+    return _Constants(
+        torch.tensor([False, True], device=device),
+        torch.tensor(sums, dtype=torch.float64, device=device),
+        torch.tensor([math.inf, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64, device=device),
+    )
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
@@ -514,7 +532,7 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     gradients. Torch's own norm is Inf there, and its clip leaves nothing either.
     """
     divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0)
-    return divisor.masked_fill(norm >= SHORT_FROM, torch.inf)
+    return divisor.masked_fill_(norm >= SHORT_FROM, torch.inf)
 
 
 # ------------------------------------------------------------------ the way to the host
