@@ -105,7 +105,7 @@ def test_broken_parameters_are_rolled_back_on_every_rank_and_poisoned_data_is_wi
         ("rollback", 202, "nonfinite_params", 2),
     ]
     assert [152] == [read.step for read in reads]
-    assert "the state is sound" in reads[0].text
+    assert "the state is healthy" in reads[0].text
     assert math.isfinite(healed.result["validation_loss"])
 
 
