@@ -15,6 +15,7 @@ from tests.trainer_hooks.probing import ask
 from tests.trainer_hooks.test_attacks import Reads
 from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
 from trainer_hooks.lifecycle import shutdown
+from trainer_hooks.step.reduce_vector import Reduced
 from trainvitals.errors import UsageError
 from trainvitals.records import CLIPS, NORM_OUTLIER, Note
 
@@ -403,6 +404,7 @@ def test_an_optimizer_state_loaded_later_keeps_the_verdict_on_the_device():
     assert all(torch.isfinite(p).all() for p in loop.model.parameters())
 
 
+@pytest.mark.usefixtures("no_read_is_free")
 @pytest.mark.parametrize("how", ["given", "owned", "unknown"])
 def test_a_fused_step_reads_nothing_of_the_present_step(monkeypatch, how):
     loop = Own()
@@ -432,12 +434,13 @@ def test_accumulated_losses_weigh_as_they_were_given():
         push = attached._device.readback.push
         attached._device.readback.push = lambda n, h: (
             losses.append(float(n[attached._device.packer.layout.size + 1])),
+            losses.append(Reduced(attached._device.packer.layout, n.tolist()).losses()),
             push(n, h),
-        )[1]
+        )[2]
         attached.loss(1.0, 3)
         attached.loss(5.0, 1)
         loop.step()
         loop.step()
-    assert losses[0] == 2.0
+    assert losses[:2] == [2.0, [2.0]]
+    assert losses[3] == [None]  # none was given
     assert attached._controller.log.tokens.seen == 4
-    assert not math.isnan(losses[1])

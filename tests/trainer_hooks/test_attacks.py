@@ -315,6 +315,7 @@ class Reads(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("no_read_is_free")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("mode", ["guard", "heal"])
 def test_a_fused_step_reads_nothing_of_the_present_step(monkeypatch, mode, frozen):

@@ -61,13 +61,6 @@ def added(make, **options):
     return len(guarded) - len(operations(model, bare))
 
 
-@pytest.fixture
-def no_read_is_free(monkeypatch):
-    """Let everything take the way that it takes on a GPU."""
-    for module in ("step.gradients", "step.phases", "guard.optimizers"):
-        monkeypatch.setattr(f"trainer_hooks.{module}.reads_are_free", lambda device: False)
-
-
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1e-3}, {"max_norm": 1e9}], ids=str)
 @pytest.mark.parametrize("make", [plain, with_100_batch_norms])
 def test_a_guarded_step_adds_few_operations(make, options):

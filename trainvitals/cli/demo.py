@@ -207,11 +207,11 @@ def _serve(stack: Stack, console: Console, *, idle_seconds: float | None) -> Non
     limit = (
         "" if idle_seconds is None else f", or {idle_seconds / 60:.0f} minutes without a browser"
     )
-    console.print(f"\nopen: {stack.dashboard_url}", soft_wrap=True)
-    console.print(f"The dashboard is served until Ctrl-C{limit}.", soft_wrap=True)
-    last_visit = time.monotonic()
     port = urlsplit(stack.dashboard_url).port or 0
     try:
+        console.print(f"\nopen: {stack.dashboard_url}", soft_wrap=True)
+        console.print(f"The dashboard is served until Ctrl-C{limit}.", soft_wrap=True)
+        last_visit = time.monotonic()
         while stack.dead() is None:
             time.sleep(LOOK_SECONDS)
             if has_visitors(port):

@@ -150,6 +150,7 @@ def test_a_loop_that_steps_by_itself_is_measured_over_all_its_optimizers(make_lo
     assert journal.steps("weight_norm")[3] == pytest.approx(norm(before[3]), rel=1e-6)
 
 
+@pytest.mark.usefixtures("no_read_is_free")
 def test_measuring_waits_for_nothing(make_loop, monkeypatch):
     loop = make_loop(signals=ALL)
     train(loop, 3)
