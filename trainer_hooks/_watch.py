@@ -187,6 +187,7 @@ def set_up(given: Arguments) -> Made | None:
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
         place = open_run(ranks, environ, given.dir, clock, faults)
         controller = _controller(mode, given, ranks, device, place, faults, clock)
+        undo.callback(controller.emitter.close)
         info = run_info(
             name=given.run or "",
             environ=environ,

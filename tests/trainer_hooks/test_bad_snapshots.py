@@ -12,6 +12,7 @@ from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.test_resume import events_of
 from trainer_hooks import CheckpointSettings
 from trainer_hooks.recovery.state import StateCheck
+from trainvitals.errors import CheckpointError
 from trainvitals.records import DecisionMade, FindingRaised, Note
 
 BROKEN_AT, STEPS = 40, 120
@@ -99,6 +100,69 @@ def test_without_snapshots_it_is_told_at_the_next_check_by_one_name(mode, break_
     assert 1 == len(notes(loop, KIND))
 
 
+def with_parameter(value, *, is_trained=False, **watch):
+    loop = Loop()
+    loop.model[0].extra = torch.nn.Parameter(torch.full((3,), value), requires_grad=is_trained)
+    if is_trained:
+        loop.optimizer.add_param_group({"params": [loop.model[0].extra]})
+    loop.monitor = trainer_hooks.watch(loop.model, loop.optimizer, loop.scheduler, **watch)
+    return loop
+
+
+@pytest.mark.parametrize("mode", ["guard", "observe"])
+def test_a_frozen_parameter_that_becomes_nan_is_told_without_snapshots_too(mode):
+    loop = with_parameter(1.0, mode=mode)
+
+    def break_it(loop):
+        loop.model[0].extra[1] = float("nan")
+
+    assert [] == train(loop, break_it, steps=StateCheck.EVERY + 2)
+    assert [StateCheck.EVERY] == [f.step for f in findings(loop, KIND)]
+    (note,) = notes(loop, KIND)
+    assert "model.0.extra" in note
+
+
+@pytest.mark.parametrize("mode", ["guard", "heal"])
+def test_a_frozen_parameter_that_is_infinite_from_the_start_is_no_fault(tmp_path, mode):
+    checkpoints = CheckpointSettings(directory=tmp_path / "c", save_every=21)
+    options = {"checkpoints": checkpoints} if mode == "heal" else {}
+    loop = with_parameter(float("-inf"), mode=mode, **options)
+    assert [] == train(loop, break_moment, times=0, steps=StateCheck.EVERY + 2)
+    assert [] == findings(loop, KIND)
+    if mode == "heal":
+        states = {(ref.where, ref.state) for ref in loop.monitor._controller.recovery.refs()}
+        assert {("disk", "healthy"), ("memory", "healthy")} <= states
+
+
+def test_a_start_that_is_not_finite_is_refused_by_the_tensor_s_name(tmp_path):
+    checkpoints = CheckpointSettings(directory=tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"rank 0: NaN or infinite: model\.0\.extra"):
+        with_parameter(float("nan"), is_trained=True, mode="heal", checkpoints=checkpoints)
+
+
+@pytest.fixture
+def lines(monkeypatch, caplog):
+    monkeypatch.delenv("VITALS_QUIET", raising=False)
+    caplog.set_level("INFO", "trainvitals")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "trainvitals"]
+
+
+def test_the_terminal_says_once_that_protection_is_lost_and_again_at_the_end(lines):
+    loop = Loop(mode="guard")
+    train(loop, break_moment, steps=StateCheck.EVERY + 2 * StateCheck.AGAIN)
+    first, last = [line for line in lines() if "NaN or infinite" in line]
+    assert first.startswith(f"vitals: step {StateCheck.EVERY}: ")
+    assert "NaN or infinite on rank 0" in first and "exp_avg_sq" in first and "show" in first
+    assert f"at step {StateCheck.EVERY + StateCheck.AGAIN}" in last
+
+
+def test_the_terminal_says_that_a_rollback_did_not_help(tmp_path, lines):
+    train(healing(tmp_path), break_moment, times=10**6, steps=200)
+    text = "\n".join(lines())
+    assert 1 == text.count("rolled back to step 21")
+    assert 1 == text.count("no further snapshot or checkpoint can be made")
+
+
 def mask(loop):
     loop.model[0].register_buffer("mask", torch.full((4, 4), float("-inf")))
 
@@ -165,7 +229,7 @@ class Broken:
         pass
 
 
-def test_snapshots_that_cannot_be_taken_are_told_with_the_reason(tmp_path):
+def test_snapshots_that_cannot_be_taken_are_told_with_the_reason(tmp_path, lines):
     state = Broken()
     loop = healing(tmp_path, state={"data": state})
 
@@ -179,6 +243,8 @@ def test_snapshots_that_cannot_be_taken_are_told_with_the_reason(tmp_path):
     ]
     (first, *_) = notes(loop, "snapshot_missed")
     assert "the loader's worker died" in first
+    shown = [line for line in lines() if "in memory could not be taken" in line]
+    assert 4 == len(shown) and "step 42: 1 snapshot in memory" in shown[0]
 
 
 # ------------------------------------------------------------------------- on several ranks

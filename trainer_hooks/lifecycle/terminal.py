@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from trainvitals.clock import Clock
-from trainvitals.records import ActionName, Decision, RunInfo, decision_text
+from trainvitals.records import ActionName, Decision, Finding, RunInfo, decision_text
 
 _LOG = logging.getLogger("trainvitals")
 SECONDS_BETWEEN_LINES = 1.0
@@ -74,6 +74,8 @@ class Terminal:
         self.in_row = False
         """Whether the step before was skipped."""
         self._untold, self._last_skip = 0, -1
+        self._last_hidden = -1
+        """Where parameters, optimizer state or buffers were last not finite, and it was left so."""
 
     @classmethod
     def open(
@@ -129,10 +131,30 @@ class Terminal:
             return
         _LOG.warning("vitals: step %d: %s", decision.step, self._in_words(decision))
 
+    def unprotected(self, findings: Sequence[Finding]) -> None:
+        """Say what protection has lost where nothing was done about it: once a stretch."""
+        for finding in findings:
+            if finding.kind == "nonfinite_state":
+                self._last_hidden = finding.step
+            is_new = finding.onset_step in (-1, finding.step)
+            if is_new and finding.kind in ("nonfinite_state", "snapshot_missed"):
+                _LOG.warning(
+                    "vitals: step %d: %s; details: vitals show %s",
+                    finding.step,
+                    finding.reason,
+                    self._path,
+                )
+
     def ended(self, state: str, num_steps: int) -> None:
         """Say how the run ended and what it cost."""
         steps = _num(num_steps, "step")
         _LOG.info("vitals: run %s %s after %s: %s", self._name, state, steps, self._summary())
+        if self._last_hidden >= 0:
+            _LOG.warning(
+                "vitals: parameters, optimizer state or buffers were NaN or infinite at step %d, and "
+                "training continued with them",
+                self._last_hidden,
+            )
         _LOG.info("vitals: details: vitals show %s", self._path)
 
     def interrupted(self, step: int | None, folder: Path) -> None:

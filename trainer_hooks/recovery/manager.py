@@ -605,6 +605,13 @@ class SnapshotRing:
             and (key in live if live and self._is_replica(key) else not is_finite(tensor))
         ]
 
+    def why_bad(self) -> str:
+        """Return in words why the copy was dropped as bad, of this rank; waits for that copy."""
+        names = self.nonfinite_names()
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        named = f"NaN or infinite: {', '.join(names[:4])}{more}"
+        return named if names else self.failure or "the copy failed on another rank"
+
     def promote(self, current_step: int, last_unhealthy_step: int) -> list[Snapshot]:
         """Make healthy what the steps judged so far prove (see ``is_proven``), and return it."""
         proven = []
@@ -869,6 +876,8 @@ class RecoveryManager:
                 "ranks of one node cannot share a snapshot, so each keeps a whole one "
                 f"({'; '.join(joined.failures[:4])})"
             )
+            if ranks.rank == 0:
+                _LOG.warning("vitals: %s", text)
             emitter.note("snapshot_not_shared", text, "warning", step=0, attempt=0)
         return cls(settings, ring, store, ranks, emitter, plan, clock, lag=lag)
 
@@ -914,11 +923,13 @@ class RecoveryManager:
             self._stop_sharing(differ, step, attempt)
             bad, _ = self._take_now(step, attempt, meta, trusted=not unproven)
         if bad:
+            self._ring.commit(step, ok=False)
+            why = self._ranks.gather(self._ring.why_bad())
+            on_ranks = "; ".join(f"rank {rank}: {why[rank]}" for rank in bad[:8])
             raise CheckpointError(
-                f"the state before step {step} is not finite, or could not be copied, on rank(s) "
-                f"{', '.join(map(str, bad[:8]))}: there is no healthy state to roll back to",
-                hint="look at the model's initialisation and the memory left; mode 'guard' needs "
-                "no snapshots",
+                f"there is no healthy state to roll back to before step {step}: {on_ranks}",
+                hint="look at the model's initialisation, or leave out of the optimizer what is "
+                "not trained; mode 'guard' needs no snapshots",
             )
         self._ring.commit(step, ok=True)
         self._saved_at = step
@@ -945,15 +956,14 @@ class RecoveryManager:
         if self._has_differed:  # of a snapshot that was under way when it was said
             return
         self._has_differed = True
-        self._emitter.note(
-            "replicas_differ",
+        text = (
             f"parameters or optimizer state differ between ranks at step {step}: {_shown(differ)} "
             "from the others; that snapshot was dropped, and from now on each rank keeps a whole "
-            "copy of its own",
-            "warning",
-            step=step,
-            attempt=attempt,
+            "copy of its own"
         )
+        if self._is_rank0:
+            _LOG.warning("vitals: %s", text)
+        self._emitter.note("replicas_differ", text, "warning", step=step, attempt=attempt)
 
     # ------------------------------------------------------------------------------- each step
 

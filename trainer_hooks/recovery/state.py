@@ -88,6 +88,11 @@ class TrainingState:
             clean_name(n): p for n, p in self._model.named_parameters()
         }
         self._names = {id(p): n for n, p in self._params.items()}
+        self._trained = frozenset(
+            f"model.{name}"
+            for i in range(len(self._optimizers))
+            for name, _ in self._named_params(i)
+        )
         nonfinite = self.nonfinite()
         live = self.tensors()
         self._finite_at_start = {k: Spec.of(t) for k, t in live.items() if k not in nonfinite}
@@ -239,10 +244,11 @@ class TrainingState:
     def must_be_finite(self, key: str) -> bool:
         """Return whether a healthy state has no NaN or Inf there.
 
-        Parameters and moments never have any; other tensors if they had none at the start (a mask
-        of -inf is a buffer too).
+        What optimizers have never does; other tensors if they had none at the start (a mask of -inf
+        is a buffer, or a frozen parameter).
         """
-        return key.startswith(("model.", "optim.")) or key in self._finite_at_start
+        is_trained = key.startswith("optim.") or key in self._trained
+        return is_trained or key in self._finite_at_start
 
     def forget_replaced(self, live: Mapping[str, Tensor]) -> None:
         """Ask no longer whether a buffer is finite that the model has made anew in another shape.
@@ -430,8 +436,8 @@ class TrainingState:
 class StateCheck:
     """Looks, every so many steps, whether what a finite loss may hide is finite: without snapshots.
 
-    That is parameters, optimizer state, and buffers that were finite at ``watch()`` and are of the
-    shape they had. Nothing is copied, and no GPU is waited for.
+    That is parameters and state of the optimizers, and buffers and frozen parameters that were
+    finite at ``watch()`` and are of the shape they had. Nothing is copied, no GPU is waited for.
     """
 
     EVERY = 200
@@ -443,9 +449,9 @@ class StateCheck:
         self._model, self._optimizers = unwrap(model)[0], tuple(optimizers)
         self._names = {id(p): clean_name(n) for n, p in self._model.named_parameters()}
         self.every = self.EVERY
-        buffers = self._buffers()
-        bad = set(_nonfinite_in(buffers))
-        self._finite_at_start = {k: Spec.of(t) for k, t in buffers.items() if k not in bad}
+        others = self._others()
+        bad = set(_nonfinite_in(others))
+        self._finite_at_start = {k: Spec.of(t) for k, t in others.items() if k not in bad}
 
     def flag(self, step: int) -> Tensor | None:
         """Return, on the device, how many tensors are not finite; None where no look is due."""
@@ -459,13 +465,18 @@ class StateCheck:
         """Return the names of what is not finite by now; waits for the device."""
         return _nonfinite_in(self._tensors())
 
-    def _buffers(self) -> dict[str, Tensor]:
-        named = ((f"buffer.{clean_name(n)}", b) for n, b in self._model.named_buffers())
-        return {k: optimizer_state.true_elements(b) for k, b in named if _is_readable(b)}
+    def _others(self) -> dict[str, Tensor]:
+        """Return buffers, and parameters that no optimizer has."""
+        trained = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
+        named = {f"buffer.{clean_name(n)}": b for n, b in self._model.named_buffers()}
+        for name, param in self._model.named_parameters():
+            if id(param) not in trained:
+                named[f"model.{clean_name(name)}"] = param
+        return {k: optimizer_state.true_elements(t) for k, t in named.items() if _is_readable(t)}
 
     def _tensors(self) -> dict[str, Tensor]:
-        buffers = self._buffers().items()
-        live = {k: b for k, b in buffers if self._finite_at_start.get(k) == Spec.of(b)}
+        others = self._others().items()
+        live = {k: t for k, t in others if self._finite_at_start.get(k) == Spec.of(t)}
         for i, optimizer in enumerate(self._optimizers):
             for number, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
                 name = self._names.get(id(param), f"unnamed.{number}")
@@ -534,5 +545,9 @@ def _local(key: str, tensor: Tensor) -> Tensor:
         return tensor.detach()  # most are: what follows takes twice as long
     tensor = optimizer_state.true_elements(tensor)
     if tensor.layout != torch.strided:
-        raise CheckpointError(f"{key} is {tensor.layout}; only dense tensors can be put back")
+        raise CheckpointError(
+            f"{key} is {tensor.layout}; only dense tensors can be put back",
+            hint="keep a constant one as a plain attribute instead of a buffer; mode 'guard' needs "
+            "no snapshots",
+        )
     return tensor

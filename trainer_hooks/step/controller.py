@@ -300,6 +300,7 @@ class StepController:
             if self.state_check is not None:
                 self.state_check.every = self.state_check.AGAIN
             judgement = self._name_what_is_bad(record, reduced, judgement)
+            self._tell_unprotected(judgement)
         if judgement.decision is not None and judgement.decision.command_number:
             judgement = judgement._replace(decision=self._with_reason(judgement.decision))
         self.last_step = measured.step
@@ -341,6 +342,14 @@ class StepController:
         if decision is not None and rolls_back:
             decision = replace(decision, reason=f"{decision.reason} ({shown})")
         return judgement._replace(findings=findings, decision=decision)
+
+    def _tell_unprotected(self, judgement: Judgement) -> None:
+        """Say at the terminal what protection has lost, unless it is rolled back."""
+        decision = judgement.decision
+        if self.terminal is None or (decision is not None and decision.rule == "nonfinite_state"):
+            return
+        with self.faults.fail_open("terminal"):
+            self.terminal.unprotected(judgement.findings)
 
     def _names_of_bad(self) -> str:
         """Return in words which of this rank's tensors are not finite."""
