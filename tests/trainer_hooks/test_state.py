@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.trainer_hooks.training import FROM_ZEROS, OPTIMIZERS, Training
 from trainer_hooks.guard.optimizer_state import nonfinite_count, starts_from_zeros
-from trainer_hooks.recovery.state import Spec
+from trainer_hooks.recovery.state import Spec, TrainingState
 from trainvitals.errors import CheckpointError
 
 SCHEDULES = {
@@ -236,3 +236,19 @@ def test_an_optimizer_from_elsewhere_is_not_assumed_to_start_from_zeros():
         pass
 
     assert not starts_from_zeros(Elsewhere([nn.Parameter(torch.ones(1))]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffer"),
+    [
+        ("meta", torch.empty(3, device="meta")),
+        ("nested", torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)),
+        ("torch.sparse_coo", torch.eye(3).to_sparse()),
+    ],
+)
+def test_a_buffer_that_cannot_be_put_back_is_refused_by_name(kind, buffer):
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", buffer)
+    with pytest.raises(CheckpointError, match=f"buffer.adjacency is {kind}; only dense") as refusal:
+        TrainingState(model, [torch.optim.SGD(model.parameters())])
+    assert "guard" in refusal.value.hint

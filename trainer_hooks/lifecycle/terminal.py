@@ -151,8 +151,8 @@ class Terminal:
         _LOG.info("vitals: run %s %s after %s: %s", self._name, state, steps, self._summary())
         if self._last_hidden >= 0:
             _LOG.warning(
-                "vitals: parameters, optimizer state or buffers were NaN or infinite at step %d, and "
-                "training continued with them",
+                "vitals: parameters, optimizer state or buffers were NaN or infinite at step "
+                "%d, and training continued with them",
                 self._last_hidden,
             )
         _LOG.info("vitals: details: vitals show %s", self._path)

@@ -541,13 +541,13 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _local(key: str, tensor: Tensor) -> Tensor:
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    if is_plain and tensor.is_contiguous():
+    if is_plain and not tensor.is_meta and not tensor.is_nested and tensor.is_contiguous():
         return tensor.detach()  # most are: what follows takes twice as long
-    tensor = optimizer_state.true_elements(tensor)
-    if tensor.layout != torch.strided:
+    if not optimizer_state.is_dense(tensor) or tensor.is_meta:
+        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.layout
         raise CheckpointError(
-            f"{key} is {tensor.layout}; only dense tensors can be put back",
+            f"{key} is {kind}; only dense tensors can be put back",
             hint="keep a constant one as a plain attribute instead of a buffer; mode 'guard' needs "
             "no snapshots",
         )
-    return tensor
+    return optimizer_state.true_elements(tensor)
