@@ -31,6 +31,8 @@ from trainvitals.errors import CheckpointError
 
 HostState = dict[str, Any]
 
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Keys of a parameter group which say how the update is computed: the live process's choice."""
 
@@ -529,9 +531,9 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _local(key: str, tensor: Tensor) -> Tensor:
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    if is_plain and tensor.is_contiguous():
-        return tensor.detach()  # most are: what follows takes twice as long
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous():
+        # Most are, and hundreds are asked for in a step: what follows takes twice as long.
+        return tensor.detach() if tensor.requires_grad else tensor
     tensor = optimizer_state.true_elements(tensor)
     if tensor.layout != torch.strided:
         raise CheckpointError(f"{key} is {tensor.layout}; only dense tensors can be put back")
