@@ -94,10 +94,7 @@ class CopyPlan:
         plain = [(pair.name or i, pair) for i, pair in enumerate(pairs) if _is_plain(pair)]
         self._bundles = _bundles([each for each in plain if _is_small(each[1])])
         self._pieces = [
-            piece
-            for owner, pair in plain
-            if not _is_small(pair)
-            for piece in _pieces(owner, pair)
+            piece for owner, pair in plain if not _is_small(pair) for piece in _pieces(owner, pair)
         ]
         size = sum(piece.source.nbytes for piece in self._pieces)
         self._most_threads = min(_MAX_THREADS, size // _BYTES_PER_THREAD, len(self._pieces))
@@ -170,8 +167,9 @@ def _bundles(small: Sequence[tuple[int | str, Pair]]) -> list[_Bundle]:
         assert into is not None, "what is only looked at has a piece of its own"
         key = source.dtype, first
         bundle = open_.setdefault(key, _Bundle([], [], [], first))
-        for parts, part in zip(bundle, (owner, into, source), strict=False):
-            parts.append(part)
+        bundle.owners.append(owner)
+        bundle.intos.append(into)
+        bundle.sources.append(source)
         if sum(part.nbytes for part in bundle.sources) >= _BLOCK_BYTES:
             full.append(open_.pop(key))
     return [*full, *open_.values()]
