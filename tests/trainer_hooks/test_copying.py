@@ -61,6 +61,7 @@ def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "_BLOCK_BYTES", 28)
         patch.setattr(copying, "_PIECE_BYTES", 84)
+        patch.setattr(copying, "_SMALL_BYTES", 24)
         patch.setattr(copying, "_BYTES_PER_THREAD", 84)
         patch.setattr(finite, "_BLOCK_BYTES", 28)
         yield

@@ -32,6 +32,8 @@ _BLOCK_BYTES = 1 << 19
 """Copied, then looked at. Smaller ones cost calls, larger ones leave the cache."""
 _PIECE_BYTES = 1 << 24
 """What one thread takes at a time."""
+_SMALL_BYTES = 1 << 14
+"""Smaller tensors are looked at together: calls would cost more than their bytes."""
 _MAX_THREADS = 8
 """More do not make the memory faster."""
 _BYTES_PER_THREAD = 1 << 25
@@ -63,6 +65,15 @@ class _Piece(NamedTuple):
     unit: int
 
 
+class _Bundle(NamedTuple):
+    """Small tensors of one type, which are looked at together."""
+
+    owners: list[int | str]
+    intos: list[NDArray[Any]]
+    sources: list[NDArray[Any]]
+    first_nonfinite: int | None
+
+
 class Copied(NamedTuple):
     """What was seen on the way."""
 
@@ -80,11 +91,10 @@ class CopyPlan:
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._others = [(i, pair) for i, pair in enumerate(pairs) if not _is_plain(pair)]
+        plain = [(pair.name or i, pair) for i, pair in enumerate(pairs) if _is_plain(pair)]
+        self._bundles = _bundles([each for each in plain if _is_small(each[1])])
         self._pieces = [
-            piece
-            for i, pair in enumerate(pairs)
-            if _is_plain(pair)
-            for piece in _pieces(pair.name or i, pair)
+            piece for owner, pair in plain if not _is_small(pair) for piece in _pieces(owner, pair)
         ]
         size = sum(piece.source.nbytes for piece in self._pieces)
         self._most_threads = min(_MAX_THREADS, size // _BYTES_PER_THREAD, len(self._pieces))
@@ -101,10 +111,12 @@ class CopyPlan:
         pieces = deque(self._pieces)
         helpers = min(torch.get_num_threads(), self._most_threads) - 1
         if helpers < 1:
+            wrong |= _copy_small(self._bundles)
             seen = [_copy(pieces)]
         else:
             with ThreadPoolExecutor(helpers, "vitals-copy") as pool:
                 beside = [pool.submit(_copy, pieces) for _ in range(helpers)]
+                wrong |= _copy_small(self._bundles)
                 seen = [_copy(pieces), *(part.result() for part in beside)]
         num_wrong = len(wrong.union(*(owners for owners, _ in seen)))
         return Copied(num_wrong, sum(part for _, part in seen) % _MODULUS)
@@ -131,15 +143,54 @@ def _is_plain(pair: Pair) -> bool:
     )
 
 
-def _pieces(owner: int | str, pair: Pair) -> Iterator[_Piece]:
+def _is_small(pair: Pair) -> bool:
+    return pair.into is not None and pair.unit < 0 and pair.source.nbytes <= _SMALL_BYTES
+
+
+def _arrays(pair: Pair) -> tuple[NDArray[Any] | None, NDArray[Any], int | None]:
+    """Return both sides as numpy sees them, and from where on bits are no finite number."""
     numbers = numbers_of(pair.source) if pair.checked else None
     if numbers is None:
-        source, first = bytes_of(pair.source), None
         into = None if pair.into is None else bytes_of(pair.into)
-    else:
-        source, first = numbers[0].reshape(-1), numbers[1]
-        target = None if pair.into is None else numbers_of(pair.into)
-        into = None if target is None else target[0].reshape(-1)
+        return into, bytes_of(pair.source), None
+    target = None if pair.into is None else numbers_of(pair.into)
+    into = None if target is None else target[0].reshape(-1)
+    return into, numbers[0].reshape(-1), numbers[1]
+
+
+def _bundles(small: Sequence[tuple[int | str, Pair]]) -> list[_Bundle]:
+    """Return small tensors in bundles of a block, each of one type."""
+    full: list[_Bundle] = []
+    open_: dict[tuple[np.dtype[Any], int | None], _Bundle] = {}
+    for owner, pair in small:
+        into, source, first = _arrays(pair)
+        assert into is not None, "what is only looked at has a piece of its own"
+        key = source.dtype, first
+        bundle = open_.setdefault(key, _Bundle([], [], [], first))
+        bundle.owners.append(owner)
+        bundle.intos.append(into)
+        bundle.sources.append(source)
+        if sum(part.nbytes for part in bundle.sources) >= _BLOCK_BYTES:
+            full.append(open_.pop(key))
+    return [*full, *open_.values()]
+
+
+def _copy_small(bundles: Sequence[_Bundle]) -> set[int | str]:
+    """Copy bundles; return who owns what is not finite."""
+    wrong: set[int | str] = set()
+    with np.errstate(invalid="ignore"):
+        for owners, intos, sources, first in bundles:
+            for into, source in zip(intos, sources, strict=True):
+                np.copyto(into, source)
+            if first is None or are_finite(np.concatenate(intos), first):
+                continue
+            each = zip(owners, intos, strict=True)
+            wrong.update(owner for owner, into in each if not are_finite(into, first))
+    return wrong
+
+
+def _pieces(owner: int | str, pair: Pair) -> Iterator[_Piece]:
+    into, source, first = _arrays(pair)
     step, block = (max(1, size // source.itemsize) for size in (_PIECE_BYTES, _BLOCK_BYTES))
     for i in range(0, source.size, step):
         part = None if into is None else into[i : i + step]

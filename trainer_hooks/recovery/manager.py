@@ -147,6 +147,7 @@ class _Slot:
         if self._signature == signature:
             return
         self._signature, self._pairs, self._plan, self._targets = [], [], None, {}
+        state.forget_replaced(live)
         shared = {}
         if self.region is not None:
             shared = {
@@ -498,7 +499,6 @@ class SnapshotRing:
         with torch.inference_mode(False), torch.no_grad():
             entry.host = self._state.host_state()
             live = self._state.tensors()
-            self._state.forget_replaced(live)
             slot.prepare(live, self._state, self._is_replica)
             device = self._state.device
             if self._side is None:

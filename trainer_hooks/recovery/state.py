@@ -31,6 +31,8 @@ from trainvitals.errors import CheckpointError
 
 HostState = dict[str, Any]
 
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Keys of a parameter group which say how the update is computed: the live process's choice."""
 
@@ -540,9 +542,10 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _local(key: str, tensor: Tensor) -> Tensor:
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    if is_plain and not tensor.is_meta and not tensor.is_nested and tensor.is_contiguous():
-        return tensor.detach()  # most are: what follows takes twice as long
+    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
+    if is_plain and not tensor.is_nested and tensor.is_contiguous():
+        # Most are, and hundreds are asked for in a step: what follows takes twice as long.
+        return tensor.detach() if tensor.requires_grad else tensor
     if not optimizer_state.is_dense(tensor) or tensor.is_meta:
         kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.layout
         raise CheckpointError(

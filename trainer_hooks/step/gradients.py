@@ -221,7 +221,7 @@ BLOCK = 4096
 """Elements that float32 adds up: of more it loses digits, and fewer take longer."""
 
 SMALL = 4096
-"""Up to here a float64 norm costs less than starting two kernels."""
+"""Up to here gradients are added up together, in float64: a kernel each would cost more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +230,14 @@ class _Plan:
 
     key: tuple[list[int], list[torch.dtype]]
     """Sizes and types of the gradients it was made for."""
+    small: list[int]
+    """Gradients that are added up together."""
     whole: list[int]
     """Gradients whose norm is taken at once, in float64."""
     blocked: list[int]
-    whole_index: Tensor
-    owner_index: Tensor
-    """For every block, the gradient it is a part of."""
+    small_sizes: Tensor
+    index: Tensor
+    """For every number that comes of the three, in order, the gradient it is a part of."""
 
 
 class Squares:
@@ -253,36 +255,44 @@ class Squares:
             each = torch._foreach_norm(list(grads), 2.0, dtype=torch.float64)
             return torch.stack([norm.to(device) for norm in each]).square_()
         plan = self._planned(grads)
-        if not plan.blocked:
-            each = torch._foreach_norm(list(grads), 2.0, dtype=torch.float64)
-            return torch.stack(each).square_()
-        out = torch.zeros(len(grads), dtype=torch.float64, device=device)
+        parts = []
+        if plan.small:
+            parts.append(_small_squares([grads[i] for i in plan.small], plan.small_sizes))
         if plan.whole:
             each = torch._foreach_norm([grads[i] for i in plan.whole], 2.0, dtype=torch.float64)
-            out.index_copy_(0, plan.whole_index, torch.stack(each).square_())
+            parts.append(torch.stack(each).square_())
         if plan.blocked:
-            out.index_add_(0, plan.owner_index, _block_squares([grads[i] for i in plan.blocked]))
-        return out
+            parts.append(_block_squares([grads[i] for i in plan.blocked]))
+        if not plan.whole and not plan.blocked:
+            return parts[0]
+        out = torch.zeros(len(grads), dtype=torch.float64, device=device)
+        return out.index_add_(0, plan.index, torch.cat(parts))
 
     def _planned(self, grads: Sequence[Tensor]) -> _Plan:
         key = [grad.numel() for grad in grads], [grad.dtype for grad in grads]
         if self._plan is None or self._plan.key != key:
+            sizes, dtypes = key
+            small = [i for i, numel in enumerate(sizes) if numel <= SMALL]
+            large = [i for i, numel in enumerate(sizes) if numel > SMALL]
             # Half precision has no sum of its own that could be trusted: those go the slow way.
-            sizes = [
-                numel if dtype in (torch.float32, torch.float64) else 0
-                for numel, dtype in zip(*key, strict=True)
-            ]
-            whole = [i for i, numel in enumerate(sizes) if numel <= SMALL]
-            blocked = [i for i, numel in enumerate(sizes) if numel > SMALL]
+            blocked = [i for i in large if dtypes[i] in (torch.float32, torch.float64)]
+            whole = [i for i in large if dtypes[i] not in (torch.float32, torch.float64)]
             owners = [i for i in blocked for _ in range(-(-sizes[i] // BLOCK))]
             self._plan = _Plan(
                 key,
+                small,
                 whole,
                 blocked,
-                torch.tensor(whole, dtype=torch.int64, device="cpu"),
-                torch.tensor(owners, dtype=torch.int64, device="cpu"),
+                torch.tensor([sizes[i] for i in small], dtype=torch.int64, device="cpu"),
+                torch.tensor([*small, *whole, *owners], dtype=torch.int64, device="cpu"),
             )
         return self._plan
+
+
+def _small_squares(grads: Sequence[Tensor], sizes: Tensor) -> Tensor:
+    """Return the square of each gradient, float64."""
+    flat = torch.cat([grad if grad.dim() == 1 else grad.reshape(-1) for grad in grads]).double()
+    return torch.segment_reduce(flat.mul_(flat), "sum", lengths=sizes, unsafe=True)
 
 
 def _block_squares(grads: Sequence[Tensor]) -> Tensor:
@@ -299,7 +309,8 @@ def _block_squares(grads: Sequence[Tensor]) -> Tensor:
 def _block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
     flat = grad.reshape(-1)
     whole = flat.numel() // BLOCK * BLOCK
-    yield torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1, dtype=dtype)
+    blocks = flat if whole == flat.numel() else flat[:whole]
+    yield torch.linalg.vector_norm(blocks.view(-1, BLOCK), dim=1, dtype=dtype)
     if whole < flat.numel():
         yield torch.linalg.vector_norm(flat[whole:], dtype=dtype)[None]
 

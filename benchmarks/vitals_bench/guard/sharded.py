@@ -5,6 +5,7 @@ Each is measured as what it adds to a fused step: ours leaves the clip to that s
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,18 +18,24 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
+from vitals_bench.guard.norms import Limits
 from vitals_bench.measure import interleave, medians, spread
 from vitals_bench.rows import Row, ratio_at_most
 from vitals_bench.training import Gradients, gpt, size_of, tokens, watched
 
+LIMITS: dict[str, Limits] = {
+    "a norm below the limit": lambda: itertools.repeat(1e9),
+    # All arms clip the same gradients, and each call must find something left to clip.
+    "a norm above the limit": lambda: (0.98**i for i in itertools.count()),
+}
 TRIES = 3
 """torch 2.13's gloo aborts a rank at exit now and then on a busy machine, watched or not."""
 
 
 def measure_sharded(*, quick: bool) -> Iterator[Row]:
-    """Start two real ranks and yield their row."""
+    """Start two real ranks and yield their rows."""
     with TemporaryDirectory() as folder:
-        out = Path(folder) / "row.json"
+        out = Path(folder) / "rows.json"
         millions, rounds = (1, 6) if quick else (50, 30)
         for _ in range(TRIES):
             done = subprocess.run(
@@ -47,26 +54,27 @@ def measure_sharded(*, quick: bool) -> Iterator[Row]:
                 break
         else:
             raise RuntimeError(f"the ranks left nothing:\n{done.stderr[-2000:]}")
-        measured = json.loads(out.read_text())
-    yield Row(
-        name=f"FSDP2 on 2 ranks, added to a fused step: norms, exchange, clip, {measured['size']}",
-        ours=measured["ours"] - measured["bare"],
-        unit="ms",
-        peer="clip_grad_norm_().full_tensor()",
-        theirs=measured["peer"] - measured["bare"],
-        goal=ratio_at_most(0.8),
-        spread=spread(measured["again"] - measured["bare"], measured["peer"] - measured["bare"]),
-        note=f"gloo, one thread a rank; the fused step alone takes {measured['bare']:.0f} ms",
-    )
+        by_kind = json.loads(out.read_text())
+    for kind, measured in by_kind.items():
+        base = measured["bare"]
+        yield Row(
+            name=f"FSDP2 on 2 ranks, added to a fused step: norms, exchange, clip, {kind}",
+            ours=measured["ours"] - base,
+            unit="ms",
+            peer="clip_grad_norm_().full_tensor()",
+            theirs=measured["peer"] - base,
+            goal=ratio_at_most(0.8),
+            spread=spread(measured["again"] - base, measured["peer"] - base),
+            note=f"gloo, one thread a rank; the fused step alone takes {base:.0f} ms",
+        )
 
 
-def measure_on_this_rank(millions: int, rounds: int) -> dict[str, float | str]:
-    """Return this rank's medians in milliseconds."""
+def measure_on_this_rank(millions: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return this rank's medians in milliseconds, below and above the limit."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     model = gpt(millions)
-    size = size_of(model)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -74,11 +82,13 @@ def measure_on_this_rank(millions: int, rounds: int) -> dict[str, float | str]:
     params = list(model.parameters())
     grads = Gradients(params, filled=False)
     guarded, plain = (torch.optim.AdamW(params, lr=1e-4, fused=True) for _ in range(2))
+    limit: Iterator[float] = iter(())
+    measured = {}
     with watched(model, guarded) as monitor:
 
         def ours() -> None:
             grads.give_back()
-            monitor.step(torch.tensor(1.0), max_norm=1.0)
+            monitor.step(torch.tensor(1.0), max_norm=next(limit))
 
         def bare() -> None:
             grads.give_back()
@@ -87,15 +97,18 @@ def measure_on_this_rank(millions: int, rounds: int) -> dict[str, float | str]:
 
         def clip() -> None:
             grads.give_back()
-            norm = torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+            norm = torch.nn.utils.clip_grad_norm_(params, next(limit), foreach=True)
             assert isinstance(norm, DTensor)
             norm.full_tensor()
             plain.step()
             plain.zero_grad()
 
         arms = {"ours": ours, "peer": clip, "again": clip, "bare": bare}
-        median_ms = medians(interleave(arms, rounds=rounds, between=dist.barrier), scale=1e3)
-    return {"size": size, **median_ms}
+        for kind, limits in LIMITS.items():
+            limit = limits()
+            times = interleave(arms, rounds=rounds, between=dist.barrier)
+            measured[f"{size_of(model)}, {kind}"] = medians(times, scale=1e3)
+    return measured
 
 
 def main() -> None:
