@@ -104,8 +104,9 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=True,
         help="Optimizer state, buffers or unused parameters are NaN or infinite while the loss is "
         "finite, and Vitals did not roll back (mode `guard`, or a rollback did not fix it). In "
-        "mode `heal` no further snapshot or checkpoint is made. The event `nonfinite_state` names "
-        "the tensors. Restart from a checkpoint.",
+        "mode `heal` no snapshot or checkpoint is made while a trained tensor is so. The event "
+        "`nonfinite_state` names the tensors. Restart from a checkpoint; a buffer that the model "
+        "makes infinite itself can be ignored: snapshots go on with it.",
     ),
     AlertSpec(
         name="NonFiniteStreak",

@@ -35,7 +35,11 @@ def test_a_snapshot_is_measured_beside_a_copy_and_each_peer_and_a_missing_one_is
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda n: None if n == "safetensors" else find_spec(n)
     )
-    rows = list(checkpoint.PARTS["take"](quick=True))
+    small, *rows = checkpoint.PARTS["take"](quick=True)
+    assert ("copy_ of each tensor, preallocated", "ratio <= 1.5") == (
+        small.peer,
+        small.plain()["goal"],
+    )
     assert TAKEN_BESIDE == {r.peer: r.plain()["goal"] for r in rows}
     *there, absent = rows
     assert all(r.ours > 0 and r.theirs > 0 and "torch 2." in r.note for r in there)

@@ -1,11 +1,12 @@
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_cli_read import vitals
-from tests.collector.test_query import decision
+from tests.collector.test_query import decision, query
 from trainvitals.records import DecisionMade, Finding, FindingRaised, RunEnded, RunInfo, RunStarted
 from trainvitals.views import (
     DecisionsQuestion,
@@ -15,6 +16,8 @@ from trainvitals.views import (
     RunsQuestion,
     StepQuestion,
 )
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.storage.store import Store
 
 
 def diverge(served: Served) -> None:
@@ -72,6 +75,29 @@ def test_a_run_that_ends_with_nan_says_so_wherever_it_is_asked(
     told = capsys.readouterr().out
     assert "| loss, gradient norm | nan, inf |" in told
     assert "loss nan, grad_norm inf, limit 2" in told
+
+
+def test_a_run_whose_state_is_not_finite_under_a_finite_loss_is_not_healthy(store: Store):
+    writer = Writer(world_size=1)
+    bad = Finding(
+        kind="nonfinite_state", level="actionable", step=200, detector="nonfinite", reason=""
+    )
+
+    def health() -> str:
+        (line,) = query(store).ask(RunsQuestion())
+        return line.health
+
+    ingest(store, writer.steps(range(201), loss=1.0))
+    assert "healthy" == health()
+    ingest(store, writer.events(FindingRaised(finding=bad), step=200))
+    assert "critical" == health()
+    ingest(store, writer.steps(range(201, 900), loss=1.0))
+    assert "healthy" == health()  # it would have been said again
+    again = replace(bad, step=890)
+    ingest(store, writer.events(FindingRaised(finding=again), step=890))
+    assert "critical" == health()
+    ingest(store, writer.steps(range(880, 890), loss=1.0, attempt=2))
+    assert "healthy" == health()  # the rollback has left it behind
 
 
 def test_the_document_says_which_numbers_may_be_words(served: Served):

@@ -160,7 +160,7 @@ def test_the_terminal_says_that_a_rollback_did_not_help(tmp_path, lines):
     train(healing(tmp_path), break_moment, times=10**6, steps=200)
     text = "\n".join(lines())
     assert 1 == text.count("rolled back to step 21")
-    assert 1 == text.count("no further snapshot or checkpoint can be made")
+    assert 1 == text.count("no snapshot or checkpoint is made while it is so")
 
 
 def mask(loop):
@@ -187,6 +187,34 @@ def test_buffers_that_a_model_makes_infinite_by_itself_are_no_fault(tmp_path, mo
     assert [] == findings(loop, KIND)
     if mode == "heal":
         assert STEPS - loop.monitor._controller.recovery.refs()[0].step <= 2 * 21
+
+
+def fill(loop):
+    loop.model[1].running_mean_of_all.fill_(float("-inf"))
+
+
+def test_a_buffer_that_the_model_itself_makes_infinite_costs_one_rollback_and_no_protection(
+    tmp_path, lines
+):
+    """It was finite at the start and keeps its shape, so the first time it looks like a fault."""
+    loop = Loop()
+    loop.model[1].register_buffer("running_mean_of_all", torch.zeros(3))
+    loop.monitor = trainer_hooks.watch(
+        loop.model,
+        loop.optimizer,
+        loop.scheduler,
+        mode="heal",
+        checkpoints=CheckpointSettings(directory=tmp_path / "c", save_every=10**6),
+    )
+    assert [21] == train(loop, fill, times=10**6, steps=300)
+    (finding,) = findings(loop, KIND)
+    assert "buffer.1.running_mean_of_all; no optimizer has it" in finding.reason
+    refs = loop.monitor._controller.recovery.refs()
+    assert 300 - refs[0].step <= 2 * 21
+    assert 1 == "\n".join(lines()).count("counts as meant from now on")
+    # What is trained is looked at as before.
+    ring = loop.monitor._controller.recovery._ring
+    assert not ring.accept(["buffer.1.running_mean_of_all", "optim.0.3.weight.exp_avg_sq"])
 
 
 # ------------------------------------------------------------------------- what starves

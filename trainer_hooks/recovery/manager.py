@@ -136,6 +136,10 @@ class _Slot:
         with self._lock:
             self._holders += change
 
+    def forget_plan(self) -> None:
+        """Work out anew, at the next copy, what has to be finite."""
+        self._signature = []
+
     def prepare(
         self, live: Mapping[str, Tensor], state: TrainingState, is_replica: IsReplica
     ) -> None:
@@ -588,6 +592,15 @@ class SnapshotRing:
                 entry.state = "healthy" if entry.trusted else "verified"
                 self._note(entry)
 
+    def accept(self, names: Sequence[str]) -> bool:
+        """See ``RecoveryManager.accept``."""
+        if not names or any(self._state.is_trained(name) for name in names):
+            return False
+        self._state.accept(names)
+        for slot in self._slots:
+            slot.forget_plan()
+        return True
+
     def nonfinite_names(self) -> list[str]:
         """Return what is not finite in the copy that was dropped as bad, before the next is taken.
 
@@ -1000,6 +1013,14 @@ class RecoveryManager:
     def nonfinite_names(self) -> list[str]:
         """Return what is not finite in this rank's newest snapshot that was dropped for it."""
         return self._ring.nonfinite_names()
+
+    def accept(self, names: Sequence[str]) -> bool:
+        """Count buffers and frozen parameters as meant from now on; return whether all were such.
+
+        For what a rollback did not cure: the model writes it itself, and without this there would
+        be no further snapshot. Nothing is accepted beside something that is trained.
+        """
+        return self._ring.accept(names)
 
     @property
     def failure(self) -> str:

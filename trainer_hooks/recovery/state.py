@@ -11,7 +11,7 @@ Names: ``model.<parameter>``, ``buffer.<buffer>``, ``optim.<i>.<parameter>.<key>
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -249,8 +249,7 @@ class TrainingState:
         What optimizers have never does; other tensors if they had none at the start (a mask of -inf
         is a buffer, or a frozen parameter).
         """
-        is_trained = key.startswith("optim.") or key in self._trained
-        return is_trained or key in self._finite_at_start
+        return self.is_trained(key) or key in self._finite_at_start
 
     def forget_replaced(self, live: Mapping[str, Tensor]) -> None:
         """Ask no longer whether a buffer is finite that the model has made anew in another shape.
@@ -261,6 +260,15 @@ class TrainingState:
         for key, tensor in live.items():
             if self._finite_at_start.get(key, Spec.of(tensor)) != Spec.of(tensor):
                 del self._finite_at_start[key]
+
+    def is_trained(self, key: str) -> bool:
+        """Return whether an optimizer has it, or made it."""
+        return key.startswith("optim.") or key in self._trained
+
+    def accept(self, keys: Iterable[str]) -> None:
+        """Ask no longer whether these are finite; what is trained always has to be."""
+        for key in keys:
+            self._finite_at_start.pop(key, None)
 
     def nonfinite_count(self) -> Tensor:
         """Return, on the device and without waiting for it, how many tensors are not finite.

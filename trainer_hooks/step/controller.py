@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
@@ -63,6 +64,7 @@ from trainvitals.records import (
 _LOG = logging.getLogger("trainvitals")
 _NAMED = 4
 """Tensors that are named of those that are not finite."""
+_IS_MEANT = "; no optimizer has it, so it counts as meant from now on: snapshots go on with it"
 _NO_CLIP = 100.0
 """Multiple of the norm's limit from which a clip is none."""
 _ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
@@ -331,8 +333,12 @@ class StepController:
             return judgement
         if rolls_back or any(f.onset_step == f.step for f in judgement.findings):
             # Once a stretch: it reads all of the state, on the host.
-            self._bad_names = self._names_of_bad()
+            names = self._names_of_bad()
+            self._bad_names = _shown_names(names)
             text = f"rank {rank}: NaN or infinite: {self._bad_names}"
+            if not rolls_back and self._is_meant(names):
+                self._bad_names += _IS_MEANT
+                text += _IS_MEANT
             self._note_own("nonfinite_state", text, record.step)
         shown = self._bad_names
         findings = tuple(
@@ -351,14 +357,20 @@ class StepController:
         with self.faults.fail_open("terminal"):
             self.terminal.unprotected(judgement.findings)
 
-    def _names_of_bad(self) -> str:
-        """Return in words which of this rank's tensors are not finite."""
-        names: list[str] = []
+    def _is_meant(self, names: Sequence[str]) -> bool:
+        """Have snapshots go on where the model itself must have made it: no rollback cured it."""
+        is_meant = False
+        if self.recovery is not None:
+            with self.faults.fail_open("state_check"):
+                is_meant = self.recovery.accept(names)
+        return is_meant
+
+    def _names_of_bad(self) -> list[str]:
+        """Return which of this rank's tensors are not finite."""
         with self.faults.fail_open("state_check"):
             source = self.recovery if self.recovery is not None else self.state_check
-            names = [] if source is None else source.nonfinite_names()
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return (", ".join(names[:_NAMED]) or "unknown") + more
+            return [] if source is None else source.nonfinite_names()
+        return []
 
     def _note_own(self, code: str, text: str, step: int) -> None:
         """Write what this rank alone knows into its own events."""
@@ -625,6 +637,11 @@ class StepController:
         self, code: str, text: str, step: int, severity: Literal["info", "warning", "error"]
     ) -> None:
         self.emitter.note(code, text, severity, step=step, attempt=self.attempt)
+
+
+def _shown_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (", ".join(names[:_NAMED]) or "unknown") + more
 
 
 def of_turn(judgement: Judgement, name: str) -> Judgement:

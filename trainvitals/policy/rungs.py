@@ -402,7 +402,7 @@ def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding)
             return Verdict(state)
         since = state.state_since if since_told <= 2 * _TELL_AGAIN else onset
         state = replace(state, state_told=onset, state_since=since)
-        saves = ", and no further snapshot or checkpoint can be made" if case.heals else ""
+        saves = "; no snapshot or checkpoint is made while it is so" if case.heals else ""
         text = f"{reason}; {note}, so training continues{saves}"
         return Verdict(state, findings=(replace(finding, reason=text, onset_step=since),))
     facts = _spend(facts, case, None, kind=kind, began=began, target=target)

@@ -12,12 +12,15 @@ from trainvitals.records import Decision, RunInfo
 from trainvitals.views import RunSummary
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live.run_status import Liveness, SourceState, health, run_state
-from vitals_collector.storage.schema import alerts, attempts, decisions, runs, sources
+from vitals_collector.storage.schema import alerts, attempts, decisions, findings, runs, sources
 
 RECENT_STEPS = 50
 """An action this many steps back still makes a run ``acting``."""
 _LAST_STEPS = 5
 """A run that ended so few steps after a step was skipped ended in trouble."""
+_NONFINITE_STATE = "nonfinite_state"
+_SAID_AGAIN_STEPS = 600
+"""While a state is not finite that is told every 50 steps, or at each snapshot if that is later."""
 
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _info = msgspec.msgpack.Decoder(RunInfo).decode
@@ -67,6 +70,18 @@ class _Counts:
             ),
             (alerts.c.run_id, alerts.c.severity),
         )
+        damaged = _of(
+            select(findings.c.run_id, findings.c.attempt, func.max(findings.c.step)),
+            findings.c.run_id,
+            run_id,
+        ).where(findings.c.kind == _NONFINITE_STATE)
+        self.damaged = {
+            (of, attempt): step
+            for of, attempt, step in connection.execute(
+                damaged.group_by(findings.c.run_id, findings.c.attempt)
+            )
+        }
+        """By run and attempt, the last step at which its state was told to be not finite."""
 
 
 def _counted(
@@ -125,7 +140,8 @@ def _summary(
             ended_in_trouble=head is not None and _is_recent(last, head.last_step, _LAST_STEPS),
             lr_factor=1.0 if last is None else last.lr_factor,
             firing_pages=num_pages,
-            is_broken=loss is not None and not math.isfinite(loss),
+            is_broken=(loss is not None and not math.isfinite(loss))
+            or _is_damaged(run_id, head, counts),
         ),
         world_size=row.world_size or max((source.world_size for source in of_run), default=0),
         started_unix_ns=row.started_unix_ns,
@@ -139,6 +155,14 @@ def _summary(
         num_firing_alerts=sum(num for key, num in counts.firing.items() if key[0] == run_id),
         last_decision="" if last is None else f"{last.action} at step {last.step}: {last.reason}",
     )
+
+
+def _is_damaged(run_id: str, head: Row[Any] | None, counts: _Counts) -> bool:
+    """Return whether the newest attempt's state is not finite; while it is, that is said again."""
+    if head is None:
+        return False
+    told_at = counts.damaged.get((run_id, head.last_attempt))
+    return told_at is not None and head.last_step - told_at <= _SAID_AGAIN_STEPS
 
 
 def _float(stored: float | str | None) -> float | None:
