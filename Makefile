@@ -14,7 +14,7 @@ CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks te
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest test-fast test-slow soak test-oldest test-integrations lint bench bench-judgement docs site screenshot clean
+.PHONY: help setup demo test pytest test-fast test-slow chaos soak test-oldest test-integrations lint bench bench-judgement docs site screenshot clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,18 +27,22 @@ demo: $(STAMP) ## train a small model with injected faults, watch it heal; Ctrl-
 test: $(STAMP) ## lint, and every test except the slow ones, on all cores
 	$(MAKE) --no-print-directory -j2 lint pytest
 
-# One worker more than CI has cores: many tests wait for processes that they started. In the order
-# of the folders, so that files with few tests but long ones do not come last. Hundreds of processes
-# are started: compiled once, where the environment has Python write no bytecode by itself.
+# One worker more than CI has cores: many tests wait for processes that they started, and each has
+# one thread for torch, or they would wait for each other. In the order of the folders, so that
+# files with few tests but long ones do not come last. Hundreds of processes are started: compiled
+# once, where the environment has Python write no bytecode by itself.
 pytest: $(STAMP)
 	$(BIN)/python -m compileall -q $(CODE)
-	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(STAMP) ## tests that start no ranks, servers or browser
 	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
 
 test-slow: $(STAMP) ## the tests that need minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+chaos: $(STAMP) ## kill and stop one collector, and three on one PostgreSQL, many times: each row is there once, each page comes (minutes)
+	$(BIN)/python -m pytest -m slow tests/e2e/test_chaos.py tests/collector/cluster $(ARGS)
 
 soak: $(STAMP) ## train 20,000 steps with faults: the state is exact, memory and descriptors stay flat (minutes)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_soak.py $(ARGS)

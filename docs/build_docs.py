@@ -16,6 +16,7 @@ from docs.draw_detectors import images, meanings
 from docs.draw_detectors import page as detectors_page
 from tests.integrations.table import render
 from trainvitals import errors
+from trainvitals.alerting import ALERTS
 from trainvitals.catalog import CATALOG, MetricSpec
 from trainvitals.cli.main import build_app
 from trainvitals.detect.user_alerts import FUNCTIONS, GRAMMAR, OPERATORS, Rule
@@ -47,6 +48,30 @@ EXITS = """\
 | 2 | usage error: a wrong option or setting, or a missing package |
 | 130 | interrupted with Ctrl-C |
 """
+
+
+RUNBOOK = """\
+What each alert means, what Vitals did, and what to do. Messages link to these sections. For every
+alert of a run, start with `vitals show RUN`, `vitals why RUN STEP` and `vitals postmortem RUN`.
+`vitals alerts ack ALERT` tells the others that somebody is working on it and stops the escalation;
+`vitals alerts silence ALERT --hours 2 --reason "..."` stops its messages. Who is told:
+[guide](guides/alerts.md#who-is-told)."""
+_SEVERITIES = {
+    "page": "page: somebody must act now",
+    "notify": "notice: without urgency",
+    "log": "info: stored and shown, sent to nobody",
+}
+
+
+def runbook_page() -> str:
+    """Return a section per alert: links of messages lead to it."""
+    lines = ["# Runbook", "", NOTICE, RUNBOOK]
+    for spec in ALERTS:
+        ends = "100 healthy steps without it" if spec.point else "the condition ends"
+        lines += ["", f"## {spec.name}", "", spec.help, ""]
+        lines += [f"- Vitals {spec.did}", f"- Severity: {_SEVERITIES[spec.severity]}."]
+        lines += [f"- Resolves when: {ends}, or the run finishes."]
+    return "\n".join(lines) + "\n"
 
 
 def metrics_page() -> str:
@@ -215,6 +240,7 @@ def slurm_guide() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "METRICS.md": metrics_page,
     "ERRORS.md": errors_page,
+    "RUNBOOK.md": runbook_page,
     "SETTINGS.md": settings_page,
     "DETECTORS.md": detectors_page,
     "CLI.md": cli_page,

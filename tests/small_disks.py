@@ -24,3 +24,26 @@ def small_file_system(folder: Path, size: str) -> Iterator[Path]:
     finally:
         # Lazily: what a test killed may hold a file for a moment yet.
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Leave no room in the file system of the folder: neither for a byte nor, if it counts them,
+    for a file.
+    """
+    with (folder / "fill").open("wb", buffering=0) as file:
+        try:
+            while file.write(b"\0" * 4096):
+                pass
+        except OSError:
+            pass
+    for number in range(64):
+        try:
+            (folder / f"fill-{number}").touch()
+        except OSError:
+            return
+
+
+def empty(folder: Path) -> None:
+    """Remove what ``fill`` wrote."""
+    for path in folder.glob("fill*"):
+        path.unlink()

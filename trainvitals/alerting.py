@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -68,6 +68,8 @@ class AlertSpec:
     """What it means and what to do."""
     point: bool
     """A point event: resolves after healthy steps. Otherwise when the run's state changes."""
+    did: str = "took no action; training goes on."
+    """What Vitals did, as the end of a sentence that begins with its name."""
 
 
 ALERTS: tuple[AlertSpec, ...] = (
@@ -75,18 +77,52 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="TrainingHalted",
         severity="page",
         point=False,
+        did="halted the run.",
         help="Vitals halted the run. Next: `vitals postmortem RUN`, then `vitals resume RUN`.",
     ),
     AlertSpec(
         name="RunLost",
         severity="page",
         point=False,
+        did="can do nothing for a job that is silent.",
         help="A running job stopped reporting without a clean exit. Check its node and its log.",
+    ),
+    AlertSpec(
+        name="NodeLost",
+        severity="page",
+        point=False,
+        did="can do nothing for a node that is silent.",
+        help="A node of a running job is silent: neither its agent nor its ranks report, and the "
+        "other ranks pass no step without it. Check the node, then restart the job.",
+    ),
+    AlertSpec(
+        name="RankLost",
+        severity="page",
+        point=False,
+        did="can do nothing for a process that is gone.",
+        help="A rank's process ended without a word while the job goes on; the others wait for it. "
+        "Check the rank's log and its node, then restart the job.",
+    ),
+    AlertSpec(
+        name="AgentLost",
+        severity="notify",
+        point=False,
+        help="A node is silent while the run goes on with its ranks: training is fine, its agent "
+        "or its network is not. Restart the agent; the journal keeps rows up to its size limit.",
+    ),
+    AlertSpec(
+        name="ReceiverFailing",
+        severity="page",
+        point=False,
+        did="goes on trying, and tells all other receivers.",
+        help="A receiver of alerts has taken nothing for 5 minutes, or refused 10 deliveries in a "
+        "row. Check its address and its token; `vitals alerts test` shows what it answers.",
     ),
     AlertSpec(
         name="RollbackBudgetLow",
         severity="page",
         point=True,
+        did="rolled back for the last time.",
         help="Rollback budget used up: the next incident halts the run. Next: `vitals postmortem "
         "RUN`.",
     ),
@@ -112,6 +148,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="NonFiniteStreak",
         severity="page",
         point=True,
+        did="skips every update.",
         help="32 losses in a row were NaN or infinite while the weights are healthy: every update "
         "is skipped and the run makes no progress. Check the data.",
     ),
@@ -126,6 +163,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="LearningRateHeld",
         severity="page",
         point=True,
+        did="rolled back, and holds the earlier learning rate.",
         help="A learning-rate jump damaged the model. Vitals rolled back and holds the earlier "
         "rate until the schedule asks for less than 3 times that. Fix the schedule.",
     ),
@@ -133,12 +171,14 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="TrainingRolledBack",
         severity="notify",
         point=True,
+        did="rolled back to a healthy checkpoint.",
         help="Vitals rolled back to a healthy checkpoint and training continues. No action needed.",
     ),
     AlertSpec(
         name="LevelShiftAccepted",
         severity="notify",
         point=True,
+        did="takes the new level as normal.",
         help="Vitals accepted a lasting change of the loss or gradient norm as normal. Check the "
         "data.",
     ),
@@ -153,6 +193,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="WithholdingSpent",
         severity="notify",
         point=True,
+        did="withheld 32 updates, and applies further outliers.",
         help="32 of 1,000 updates (the limit) were withheld: outliers are applied until older ones "
         "expire. If they are healthy, `vitals command RUN accept STEP`.",
     ),
@@ -166,12 +207,14 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="RunFailed",
         severity="notify",
         point=False,
+        did="recorded how the job ended.",
         help="The training program ended with an error. Read its traceback, then restart it.",
     ),
     AlertSpec(
         name="RunOverCap",
         severity="notify",
         point=False,
+        did="thinned all that may be thinned.",
         help="A run takes more disk than its cap, and none of the rest may be thinned. Raise the "
         "cap (`vitals collector --cap-gb`), or delete an ended run (`vitals store delete`).",
     ),
@@ -179,6 +222,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="StepSkipped",
         severity="log",
         point=True,
+        did="skipped the update.",
         help="One update was skipped because it would have harmed the model. No action needed.",
     ),
     AlertSpec(
@@ -255,9 +299,10 @@ ALERTS: tuple[AlertSpec, ...] = (
     ),
     AlertSpec(
         name="TrainingStalled",
-        severity="notify",
+        severity="page",
         point=False,
-        help="No step has finished for far too long, but the job is alive. A collective may hang.",
+        help="No step has finished for far too long, but the job is alive. A collective may hang: "
+        "look at the ranks that are behind, with `py-spy dump`, then restart the job.",
     ),
     AlertSpec(
         name="CheckpointOverdue",
@@ -329,6 +374,11 @@ ALERTS: tuple[AlertSpec, ...] = (
     ),
 )
 """Every alert; docs and rules are derived from it."""
+
+ABSENCE_ALERTS = ("NodeLost", "RankLost", "AgentLost")
+"""Alerts about a part of a run that is gone; their cause names it."""
+_MOST_PARTS = 8
+"""Parts that have an alert each; all others share one: a dead rack is not a hundred pages."""
 
 _BY_NAME = {spec.name: spec for spec in ALERTS}
 
@@ -428,6 +478,25 @@ def alerts_for_run_state(
     if state == "failed":
         return (_raise("RunFailed", run_id, reason or "the run ended with an error", step),)
     return ()
+
+
+def alerts_for_absence(
+    name: str, parts: Sequence[str], *, run_id: str, step: int, what: str
+) -> tuple[Alert, ...]:
+    """Return one alert for each part that is gone, and one for all beyond the first few.
+
+    Args:
+        name: one of ``ABSENCE_ALERTS``.
+        parts: as people call them, such as ``node-b`` or ``rank 3``.
+        run_id: of which run.
+        step: the run's last step.
+        what: what is the matter with each of them.
+    """
+    shown, rest = parts[:_MOST_PARTS], parts[_MOST_PARTS:]
+    raised = [_raise(name, run_id, f"{part}: {what}", step, part) for part in shown]
+    if rest:
+        raised.append(_raise(name, run_id, f"{len(rest)} more: {what}", step, "others"))
+    return tuple(raised)
 
 
 def alert_for_cap(run_id: str, summary: str = "") -> Alert:

@@ -245,13 +245,19 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         labels=("run", "where"),
     ),
     _plain(
-        "agent_up_timestamp_seconds",
+        "agent_cycle_age_seconds",
         "agent",
-        "When the agent last finished a cycle.",
+        "Time since the agent last finished a cycle.",
         kind="gauge",
         unit="seconds",
     ),
     _plain("agent_spool_bytes", "agent", "Bytes in the spool.", kind="gauge", unit="bytes"),
+    _plain(
+        "agent_memory_spools",
+        "agent",
+        "Runs whose spool is in memory because their disk is full.",
+        kind="gauge",
+    ),
     _plain("agent_spooled_rows_total", "agent", "Rows written to the spool."),
     _plain("agent_shipped_rows_total", "agent", "Rows the collector has stored."),
     _plain(
@@ -344,7 +350,7 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "collector_alert_firing",
         "collector",
-        "1 while the alert fires.",
+        "1 while the alert fires, 0 for a day after it resolved, and while it is silenced.",
         kind="gauge",
         labels=("run", "alert", "severity"),
     ),
@@ -359,6 +365,12 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         "collector",
         "Notifications by outcome.",
         labels=("notifier", "outcome"),
+    ),
+    _plain(
+        "collector_remote_writes_total",
+        "collector",
+        "Pushes of run metrics to the store of `--remote-write`, by outcome.",
+        labels=("outcome",),
     ),
     _plain("collector_commands_total", "collector", "Commands by status.", labels=("status",)),
 )

@@ -6,7 +6,8 @@ VitalsError
 |   `-- MissingDependencyError V12x  an optional package is not installed
 |-- FormatError                V2xx  bytes are not what they should be
 |   |-- NewerVersionError      V21x  written by a newer Vitals
-|   `-- CheckpointCorruptError V22x  a checkpoint does not match its manifest
+|   |-- CheckpointCorruptError V22x  a checkpoint does not match its manifest
+|   `-- DamagedBatchError      V23x  a batch's checksum does not hold
 |-- StorageError               V3xx  a file, directory or database cannot be used
 |   `-- InsecurePathError      V31x  wrong owner, mode, or a link where none may be
 |-- TransportError             V4xx  the other side did not answer, or refused
@@ -19,6 +20,12 @@ and the hint the way out.
 """
 
 from __future__ import annotations
+
+import msgspec
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises at bytes of others: the second at text that is no UTF-8, the third at values
+that are nested too deeply, be it in fields that nobody knows."""
 
 
 class VitalsError(Exception):
@@ -68,6 +75,12 @@ class NewerVersionError(FormatError):
     code = "V210"
 
 
+class DamagedBatchError(FormatError):
+    """A batch was damaged on its way or where it lies; sent again, it may arrive whole."""
+
+    code = "V230"
+
+
 class CheckpointCorruptError(FormatError):
     """A checkpoint's bytes do not match its manifest."""
 
@@ -92,6 +105,17 @@ class TransportError(VitalsError):
     code = "V400"
     retry_after_seconds = 0.0
     """How long the other side asked to be left alone."""
+
+
+class NotOwnerError(TransportError):
+    """Another collector takes the run's rows: of several on one store, each run has one."""
+
+    code = "V420"
+
+    def __init__(self, text: str, *, hint: str = "", code: str = "", owner: str = "") -> None:
+        super().__init__(text, hint=hint, code=code)
+        self.owner = owner
+        """Its address; "" where it told none."""
 
 
 class UnauthorizedError(TransportError):

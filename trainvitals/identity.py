@@ -95,6 +95,10 @@ class Source(msgspec.Struct, frozen=True):
         return int(self.key) if self.kind == "rank" else None
 
 
+MAX_WORLD_SIZE = 1 << 20
+"""Far above any job; what is told of a writer must not make others count for ever."""
+
+
 class Identity(msgspec.Struct, frozen=True):
     """What every segment and batch says of its writer."""
 
@@ -110,6 +114,8 @@ class Identity(msgspec.Struct, frozen=True):
     started_monotonic_ns: int = 0
     boot_id: str = ""
     gpu_uuid: str = ""
+    metrics_url: str = ""
+    """Where the writer can be scraped: of an agent's own source. Older collectors pass it over."""
 
     def check(self) -> Identity:
         """Return self if every part that becomes a key or a file name is well formed."""
@@ -118,6 +124,8 @@ class Identity(msgspec.Struct, frozen=True):
         Source.parse(self.source)
         if not _KEY.match(self.node):
             raise UsageError(f"node is {self.node!r}; use letters, digits and ._:- (at most 128)")
+        if self.world_size > MAX_WORLD_SIZE:
+            raise UsageError(f"world_size is {self.world_size}; it must be <= {MAX_WORLD_SIZE}")
         return self
 
 

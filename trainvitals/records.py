@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from trainvitals.errors import UNREADABLE
 from trainvitals.rows import Column, Schema, Value
 
 EVENT_PAYLOAD_BYTES = 936
@@ -427,7 +428,7 @@ def decode_events(schema: Schema, raw: bytes) -> Iterator[EventRow]:
 def _event_row(seq: int, fields: dict[str, Value], payload: bytes) -> EventRow:
     try:
         event: Event | None = _EVENT_DECODER.decode(payload)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         event = None
     return EventRow(
         seq=seq,

@@ -64,6 +64,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     num_attempts: int
     num_firing_alerts: int
     last_decision: str = ""
+    missing: tuple[str, ...] = ()
+    """The nodes, agents and ranks that are gone while the run goes on, as alerts name them."""
 
 
 @route("GET", "/v1/runs")
@@ -103,7 +105,6 @@ class ThinnedView(msgspec.Struct, frozen=True, kw_only=True):
     stream: str
     reason: Literal["age", "size"]
     num_rows: int
-    num_bytes: int
     to_step: int
     """The last step that was thinned; -1 where rows have no step."""
     to_unix_ns: int
@@ -599,6 +600,46 @@ class AckRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     by: str
     reason: str = ""
     silence_seconds: float = 0.0
+
+
+class SilenceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Silence all alerts that fit every matcher, for a while."""
+
+    matchers: tuple[str, ...]
+    """Words such as ``severity=notify``, ``name=~Gpu.*``, ``run=ID`` or ``LABEL=VALUE``."""
+    by: str
+    reason: str
+    seconds: float
+    starts_unix_ns: int = 0
+    """When a maintenance window begins; 0 is now."""
+
+
+class SilenceView(msgspec.Struct, frozen=True, kw_only=True):
+    """A silence: by matchers, or of one alert."""
+
+    id: int
+    matchers: tuple[str, ...]
+    """Empty where it is of one alert."""
+    fingerprint: str = ""
+    """The one alert it is of."""
+    by: str
+    reason: str
+    starts_unix_ns: int
+    ends_unix_ns: int
+    num_firing: int
+    """Pending and firing alerts that it silences now."""
+
+
+@route("GET", "/v1/silences", tag="alerts")
+class SilencesQuestion(Question[tuple[SilenceView, ...]], frozen=True, kw_only=True):
+    """The silences that are in force or to come; the one that ends first is first."""
+
+
+class EndSilenceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """End a silence early."""
+
+    by: str
+    reason: str = ""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,13 @@ from functools import lru_cache
 
 import msgspec
 
-from trainvitals.errors import FormatError, NewerVersionError, UsageError
+from trainvitals.errors import (
+    UNREADABLE,
+    DamagedBatchError,
+    FormatError,
+    NewerVersionError,
+    UsageError,
+)
 from trainvitals.identity import Identity
 from trainvitals.rows import FORMAT_VERSION, Schema
 
@@ -30,6 +36,12 @@ MAX_HEADER_BYTES = 65_536
 MAX_BODY_BYTES = 4 << 20
 MAX_BATCHES = 4_096
 """Batches that may travel together."""
+ASK_HEADER = "Vitals-Holes"
+"""A request's header: with ``ask`` a batch behind a hole is answered by where the hole begins."""
+OWNER_HEADER = "Vitals-Owner"
+"""An answer's header: the address of the collector that takes the run's rows."""
+OWNED_ELSEWHERE = 421
+"""The status of that answer: "misdirected request"."""
 REMEMBERED_BYTES = 4_096
 """Headers up to this size are remembered once they were decoded."""
 
@@ -63,10 +75,16 @@ class Batch(msgspec.Struct, frozen=True):
     rows: bytes
 
 
+class AskingBatch(Batch, frozen=True):
+    """A batch whose sender would rather fill a hole before it than have it counted as lost."""
+
+
 class IngestReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The answer to one batch. A spool frees only what lies at or below ``durable_seq``.
 
-    A batch that was refused, beside others that were not, has the error's code and text.
+    A batch that was refused, beside others that were not, has the error's code and text. One that
+    was sent with ``ASK_HEADER`` and begins behind a hole is not stored: ``from_seq`` is where the
+    hole begins. Its sender sends what it still has of that first, then the batch without asking.
     """
 
     durable_seq: int
@@ -74,6 +92,7 @@ class IngestReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_duplicate: int
     code: str = ""
     text: str = ""
+    from_seq: int = -1
 
 
 class _Writer(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,8 +105,6 @@ class _Writer(msgspec.Struct, frozen=True, kw_only=True):
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_Writer)
-_UNREADABLE = (msgspec.DecodeError, RecursionError)
-"""What msgspec raises: the second where values are nested too deeply, be it in unknown fields."""
 
 
 def encode_batch(header: BatchHeader, rows: bytes) -> bytes:
@@ -166,7 +183,7 @@ def split_batches(raw: bytes) -> list[bytes]:
     while start < len(raw) or not batches:
         size = batch_size(raw, start)
         if start + size > len(raw):
-            raise FormatError(f"batch claims {size} bytes and has {len(raw) - start}")
+            raise DamagedBatchError(f"batch claims {size} bytes and has {len(raw) - start}")
         if len(batches) == MAX_BATCHES:
             raise FormatError(f"more than {MAX_BATCHES} batches at once")
         batches.append(raw[start : start + size])
@@ -178,15 +195,16 @@ def decode_batch(raw: bytes) -> Batch:
     """Return the batch, verified.
 
     Raises:
-        FormatError: torn, damaged, or inconsistent with its own header.
+        DamagedBatchError: torn or damaged.
+        FormatError: inconsistent with its own header.
         NewerVersionError: written by a newer format.
     """
     magic, crc, head_size, body, num_rows, first_seq, dropped, offset = _prefix_at(raw, 0)
     size = _size_of(magic, head_size, body)
     if len(raw) != size:
-        raise FormatError(f"batch claims {size} bytes and has {len(raw)}")
+        raise DamagedBatchError(f"batch claims {size} bytes and has {len(raw)}")
     if crc != zlib.crc32(memoryview(raw)[CRC_FROM:]):
-        raise FormatError("the batch's checksum does not match")
+        raise DamagedBatchError("the batch's checksum does not match")
     end = PREFIX.size + head_size
     head = raw[PREFIX.size : end]
     # Not called by its cached name for a long one: what is remembered must stay small.
@@ -214,7 +232,7 @@ def _writer_of(head: bytes) -> tuple[int, Identity, Schema]:
         writer = _DECODER.decode(head)
         raw = bytes(writer.stream_schema)
         schema = _schema_of(raw) if len(raw) <= REMEMBERED_BYTES else _schema_of.__wrapped__(raw)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise FormatError(f"the batch's header cannot be read: {error}") from error
     _check_writer(writer.identity, schema)
     return writer.version, writer.identity, schema
@@ -233,7 +251,7 @@ class _Version(msgspec.Struct):
 def _refuse_newer(head: bytes) -> None:
     try:
         version = msgspec.msgpack.decode(head, type=_Version).version
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise FormatError(f"the batch's header cannot be read: {error}") from error
     if version > FORMAT_VERSION:
         raise NewerVersionError(

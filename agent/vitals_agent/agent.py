@@ -10,8 +10,8 @@
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UsageError
 from trainvitals.io.journal import JournalRef, discover
 from trainvitals.io.rundir import RunDir
-from trainvitals.io.spool import Spool
+from trainvitals.io.spool import Key, Spool
 from trainvitals.records import Note
 from vitals_agent.backoff import Backoff
 from vitals_agent.command_delivery import CommandDelivery, Commands
@@ -35,15 +35,28 @@ from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuSampler
 from vitals_agent.host import HostSampler
 from vitals_agent.io_loop import IoLoop
+from vitals_agent.memory_spool import (
+    ROOM_BYTES,
+    bytes_in,
+    has_room,
+    move_to_disk,
+    open_in_memory,
+)
 from vitals_agent.run import NodeFacts, ServedRun, boot_id
 from vitals_agent.sampling import Sampling, Spawn, on_a_thread
 from vitals_agent.shipper import Ingests, Shipper
-from vitals_agent.state_dir import TOKEN_FILE, AgentInfo, AgentStateDir
+from vitals_agent.state_dir import AgentInfo, AgentStateDir
 from vitals_agent.tailer import num_left
 
 log = logging.getLogger("vitals_agent")
 
 STALLED_SECONDS = 30.0
+LEFTOVERS_SECONDS = 3600.0
+"""So often spools of runs that have ended are looked at: whether the collector still has what they
+hold, and what was retained for long enough."""
+
+DISK_SECONDS = 10.0
+"""So often a full disk is asked whether it has room."""
 
 MAX_RUNS = 4096
 """Run directories of which is remembered whether they are ours."""
@@ -76,6 +89,11 @@ class AgentConfig:
     """Whether the run directory keeps what a collector has too; None: where no collector is."""
     spool_max_bytes: int = 5 << 30
     """Bound of one run's spool on this node."""
+    retain_seconds: float = 24 * 3600.0
+    """How long what a collector acknowledged stays here: one that is restored from a backup asks
+    for what came after it. No shorter than the time between two backups."""
+    retain_bytes: int = 1 << 30
+    """Bound of that, of one run on this node; the oldest goes first."""
     retire_seconds: float = 60.0
     """A run without a rank here is let go after this time."""
 
@@ -142,10 +160,13 @@ class Agent:
         self._state_dir = AgentStateDir(self._state_path(), config.base)
         self._server: MetricsServer | None = None
         self._info: AgentInfo | None = None
+        self._token = config.read_token
         self._elsewhere: set[str] = set()
         self._ours: dict[Path, bool] = {}
-        self._has_leftovers = True
+        self._looked_for_leftovers_at: float | None = None
         self._idle_since: dict[str, float] = {}
+        self._looked_at_disks_at = 0.0
+        self._told_of_memory: set[str] = set()
         self._sampled_at: float | None = None
         self._cycled_at_ns = 0
         self._turned_at_ns = 0
@@ -153,8 +174,7 @@ class Agent:
 
     def _state_path(self) -> Path:
         if self.config.run_id:
-            run_dir = RunDir.create(self.config.vitals_dir, self.config.run_id)
-            return run_dir.agent_dir(self.config.node)
+            return RunDir(self.config.vitals_dir / self.config.run_id).agent_path(self.config.node)
         return self.config.vitals_dir / "agents" / self.config.node
 
     # ------------------------------------------------------------------------- lifecycle
@@ -167,21 +187,25 @@ class Agent:
         """
         self._state_dir.acquire()
         try:
-            token = self._state_dir.load_or_create_token(self.config.read_token)
+            self._token = self._state_dir.load_or_create_token(self.config.read_token)
             self._server = MetricsServer(
-                self, host=self.config.host, port=self.config.port, token=token
+                self, host=self.config.host, port=self.config.port, token=self._token
             )
-            self._info = AgentInfo(
-                pid=os.getpid(),
-                node=self.config.node,
-                url=self._server.url,
-                token_file=str(self._state_dir.path / TOKEN_FILE),
-            )
-            self._state_dir.publish(self._info)
+            self._publish(self._server.url)
         except BaseException:
             self.stop()
             raise
         log.info("serving dir=%s node=%s", self.config.vitals_dir, self.config.node)
+
+    def _publish(self, url: str) -> None:
+        self._facts = replace(self._facts, metrics_url=url)
+        self._info = AgentInfo(
+            pid=os.getpid(),
+            node=self.config.node,
+            url=url,
+            token_file=str(self._state_dir.token_file),
+        )
+        self._state_dir.publish(self._info)
 
     @property
     def info(self) -> AgentInfo | None:
@@ -190,7 +214,14 @@ class Agent:
 
     def stop(self) -> None:
         """Give everything back. Call ``turn`` before, so that nothing new is left behind."""
-        for run_id in list(self.runs):
+        for run_id, run in list(self.runs.items()):
+            if run.in_memory and run.spool.pending(1):
+                log.warning(
+                    "rows wait in memory run=%s: they are in %s; the next agent takes them up, "
+                    "unless the node's memory goes first",
+                    run_id,
+                    run.spool.directory,
+                )
             if not self._let_go(run_id):
                 # Its spool is in the I/O loop's hands: the lock on it ends with this process.
                 log.warning("stopped while the collector was still busy run=%s", run_id)
@@ -212,8 +243,13 @@ class Agent:
 
     def turn(self, now: float) -> None:
         """Turn once what is local: it waits for no network and for no driver."""
+        with self.faults.contained("spool"):
+            self._mind_the_disks(now)
         with self.faults.contained("discover"):
-            if self.io_loop.can_ship and self._has_leftovers:
+            looked_at = self._looked_for_leftovers_at
+            is_due = looked_at is None or now - looked_at >= LEFTOVERS_SECONDS
+            if self.io_loop.can_ship and is_due:
+                self._looked_for_leftovers_at = now
                 self._take_up_leftovers()
             self._discover()
         runs = list(self.runs.values())
@@ -283,10 +319,12 @@ class Agent:
             return here
         return self._ours[ref.run_dir]
 
-    def _take_up(self, path: Path, *, keep: bool) -> ServedRun | None:
+    def _take_up(
+        self, path: Path, *, keep: bool, resume: Mapping[Key, int] | None = None
+    ) -> ServedRun | None:
         """Begin to serve a run, unless another agent of this node does."""
-        run_dir = RunDir.create(path.parent, path.name)
-        state_dir = AgentStateDir(run_dir.agent_dir(self.config.node), self.config.base)
+        run_dir = RunDir(path.absolute())
+        state_dir = AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
         if state_dir.path != self._state_dir.path:
             try:
                 state_dir.acquire()
@@ -296,16 +334,22 @@ class Agent:
                     log.info("run served by another agent run=%s: %s", run_dir.run_id, error.text)
                 return None
         try:
-            spool = Spool(
-                state_dir.path / "spool", max_bytes=self.config.spool_max_bytes, keep=keep
-            )
+            spool = self._open_spool(state_dir, keep=keep)
             if self._info is not None:
                 state_dir.publish(self._info)
         except BaseException:
             state_dir.release()
             raise
         folder = self.config.base / run_dir.run_id
-        run = ServedRun(run_dir, state_dir, spool, folder=folder, facts=self._facts)
+        run = ServedRun(
+            run_dir,
+            state_dir,
+            spool,
+            folder=folder,
+            facts=self._facts,
+            keeps_history=keep,
+            resume=resume,
+        )
         self.runs = {**self.runs, run.run_id: run}
         self._elsewhere.discard(run.run_id)
         log.info("serving run=%s", run.run_id)
@@ -313,22 +357,95 @@ class Agent:
             log.error("%s run=%s", self.config.notice, run.run_id)
             note = Note(code="not_shipped", text=self.config.notice, severity="error")
             run.node_source.say(note)
+        self._tell_of_memory(run)
         return run
+
+    def _open_spool(self, state_dir: AgentStateDir, *, keep: bool) -> Spool:
+        """Open the run's spool on its disk, or in the node's memory where that is full."""
+
+        def now() -> float:
+            return self._clock.time_ns() / 1e9
+
+        memory = state_dir.memory_path / "spool"
+        if not has_room(state_dir.path, ROOM_BYTES + bytes_in(memory)):
+            return open_in_memory(memory, now)
+        spool = Spool(
+            state_dir.path / "spool",
+            max_bytes=self.config.spool_max_bytes,
+            keep=keep,
+            retain_seconds=self.config.retain_seconds,
+            retain_bytes=self.config.retain_bytes,
+            now=now,
+        )
+        move_to_disk(memory, spool)
+        return spool
+
+    def _tell_of_memory(self, run: ServedRun) -> None:
+        """Say, once of each run, that its rows are on no disk of this node."""
+        if not run.in_memory or run.run_id in self._told_of_memory:
+            return
+        self._told_of_memory.add(run.run_id)
+        text = (
+            f"the disk of {run.state_dir.path} is full: node {self.config.node} holds what its "
+            f"ranks write in memory, at most {run.spool.max_bytes >> 20} MiB, and forwards it from "
+            "there; it goes back to the disk once that has room"
+        )
+        log.warning("%s run=%s", text, run.run_id)
+        run.node_source.say(Note(code="spool_in_memory", text=text, severity="warning"))
+
+    def _mind_the_disks(self, now: float) -> None:
+        """Go on in memory where a disk has become full, and on disk where it has room again.
+
+        What lies on a full disk is shipped first: a run has one spool at a time.
+        """
+        if now - self._looked_at_disks_at < DISK_SECONDS:
+            return
+        self._looked_at_disks_at = now
+        with self.faults.contained("spool"):
+            self._return_state_to_disk()
+        for run in list(self.runs.values()):
+            with self.faults.contained("spool"):  # one run's folder keeps no other in memory
+                self._mind_disk_of(run)
+
+    def _return_state_to_disk(self) -> None:
+        if self._state_dir.in_memory and has_room(self._state_dir.path):
+            self._state_dir.return_to_disk()
+            assert self._server is not None and self._info is not None
+            self._state_dir.load_or_create_token(self._token)
+            self._publish(self._server.url)
+
+    def _mind_disk_of(self, run: ServedRun) -> None:
+        if run.in_memory:
+            moves = has_room(run.state_dir.path, ROOM_BYTES + run.spool.num_bytes)
+        else:
+            moves = run.is_disk_full and not run.spool.pending(1)
+        if moves and self._let_go(run.run_id):
+            last = run.last_seqs()
+            again = self._take_up(run.run_dir.path, keep=run.keeps_history, resume=last)
+            if again is not None and not again.in_memory:
+                log.info("the disk has room again run=%s", run.run_id)
 
     def _take_up_leftovers(self) -> None:
         """Serve runs that ended while the collector was away: their spools wait to be shipped.
 
-        Such a spool may be a run's only history, so it is kept after it was shipped.
+        Such a spool may be a run's only history, so it is kept after it was shipped. So are served
+        for a while those that hold what the collector acknowledged: it may have been restored.
         """
-        self._has_leftovers = False
         for run_dir in RunDir.find_all(self.config.vitals_dir):
             if self.config.run_id not in ("", run_dir.run_id):
                 continue
             with self.faults.contained("discover"):
-                if self.config.node in run_dir.spool_dirs():
+                if run_dir.run_id not in self.runs and self._has_spool(run_dir):
                     run = self._take_up(run_dir.path, keep=True)
-                    if run is not None and not run.spool.pending(1):
+                    if run is not None and not (
+                        run.spool.pending(1) or run.spool.may_be_asked_for()
+                    ):
                         self._let_go(run.run_id)
+
+    def _has_spool(self, run_dir: RunDir) -> bool:
+        state_dir = AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
+        is_in_memory = bytes_in(state_dir.memory_path / "spool") > 0
+        return is_in_memory or self.config.node in run_dir.spool_dirs()
 
     def _retire(self, now: float) -> None:
         for run_id, run in list(self.runs.items()):
@@ -360,12 +477,16 @@ class Agent:
         """Return whether the cycle turned lately."""
         if not self._cycled_at_ns:
             return Health(ok=True, details={"seconds_since_cycle": None})
-        age = (self._clock.monotonic_ns() - self._turned_at_ns) / 1e9
+        age = self._cycle_age_seconds
         details = {
             "seconds_since_cycle": round(age, 3),
             "gpu_driver_hung": bool(self.sampling.hung),
         }
         return Health(ok=age < STALLED_SECONDS, details=details)
+
+    @property
+    def _cycle_age_seconds(self) -> float:
+        return (self._clock.monotonic_ns() - self._turned_at_ns) / 1e9
 
     def readings(self) -> Iterable[Reading]:
         """Yield everything ``/metrics`` shows."""
@@ -374,7 +495,7 @@ class Agent:
             runs, counted=self._counted, relay=self.relay, shipper=self.shipper, faults=self.faults
         )
         if self._cycled_at_ns:
-            yield Reading(name="agent_up_timestamp_seconds", value=self._cycled_at_ns / 1e9)
+            yield Reading(name="agent_cycle_age_seconds", value=self._cycle_age_seconds)
         yield from sample_readings(self.sampling, self.config.node)
         for run in runs:
             yield from run_readings(run)

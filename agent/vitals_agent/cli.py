@@ -27,8 +27,10 @@ _Collector = Annotated[
     typer.Option(
         "--collector",
         envvar="VITALS_COLLECTOR_URL",
-        help="Address or data folder of the collector to forward to. Without it, metrics stay in "
-        "the run directory, and also go to your own collector while one runs.",
+        help="Address or data folder of the collector to forward to; of several on one PostgreSQL, "
+        "addresses with commas between them: where one does not answer, the next has the turn. "
+        "Without it, metrics stay in the run directory, and also go to your own collector while "
+        "one runs.",
     ),
 ]
 _TokenFile = Annotated[
@@ -42,6 +44,21 @@ _Listen = Annotated[
 _Node = Annotated[
     str,
     typer.Option("--node", envvar="VITALS_NODE", help="This node's id [default: its host name]."),
+]
+_RetainHours = Annotated[
+    float,
+    typer.Option(
+        "--retain-hours",
+        min=0.0,
+        help="How long what the collector acknowledged stays here: one restored from a backup asks "
+        "for what came after it. No shorter than the time between two backups.",
+    ),
+]
+_RetainMegabytes = Annotated[
+    int,
+    typer.Option(
+        "--retain-mb", min=0, help="Bound of that, of one run on this node; the oldest goes first."
+    ),
 ]
 _Once = Annotated[
     bool,
@@ -66,6 +83,8 @@ def agent(
     token_file: _TokenFile = None,
     listen: _Listen = "127.0.0.1:0",
     node: _Node = "",
+    retain_hours: _RetainHours = 24.0,
+    retain_mb: _RetainMegabytes = 1024,
     once: _Once = False,
     child: _Child = False,
 ) -> None:
@@ -79,7 +98,7 @@ def agent(
 
     host, port = _address(listen)
     log_to_stderr(logging.WARNING if once else logging.INFO)
-    endpoint, read_token, notice = _endpoint(collector, token_file, child=child)
+    endpoint, read_token, notice = _endpoint(collector, token_file, run_id, child=child)
     config = AgentConfig(
         vitals_dir=directory.absolute(),
         base=private_base(os.environ),
@@ -90,6 +109,8 @@ def agent(
         read_token=read_token,
         notice=notice,
         keeps_history=endpoint is None or not collector,
+        retain_seconds=retain_hours * 3600.0,
+        retain_bytes=retain_mb << 20,
     )
     if once:
         wait_for_leaving(config.base, config.vitals_dir)
@@ -102,13 +123,13 @@ def agent(
 
 
 def _endpoint(
-    collector: str, token_file: Path | None, *, child: bool
+    collector: str, token_file: Path | None, run_id: str, *, child: bool
 ) -> "tuple[CollectorEndpoint | None, str, str]":
     """Return the way to the collector, its token for readers, and what is to be said in runs."""
     from vitals_agent.collector_endpoint import CollectorEndpoint, finder
 
     try:
-        find = finder(collector, token_file, os.environ)
+        find = finder(collector, token_file, os.environ, run_id=run_id)
         address = find()
         return CollectorEndpoint(find), address.tokens.read if address is not None else "", ""
     except VitalsError as error:

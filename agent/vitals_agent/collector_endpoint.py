@@ -2,10 +2,12 @@
 
 import http.client
 import ipaddress
+import itertools
 import os
 import socket
 import ssl
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +16,7 @@ from urllib.parse import urlencode, urlsplit
 import httpx
 import msgspec
 
-from trainvitals.errors import TransportError, UnauthorizedError
+from trainvitals.errors import UNREADABLE, NotOwnerError, TransportError, UnauthorizedError
 from trainvitals.io.client import (
     CollectorAddress,
     CollectorClient,
@@ -23,7 +25,7 @@ from trainvitals.io.client import (
     read_tokens,
     refusal,
 )
-from trainvitals.io.setting_paths import collector_folder
+from trainvitals.io.setting_paths import collector_folder, collector_urls
 from trainvitals.question import Question
 from trainvitals.wire import IngestReply
 
@@ -123,6 +125,8 @@ def _ask(
 
 
 LOOK_SECONDS = 5.0
+_MOST_HOPS = 3
+"""From one collector to the next within one call: their leases may change hands meanwhile."""
 
 T = TypeVar("T")
 Find = Callable[[], CollectorAddress | None]
@@ -163,9 +167,9 @@ class CollectorEndpoint:
         """Store one batch."""
         return self._call(lambda client: client.ingest(raw))
 
-    def ingest_all(self, raws: Sequence[bytes]) -> tuple[IngestReply, ...]:
+    def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> tuple[IngestReply, ...]:
         """Store batches together."""
-        return self._call(lambda client: client.ingest_all(raws))
+        return self._call(lambda client: client.ingest_all(raws, asks=asks))
 
     def ask(self, question: Question[T]) -> T:
         """Return the collector's answer."""
@@ -189,15 +193,41 @@ class CollectorEndpoint:
                 "no collector is known", hint="start one with `vitals collector`, or name one"
             )
         try:
-            answer = call(client)
+            answer = self._call_owner(client, call)
         except (TransportError, UnauthorizedError):
             self._is_doubtful = True
             raise
         self._is_doubtful = False
         return answer
 
+    def _call_owner(self, client: CollectorClient, call: Callable[[CollectorClient], T]) -> T:
+        """Call, and go to the collector that takes the run's rows where this one does not."""
+        for _ in range(_MOST_HOPS):
+            try:
+                return call(client)
+            except NotOwnerError as error:
+                with self._lock:
+                    self._turn_to(error.owner)
+                    if self._client is None:
+                        raise
+                    client = self._client
+        return call(client)
+
+    def _turn_to(self, owner: str) -> None:
+        """Connect to a collector of those that were named, or to the next one."""
+        address = first = self._find()
+        while owner and address is not None and address.url != owner:
+            address = self._find()
+            if address == first:  # all were seen
+                address = self._find()
+                break
+        self._address = None  # behind one address there may be several: another connection
+        self._connect_to(address)
+
     def _reconnect(self) -> None:
-        address = self._find()
+        self._connect_to(self._find())
+
+    def _connect_to(self, address: CollectorAddress | None) -> None:
         if address == self._address:
             return
         if self._client is not None:
@@ -215,18 +245,25 @@ class _CollectorFile(msgspec.Struct, frozen=True):
     node: str = ""
 
 
-def finder(collector: str, token_file: Path | None, environ: Mapping[str, str]) -> Find:
+def finder(
+    collector: str, token_file: Path | None, environ: Mapping[str, str], *, run_id: str = ""
+) -> Find:
     """Return a search for the collector: at an address, in a data folder, or this user's own.
 
-    What lies in files is read anew at each search.
+    What lies in files is read anew at each search. Of several addresses each search gives the next;
+    the run says which is first, so that runs are spread and the agents of one begin at the same.
 
     Raises:
-        UsageError: ``collector`` is neither an address nor a folder.
+        UsageError: ``collector`` is neither addresses nor a folder.
     """
     data = collector_folder(collector) if collector else default_data_dir(environ)
     if data is None:
-        CollectorClient(collector).close()  # is it an address at all?
-        return lambda: CollectorAddress(url=collector, tokens=_tokens(token_file))
+        urls = collector_urls(collector)
+        for url in urls:
+            CollectorClient(url).close()  # is it an address at all?
+        first = zlib.crc32(run_id.encode()) % len(urls)
+        turns = itertools.cycle([*urls[first:], *urls[:first]])
+        return lambda: CollectorAddress(url=next(turns), tokens=_tokens(token_file))
     return lambda: _in_folder(data, token_file)
 
 
@@ -235,7 +272,7 @@ def _in_folder(data: Path, token_file: Path | None) -> CollectorAddress | None:
         collector_file = msgspec.json.decode(
             (data / "collector.json").read_bytes(), type=_CollectorFile
         )
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
     if not _is_here(collector_file):
         return None

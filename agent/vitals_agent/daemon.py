@@ -227,7 +227,7 @@ def _state_dirs_of_the_dead(base: Path, vitals_dir: Path) -> list[AgentStateDir]
         if not any(RankProcess(each).alive() for each in who)
     }
     folders = {
-        RunDir.open(path).agent_dir(each.node) for path, who in ended.items() for each in who
+        RunDir.open(path).agent_path(each.node) for path, who in ended.items() for each in who
     }
     return [AgentStateDir(folder, base) for folder in sorted(folders)]
 

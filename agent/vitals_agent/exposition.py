@@ -2,6 +2,7 @@
 
 import hmac
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,9 +110,11 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """The address it listens on."""
-        host, port = self._server.server_address[:2]
-        return f"http://{host!s}:{port}"
+        """The address it is reached at: the machine's name, where it listens on all of its own."""
+        host, port = str(self._server.server_address[0]), self._server.server_address[1]
+        if host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def close(self) -> None:
         """Stop listening and wait for the listening thread."""
@@ -195,6 +198,7 @@ def agent_readings(
     """Yield the agent's own numbers; ``counted`` is of the runs that are served no more."""
     numbers: dict[str, float] = {
         "agent_spool_bytes": sum(run.spool.num_bytes for run in runs),
+        "agent_memory_spools": sum(run.in_memory for run in runs),
         "agent_spooled_rows_total": counted["rows"] + sum(run.num_rows for run in runs),
         "agent_dropped_rows_total": counted["dropped"] + sum(run.num_dropped for run in runs),
         "agent_corrupt_rows_total": counted["corrupt"] + sum(r.spool.corrupt for r in runs),

@@ -1,7 +1,9 @@
 """One run as this node's agent serves it: its journals, its spool, the agent's own sources."""
 
 import logging
+import shutil
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +11,10 @@ import msgspec
 
 from trainvitals.catalog import PROCESS_SCHEMA
 from trainvitals.clock import Clock
-from trainvitals.errors import NewerVersionError, StorageError
+from trainvitals.errors import UNREADABLE, NewerVersionError, StorageError
 from trainvitals.identity import Identity, Source, new_incarnation
-from trainvitals.io.rundir import RunDir, replace_file
-from trainvitals.io.spool import Spool
+from trainvitals.io.rundir import RunDir, is_full, replace_file
+from trainvitals.io.spool import Key, Spool
 from trainvitals.records import Note
 from trainvitals.rows import Value
 from vitals_agent.faults import Faults
@@ -70,7 +72,7 @@ class OpenJournals:
 def _read(path: Path) -> dict[str, OpenJournal]:
     try:
         journals = msgspec.json.decode(path.read_bytes(), type=list[OpenJournal])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return {}
     return {each.folder: each for each in journals}
 
@@ -85,6 +87,7 @@ class NodeFacts:
     node: str
     pid: int
     boot_id: str
+    metrics_url: str = ""
     clock: Clock
     faults: Faults
 
@@ -104,6 +107,8 @@ class ServedRun:
         *,
         folder: Path,
         facts: NodeFacts,
+        keeps_history: bool = False,
+        resume: Mapping[Key, int] | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.run_id = run_dir.run_id
@@ -113,16 +118,21 @@ class ServedRun:
         self.tails: dict[Path, JournalTail] = {}
         self.num_written = 0
         """Batches appended so far: of two equal ones, nothing was written in between."""
+        self.keeps_history = keeps_history
+        self.is_disk_full = False
+        """Whether the spool's disk was full when something was last to be added."""
         self._lock = threading.Lock()
         self._num_copied = 0
         self._dirty = False
         self._facts = facts
-        self._resume = spool.last_seqs()
+        self._resume: Mapping[Key, int] = resume or {}
+        self._resume = self.last_seqs()
         self._own: dict[str, OwnSource] = {}
         self._strangers: set[Path] = set()
+        self._overflowed: dict[Path, int] = {}
         self.node_source = self._source(Source("node", facts.node))
         """The source ``node:ID``: samples of the node and its ranks, and what the agent says."""
-        self._open = OpenJournals(state_dir.path / "journals.json")
+        self._open = OpenJournals(spool.directory.parent / "journals.json")
         with facts.faults.contained("journals"):
             self._tell_what_is_gone()
 
@@ -146,6 +156,7 @@ class ServedRun:
                 started_monotonic_ns=clock.monotonic_ns(),
                 boot_id=self._facts.boot_id,
                 gpu_uuid=source.key if source.kind == "gpu" else "",
+                metrics_url=self._facts.metrics_url if source.kind == "node" else "",
             )
             self._own[key] = OwnSource(identity, self.append, clock)
         return self._own[key]
@@ -155,7 +166,25 @@ class ServedRun:
         with self._lock:  # two threads that count at once would count one
             self.num_written += 1
             self._dirty = True
-            return self.spool.append(raw)
+            try:
+                was_added = self.spool.append(raw)
+            except StorageError as error:
+                self.is_disk_full = is_full(error)
+                raise
+            self.is_disk_full = False
+            return was_added
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the spool lies in the node's memory, as the disk was full."""
+        return self.spool.directory.parent != self.state_dir.path
+
+    def last_seqs(self) -> dict[Key, int]:
+        """Return up to where each stream is, or was, in a spool of the run."""
+        last = dict(self._resume)
+        for key, seq in self.spool.last_seqs().items():
+            last[key] = max(seq, last.get(key, -1))
+        return last
 
     @property
     def num_rows(self) -> int:
@@ -210,6 +239,7 @@ class ServedRun:
                     # Asked before the copy: what a dead one wrote is then all there to be read.
                     tail.alive = tail.process.alive()
                 num_rows += tail.copy(self)
+                self._tell_of_overflow(tail)
                 if not tail.alive and not tail.removed:
                     self._bury(tail)
         self._num_copied += num_rows
@@ -233,8 +263,9 @@ class ServedRun:
             self._dirty = False  # before: another thread may append meanwhile
             try:
                 self.spool.sync()
-            except BaseException:
+            except BaseException as error:
                 self._dirty = True
+                self.is_disk_full = is_full(error)
                 raise
 
     def _bury(self, tail: JournalTail) -> None:
@@ -256,6 +287,20 @@ class ServedRun:
             # On disk before the journal is closed: closed means that it was said.
             self._sync()
         tail.pronounce_dead()
+
+    def _tell_of_overflow(self, tail: JournalTail) -> None:
+        """Say that a rank writes faster than is read here: at once, and when it has doubled."""
+        num_dropped, num_told = tail.num_dropped, self._overflowed.get(tail.directory, 0)
+        if num_dropped <= 2 * num_told:
+            return
+        self._overflowed[tail.directory] = num_dropped
+        text = (
+            f"the journal of {tail.identity.source} on {self._facts.node} overflowed: "
+            f"{num_dropped} rows are lost so far, up to its step {tail.last.step}; it writes "
+            "faster than its agent reads, or the agent was away"
+        )
+        note = Note(code="journal_overflowed", text=text, severity="warning")
+        self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
 
     def sweep(self) -> None:
         """Delete journals that are finished and in the spool; shared memory is short."""
@@ -304,7 +349,10 @@ class ServedRun:
     def close(self) -> None:
         """Close the spool and give the folder back."""
         with self._facts.faults.contained("spool"):
+            is_done = self.in_memory and not self.spool.pending(1)
             self.spool.close()
+            if is_done:
+                shutil.rmtree(self.spool.directory)
         self.state_dir.release()
 
 

@@ -1,4 +1,13 @@
-"""Sends the spool to the collector; lets go only of what the collector has made durable."""
+"""Sends the spool to the collector; lets go only of what the collector has made durable.
+
+Every batch is sent with the question whether something is missing before it. A collector that has
+less than it had acknowledged, because it was restored from a backup, answers so; then the spool is
+gone through again from the oldest batch that is still there, and of each stream is sent what the
+collector lacks. What is not there any more is passed over, and counted as lost by the collector.
+
+A batch that is refused stops its own stream: sent again it may arrive whole. The other streams go
+on. One that was only damaged on its way is tried for ever, any other ``MAX_TRIES`` times.
+"""
 
 import time
 from collections import deque
@@ -6,7 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from trainvitals.errors import FormatError, NewerVersionError, TransportError, VitalsError
+from trainvitals.errors import (
+    DamagedBatchError,
+    FormatError,
+    NewerVersionError,
+    TransportError,
+    VitalsError,
+)
 from trainvitals.io.spool import Position
 from trainvitals.wire import IngestReply, decode_batch
 from vitals_agent.backoff import Backoff, Pace
@@ -17,6 +32,9 @@ MAX_REQUEST_BATCHES = 256
 MAX_REQUEST_BYTES = 1_000_000
 """A batch alone may be larger. Proxies mostly take up to 1 MiB unless they are told otherwise."""
 REFRESH_SECONDS = 1.0
+MAX_TRIES = 5
+"""Of a batch that is refused for what it holds; then it is set aside."""
+MAX_RETRY_SECONDS = 60.0
 
 Key = tuple[str, str, str]
 
@@ -24,8 +42,11 @@ Key = tuple[str, str, str]
 class Ingests(Protocol):
     """What the shipper needs of a collector."""
 
-    def ingest_all(self, raws: Sequence[bytes]) -> Sequence[IngestReply]:
-        """Store batches and answer each; raise a VitalsError where none was taken."""
+    def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> Sequence[IngestReply]:
+        """Store batches and answer each; raise a VitalsError where none was taken.
+
+        With ``asks`` one behind a hole is not stored, but answered by ``from_seq``.
+        """
         ...
 
 
@@ -35,6 +56,15 @@ class Ships(Protocol):
     @property
     def acked(self) -> Position:
         """Up to where everything is acknowledged."""
+        ...
+
+    @property
+    def kept_from(self) -> Position:
+        """Where what is still there begins, acknowledged or not."""
+        ...
+
+    def last_acked(self) -> bytes | None:
+        """Return the newest batch that was acknowledged, where it is still there."""
         ...
 
     def read(self, start: Position) -> Iterator[tuple[Position, bytes]]:
@@ -47,16 +77,22 @@ class Ships(Protocol):
 
 
 class _Waiting(NamedTuple):
-    """A batch on its way: between these positions, of this stream, up to this number.
-
-    ``last_seq`` is -1 where it was refused for good: nothing is waited for.
-    """
+    """A batch on its way: between these positions, of this stream, up to this number."""
 
     start: Position
     end: Position
     key: Key
     last_seq: int
     num_rows: int
+
+
+@dataclass(slots=True)
+class _Stopped:
+    """A stream that waits for a batch of its own which was refused."""
+
+    batch: _Waiting
+    num_tries: int
+    due: float
 
 
 @dataclass(slots=True)
@@ -69,10 +105,52 @@ class _Progress:
     durable: dict[Key, int] = field(default_factory=dict)
     all_sent: bool = False
     heard_at: float = 0.0
+    stopped: dict[Key, _Stopped] = field(default_factory=dict)
+    set_aside: set[Position] = field(default_factory=set)
+    """Where batches end that are given up; of one process, and so few."""
+    searched: dict[Key, int] = field(default_factory=dict)
+    """Where the hole began for which a stream's batches were looked through last."""
+    looks_back: bool = False
+    """Whether the cursor goes through all that is still there."""
+    is_new: bool = True
+    """Whether the collector may be another one than it was, or the same with less."""
 
     def is_done(self, sent: _Waiting, spool: Ships) -> bool:
         """Return whether nothing is waited for: it is durable, refused, or a full spool's loss."""
-        return sent.last_seq <= self.durable.get(sent.key, -1) or sent.end <= spool.acked
+        is_past = sent.end <= spool.acked or sent.end in self.set_aside
+        return sent.last_seq <= self.durable.get(sent.key, -1) or is_past
+
+    def keeps_back(self, batch: _Waiting) -> bool:
+        """Return whether the batch is not to be sent now."""
+        return (
+            batch.key in self.stopped
+            or batch.end in self.set_aside
+            or batch.last_seq <= self.durable.get(batch.key, -1)
+        )
+
+    def pass_by(self, batch: _Waiting) -> None:
+        """Go on behind a batch; it is waited for until it is done."""
+        self.unacked.append(batch)
+        self.cursor = batch.end
+
+    def heard(self, key: Key, durable_seq: int) -> None:
+        """Note how far a stream is durable."""
+        self.durable[key] = max(durable_seq, self.durable.get(key, -1))
+
+    def go_back(self, position: Position) -> None:
+        """Go through what lies behind the position again."""
+        self.cursor = min(position, self.cursor)
+        self.all_sent = False
+        while self.unacked and self.unacked[-1].end > position:
+            self.unacked.pop()
+
+    def start_over(self, spool: Ships) -> None:
+        """Believe nothing that the collector said: it may come back without it."""
+        self.unacked.clear()
+        self.durable.clear()
+        self.searched.clear()
+        self.is_new, self.all_sent = True, False
+        self.cursor = spool.kept_from if self.looks_back else spool.acked
 
 
 class Shipper:
@@ -95,6 +173,8 @@ class Shipper:
         self.num_errors = 0
         self.num_rows = 0
         self.num_refused_rows = 0
+        self.num_resent_batches = 0
+        """Refused, or lacking in the collector though it had acknowledged them."""
         self._client = client
         self._backoff = backoff
         self._faults = faults
@@ -113,6 +193,8 @@ class Shipper:
             self._progress[run_id] = progress
         failure: VitalsError | None = None
         try:
+            self._ask_whether_it_is_there(progress, spool)
+            self._try_again(progress, spool, now)
             self._send(progress, spool, now)
             self._refresh(progress, spool, now)
         except VitalsError as error:
@@ -125,8 +207,7 @@ class Shipper:
         finally:
             if failure is not None:
                 # What comes back may have lost what was not durable: all of that goes again.
-                progress.unacked.clear()
-                progress.cursor = spool.acked
+                progress.start_over(spool)
 
     def drained(self, run_id: str) -> bool:
         """Return whether the collector holds everything that was in the spool at the last call."""
@@ -158,45 +239,134 @@ class Shipper:
                 return
             if not progress.pace.due(now + spent):
                 return
-            self._send_together(progress, group)
-            answered = self._stopwatch() - began
-            num_bytes = sum(len(raw) for _, raw in group)
-            progress.pace.sent(num_bytes, answered - spent, now + answered)
-        progress.all_sent = True
-
-    def _send_together(self, progress: _Progress, group: list[tuple[_Waiting, bytes]]) -> None:
-        try:
-            replies = self._client.ingest_all([raw for _, raw in group])
-        except NewerVersionError:
-            raise  # it will take them once it is upgraded
-        except FormatError as error:
-            if len(group) == 1:
-                self._pass_over(progress, group[0][0], error)
+            num_bytes = sum(len(raw) for batch, raw in group if not progress.keeps_back(batch))
+            if not self._send_together(progress, group, now):
+                progress.go_back(spool.kept_from)
                 return
-            for each in group:  # which of them is it?
-                self._send_together(progress, [each])
-            return
-        for (waiting, _), reply in zip(group, replies, strict=True):
-            self._absorb(progress, waiting, reply)
+            answered = self._stopwatch() - began
+            if num_bytes:
+                progress.pace.sent(num_bytes, answered - spent, now + answered)
+        progress.all_sent = True
+        progress.looks_back = False
 
-    def _absorb(self, progress: _Progress, sent: _Waiting, reply: IngestReply) -> None:
-        """Take in the answer to one batch."""
+    def _send_together(
+        self, progress: _Progress, group: list[tuple[_Waiting, bytes]], now: float
+    ) -> bool:
+        """Send what is to be sent; False: the collector lacks what it had acknowledged."""
+        to_send = [each for each in group if not progress.keeps_back(each[0])]
+        replies: dict[Position, IngestReply] = {}
+        if to_send:
+            try:
+                answers = self._client.ingest_all([raw for _, raw in to_send], asks=True)
+            except NewerVersionError:
+                raise  # it will take them once it is upgraded
+            except FormatError as error:
+                if len(to_send) > 1:  # which of them is it?
+                    return all(self._send_together(progress, [each], now) for each in group)
+                answers = [_refusal(error)]
+            ends = [batch.end for batch, _ in to_send]
+            replies = dict(zip(ends, answers, strict=True))
+        for batch, raw in group:
+            reply = replies.get(batch.end)
+            if reply is not None and not self._absorb(progress, batch, raw, reply, now):
+                return False
+            progress.pass_by(batch)
+        return True
+
+    def _absorb(
+        self, progress: _Progress, sent: _Waiting, raw: bytes, reply: IngestReply, now: float
+    ) -> bool:
+        """Take in the answer to one batch; False: rows are to be sent first that lie before it."""
         if reply.code.startswith(NewerVersionError.code[:3]):
             raise NewerVersionError(reply.text, code=reply.code)
+        if sent.key in progress.stopped and (reply.code or reply.from_seq >= 0):
+            return True  # it comes again behind the one that its stream waits for
         if reply.code:
-            self._pass_over(progress, sent, FormatError(reply.text, code=reply.code))
-            return
+            self._stop_stream(progress, sent, reply, now)
+            return True
+        if reply.from_seq >= 0:
+            was_searched = progress.searched.get(sent.key) == reply.from_seq
+            if not progress.looks_back and not was_searched:
+                progress.searched[sent.key] = reply.from_seq
+                progress.looks_back = True
+                progress.durable.clear()
+                return False
+            # Nothing before it is there any more: what is missing is lost, and counted there.
+            progress.searched[sent.key] = reply.from_seq
+            reply = self._client.ingest_all([raw])[0]
+            if reply.code:
+                self._stop_stream(progress, sent, reply, now)
+                return True
         self.num_rows += sent.num_rows
-        progress.unacked.append(sent)
-        progress.cursor = sent.end
-        progress.durable[sent.key] = max(reply.durable_seq, progress.durable.get(sent.key, -1))
+        progress.heard(sent.key, reply.durable_seq)
+        return True
 
-    def _pass_over(self, progress: _Progress, sent: _Waiting, error: FormatError) -> None:
+    # ------------------------------------------------------- what was refused, or is not there
+
+    def _ask_whether_it_is_there(self, progress: _Progress, spool: Ships) -> None:
+        """Show a collector that was away the newest batch that it acknowledged."""
+        if not progress.is_new:
+            return
+        raw = spool.last_acked()
+        if raw is not None:
+            try:
+                reply = self._client.ingest_all([raw], asks=True)[0]
+            except FormatError as error:  # it was refused before, and set aside
+                reply = _refusal(error)
+            if not reply.code and (reply.from_seq >= 0 or reply.num_new):
+                progress.looks_back = True
+                progress.go_back(spool.kept_from)
+        progress.is_new = False
+
+    def _stop_stream(
+        self, progress: _Progress, sent: _Waiting, reply: IngestReply, now: float
+    ) -> None:
+        stopped = progress.stopped.setdefault(sent.key, _Stopped(sent, 0, now))
+        stopped.num_tries += 1
+        seconds = REFRESH_SECONDS * 2 ** (stopped.num_tries - 1)
+        stopped.due = now + min(MAX_RETRY_SECONDS, seconds)
+        error = FormatError(reply.text, code=reply.code)
+        self._faults.record("shipper.refused", error)
+        is_damage = reply.code.startswith(DamagedBatchError.code[:3])
+        if not is_damage and stopped.num_tries >= MAX_TRIES:
+            self._set_aside(progress, sent)
+
+    def _set_aside(self, progress: _Progress, sent: _Waiting) -> None:
         """The collector will never take it: it must not keep back what comes after it."""
         self.num_refused_rows += sent.num_rows
-        self._faults.record("shipper.refused", error)
-        progress.unacked.append(sent._replace(last_seq=-1))
-        progress.cursor = sent.end
+        progress.set_aside.add(sent.end)
+        progress.searched[sent.key] = sent.last_seq - sent.num_rows + 1  # nobody else has it
+        progress.stopped.pop(sent.key, None)
+
+    def _try_again(self, progress: _Progress, spool: Ships, now: float) -> None:
+        """Send the refused batches again that are due; a stream goes on once its own is stored."""
+        for key, stopped in list(progress.stopped.items()):
+            if now < stopped.due:
+                continue
+            sent = stopped.batch
+            read = next(spool.read(sent.start), None)
+            if read is not None and read[0] == sent.end:  # else a full spool dropped it
+                self._send_again(progress, sent, read[1], now)
+            else:
+                del progress.stopped[key]
+            if key not in progress.stopped:
+                progress.go_back(sent.end)
+
+    def _send_again(self, progress: _Progress, sent: _Waiting, raw: bytes, now: float) -> None:
+        self.num_resent_batches += 1
+        try:
+            # Without asking: what lies before it was sent before it.
+            reply = self._client.ingest_all([raw])[0]
+        except NewerVersionError:
+            raise  # it will take it once it is upgraded
+        except FormatError as error:
+            reply = _refusal(error)
+        if reply.code:
+            self._stop_stream(progress, sent, reply, now)
+            return
+        del progress.stopped[sent.key]
+        self.num_rows += sent.num_rows
+        progress.heard(sent.key, reply.durable_seq)
 
     # -------------------------------------------------------------------- letting go
 
@@ -210,23 +380,27 @@ class Shipper:
         progress.heard_at = now
         oldest: dict[Key, _Waiting] = {}
         for each in progress.unacked:
-            if not progress.is_done(each, spool):
+            if not progress.is_done(each, spool) and each.key not in progress.stopped:
                 oldest.setdefault(each.key, each)
         for key, waiting in oldest.items():
             batch = next(spool.read(waiting.start), None)
             if batch is not None and batch[0] == waiting.end:  # else a full spool dropped it
                 reply = self._client.ingest_all([batch[1]])[0]
-                progress.durable[key] = max(reply.durable_seq, progress.durable.get(key, -1))
+                progress.heard(key, reply.durable_seq)
 
     def _ack(self, progress: _Progress, spool: Ships, now: float) -> None:
         done: Position | None = None
         while progress.unacked and progress.is_done(progress.unacked[0], spool):
             done = progress.unacked.popleft().end
-        if not progress.unacked:
+        if not progress.unacked and not progress.looks_back:
             progress.durable.clear()
         if done is not None:
             progress.heard_at = now
             spool.ack(done)
+
+
+def _refusal(error: FormatError) -> IngestReply:
+    return IngestReply(durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text)
 
 
 def _requests(

@@ -1,4 +1,7 @@
-"""The agent's folder: the lock that lets one agent in, its address, and the token to read it."""
+"""The agent's folder: the lock that lets one agent in, its address, and the token to read it.
+
+All of it lies in the node's memory instead for as long as the folder's disk is full.
+"""
 
 import errno
 import fcntl
@@ -11,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from trainvitals.errors import StorageError, UsageError, VitalsError
-from trainvitals.io.private import open_private
+from trainvitals.io.private import ensure_private_dir, open_private
+from trainvitals.io.rundir import is_full
 
 TOKEN_FILE = "read.token"
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
@@ -34,30 +38,73 @@ class AgentStateDir:
     Args:
         path: the folder.
         local: a private folder of this node. The lock lies there where the folder's file system has
-            none (Lustre without ``flock``): then only agents of this node keep out of each other's
-            way, and no two nodes may have one name.
+            none (Lustre without ``flock``) or is full: then only agents of this node keep out of
+            each other's way, and no two nodes may have one name.
     """
 
     def __init__(self, path: Path, local: Path | None = None) -> None:
         self.path = path
+        self.in_memory = False
+        """Whether the lock, or a file, lies in the node's memory, as the folder's disk was full."""
+        self._is_lock_local = False
         self._local = local
         self._lock_fd: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock.
+        """Take the lock; in the node's memory where the disk is full.
 
         Raises:
             UsageError: another agent holds it.
             StorageError: the folder cannot be made or written.
         """
         try:
+            fd = self._lock_on_disk()
+        except StorageError as error:
+            if self._local is None or not is_full(error):
+                raise
+            self._lock_fd = self._lock_here(self._local)
+            self._is_lock_local = self.in_memory = True
+            return
+        try:
+            if self._local is not None and _is_locked(self._lock_in(self._local)):
+                raise self._refusal(BlockingIOError())  # it began while the disk was full
+        except BaseException:
+            os.close(fd)
+            raise
+        self._lock_fd = self._lock_or_take_local(fd)
+
+    def return_to_disk(self) -> None:
+        """Take the lock on the disk, which has room again; what is written from now on goes there.
+
+        Raises:
+            UsageError: another agent came first.
+            StorageError: the folder still cannot be written.
+        """
+        if self._is_lock_local:
+            fd = self._lock_or_take_local(self._lock_on_disk())
+            if self._lock_fd is not None and self._lock_fd != fd:
+                self.release()
+            self._lock_fd = fd
+        self._is_lock_local = self.in_memory = False
+
+    @property
+    def memory_path(self) -> Path:
+        """Where the folder in the node's memory is, or will be, that stands for this one."""
+        assert self._local is not None, "the agent has a private folder in memory"
+        return self._lock_in(self._local).with_suffix("")
+
+    def _lock_on_disk(self) -> int:
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
-            fd = open_private(self.path / "agent.lock", os.O_RDWR | os.O_CREAT)
+            return open_private(self.path / "agent.lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise StorageError(
                 f"{self.path}: cannot be used: {error.strerror}",
                 hint="give --dir a folder that this user may write",
             ) from error
+
+    def _lock_or_take_local(self, fd: int) -> int:
+        """Lock the open file and return it, or that in the node's memory where it has no locks."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -65,8 +112,8 @@ class AgentStateDir:
             if error.errno not in _NO_LOCKS or self._local is None:
                 raise self._refusal(error) from error
             log.warning("%s: no locks (%s); the node's own is taken", self.path, error.strerror)
-            fd = self._lock_here(self._local)
-        self._lock_fd = fd
+            return self._lock_here(self._local) if self._lock_fd is None else self._lock_fd
+        return fd
 
     def _lock_here(self, local: Path) -> int:
         try:
@@ -89,15 +136,18 @@ class AgentStateDir:
         paths = [self.path / "agent.lock"]
         if self._local is not None:
             paths.append(self._lock_in(self._local))
+        num_free = 0
         for path in paths:
             try:
-                return _is_locked(path)
+                if _is_locked(path):
+                    return True
+                num_free += 1
             except VitalsError:
                 return True  # it is a stranger's
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     return True
-        return True
+        return not num_free
 
     def _refusal(self, error: OSError) -> VitalsError:
         if isinstance(error, BlockingIOError):
@@ -119,39 +169,75 @@ class AgentStateDir:
         """Return the token for ``/metrics``: the one given, else one made once; keep it here."""
         path = self.path / TOKEN_FILE
         try:
-            fd = open_private(path, os.O_RDWR | os.O_CREAT)
+            kept = _read_private(self.token_file).strip()
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
-        with os.fdopen(fd, "r+") as file:
-            kept = file.read().strip()
-            token = given or kept or secrets.token_urlsafe(32)
-            if token != kept:
-                file.seek(0)
-                file.write(token + "\n")
-                file.truncate()
+        token = given or kept or secrets.token_urlsafe(32)
+        if token != kept or path != self.token_file:
+            self._write(TOKEN_FILE, f"{token}\n".encode())
         return token
+
+    @property
+    def token_file(self) -> Path:
+        """Where the token lies."""
+        path = self.path / TOKEN_FILE
+        return path if path.exists() or self._local is None else self.memory_path / TOKEN_FILE
 
     def publish(self, info: AgentInfo) -> None:
         """Write ``agent.json``, whole or not at all."""
-        part = self.path / "agent.json.part"
-        fd = open_private(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with os.fdopen(fd, "wb") as file:
-            file.write(msgspec.json.encode(info) + b"\n")
-        part.rename(self.path / "agent.json")
+        self._write("agent.json", msgspec.json.encode(info) + b"\n")
+
+    def _write(self, name: str, raw: bytes) -> None:
+        """Replace a file whole; in the node's memory where the disk is full."""
+        if not self.in_memory:
+            try:
+                _replace_private(self.path / name, raw)
+            except OSError as error:
+                if self._local is None or not is_full(error):
+                    raise StorageError(f"{self.path / name}: {error.strerror}") from error
+                self.in_memory = True
+        if self.in_memory:
+            _replace_private(ensure_private_dir(self.memory_path) / name, raw)
 
     def release(self) -> None:
         """Give the folder back; the lock file stays: removing it would let two agents in."""
         if self._lock_fd is not None:
             (self.path / "agent.json").unlink(missing_ok=True)
+            if self._local is not None:
+                (self.memory_path / "agent.json").unlink(missing_ok=True)
             os.close(self._lock_fd)
             self._lock_fd = None
 
     def _holder(self) -> str:
         try:
-            info = msgspec.json.decode((self.path / "agent.json").read_bytes(), type=AgentInfo)
+            path = self.path / "agent.json"
+            if not path.exists() and self._local is not None:
+                path = self.memory_path / "agent.json"
+            info = msgspec.json.decode(path.read_bytes(), type=AgentInfo)
         except (OSError, msgspec.MsgspecError):
             return "another agent"  # it starts just now
         return f"an agent (pid {info.pid}, {info.url or 'no address'})"
+
+
+def _read_private(path: Path) -> str:
+    """Return the file's text; nothing where there is none."""
+    try:
+        fd = open_private(path)
+    except FileNotFoundError:
+        return ""
+    with os.fdopen(fd) as file:
+        return file.read()
+
+
+def _replace_private(path: Path, raw: bytes) -> None:
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with os.fdopen(open_private(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(raw)
+        part.rename(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _is_locked(path: Path) -> bool:

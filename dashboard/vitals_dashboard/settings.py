@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainvitals.errors import UsageError
+from trainvitals.errors import UNREADABLE, UsageError
 from trainvitals.io.client import Tokens, read_tokens
 
 SETTINGS_VARIABLE = "VITALS_DASHBOARD_SETTINGS"
@@ -26,7 +26,7 @@ def read_collector_file(path: Path) -> CollectorFile | None:
     """Return where a collector says it is, or None where it has not said so yet."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=CollectorFile)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
 
 
@@ -69,7 +69,7 @@ def load_settings(environ: Mapping[str, str]) -> DashboardSettings:
     path = environ.get(SETTINGS_VARIABLE, "")
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=DashboardSettings)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         raise UsageError(
             f"{SETTINGS_VARIABLE} is {path!r}; it must name the settings file of a dashboard",
             hint="start it with `vitals dashboard`, not with `streamlit run`",

@@ -12,9 +12,12 @@ route:
   group_interval: 1m
   repeat_interval: 12h
   routes:
-    # page: a human must act (halted, last budget spent, run lost, no collector).
+    # page: a human must act (halted, last budget spent, run or node lost, no collector). Sent at
+    # once, each on its own: a halt waits for no other alert.
     - matchers: ['severity="page"']
       receiver: vitals-page
+      group_by: [run, alertname, alert]
+      group_wait: 0s
       repeat_interval: 1h
 
 receivers:

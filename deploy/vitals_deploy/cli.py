@@ -21,8 +21,6 @@ GENERATORS = {
 }
 """Each makes its files with the default settings when called without arguments."""
 
-READ_TOKEN = "vitals-read.token"
-
 Output = Annotated[Path, typer.Option(help="Directory the files are written to.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite files that differ.")]
 
@@ -56,7 +54,11 @@ def deploy_prometheus(
     collector: Annotated[str, typer.Option(help="Collector, host:port.")] = "127.0.0.1:8765",
     alertmanager: Annotated[str, typer.Option(help="Alertmanager, host:port.")] = "127.0.0.1:9093",
     runs: Annotated[
-        Path | None, typer.Option(help="Run directories whose agents are scraped.")
+        Path | None,
+        typer.Option(
+            help="Scrape the agents of these run directories [default: those that ship to the "
+            "collector]."
+        ),
     ] = None,
     tokens: Annotated[
         Path | None, typer.Option(help="The collector's tokens.json: its read token is written.")
@@ -64,12 +66,14 @@ def deploy_prometheus(
     force: Force = False,
 ) -> None:
     """Write the scrape configuration and the alert rules."""
-    targets = prometheus.agent_targets(runs) if runs else []
+    targets = prometheus.agent_targets(runs) if runs else None
     token = None if tokens is None else read_token(tokens, scope="read")
     made = prometheus.files(collector=collector, alertmanager=alertmanager, agents=targets)
+    if token is not None:
+        del made[prometheus.TOKEN_FILE]
     _write(output, made, force=force)
     if token is not None:
-        typer.echo(_write_secret(output / READ_TOKEN, token))
+        typer.echo(_write_secret(output / prometheus.TOKEN_FILE, token))
 
 
 def deploy_grafana(
@@ -209,7 +213,12 @@ def write_files(directory: Path, files: Mapping[str, str], *, force: bool = Fals
         UsageError: a file is there with another content and `force` is false; nothing was written.
         StorageError: the directory or a file cannot be written.
     """
-    texts = {directory / name: text for name, text in files.items()}
+    texts = {
+        directory / name: text
+        for name, text in files.items()
+        # A token that was put in its place stays there, whatever is written around it.
+        if name != prometheus.TOKEN_FILE or not (directory / name).exists()
+    }
     try:
         changed = [p for p, text in texts.items() if p.exists() and p.read_text() != text]
         if changed and not force:

@@ -48,7 +48,6 @@ NOT_DRAWN = frozenset(
         "train_culprit_rank",
         "train_batch_index",
         "train_num_batches",
-        "agent_up_timestamp_seconds",
     }
 )
 """Identities, bit masks and timestamps: as a curve they say nothing."""

@@ -8,11 +8,20 @@ from urllib.parse import urlsplit
 import msgspec
 
 from trainvitals.views import CommandView
-from trainvitals.wire import IngestReply, decode_batch, split_batches
+from trainvitals.wire import (
+    OWNED_ELSEWHERE,
+    OWNER_HEADER,
+    IngestReply,
+    decode_batch,
+    split_batches,
+)
 
 
 class StubCollector:
     """Answers ingest and commands; ``failing`` makes it answer 503, ``refusing`` 400 [V200].
+
+    ``batches`` are those that held something new. With ``owner`` it answers that this is another
+    collector's run: that of this address, where it is one.
 
     ``retry_after`` goes with each 503; while not ``durable``, nothing new is called that.
     """
@@ -24,6 +33,7 @@ class StubCollector:
         self.delivered: list[int] = []
         self.failing = False
         self.refusing = False
+        self.owner: str | None = None
         self.retry_after = 0
         self.durable = True
         self._stored: dict[tuple[str, str, str], int] = {}
@@ -58,7 +68,8 @@ class StubCollector:
     def ingest(self, raw: bytes) -> IngestReply:
         header = decode_batch(raw).header
         key = (header.identity.run_id, header.identity.incarnation, header.stream)
-        self.batches.append(raw)
+        if header.last_seq > self._stored.get(key, -1):
+            self.batches.append(raw)
         self._stored[key] = max(header.last_seq, self._stored.get(key, -1))
         if self.durable:
             self._durable.update(self._stored)
@@ -76,6 +87,10 @@ class StubCollector:
                 stub.requests.append(("POST", path))
                 if stub.failing:
                     self._answer(503, b"{}")
+                elif path == "/v1/ingest" and stub.owner is not None:
+                    problem = {"code": "V420", "text": "another collector takes the run"}
+                    body = json.dumps(problem).encode()
+                    self._answer(OWNED_ELSEWHERE, body)
                 elif path == "/v1/ingest" and stub.refusing:
                     problem = {"code": "V200", "text": "the batch is damaged"}
                     self._answer(400, json.dumps(problem).encode())
@@ -99,6 +114,8 @@ class StubCollector:
                 self.send_header("Content-Length", str(len(body)))
                 if status == 503 and stub.retry_after:
                     self.send_header("Retry-After", str(stub.retry_after))
+                if status == OWNED_ELSEWHERE and stub.owner:
+                    self.send_header(OWNER_HEADER, stub.owner)
                 self.end_headers()
                 self.wfile.write(body)
 

@@ -142,6 +142,73 @@ def test_a_file_that_is_torn_is_no_collector(tmp_path, text):
     assert finder(str(tmp_path), None, {})() is None
 
 
+def test_where_one_of_several_collectors_is_dead_the_next_has_the_turn(world, stub):
+    other, rank = StubCollector(), world.rank()
+    rank.step(0)
+    link = CollectorEndpoint(finder(f"{stub.url}, {other.url}", None, {}))
+    agent = world.agent(client=link, reachable=link.reachable)
+    agent.cycle(0.0)
+    assert stub.batches
+    assert not other.batches
+    stub.close()
+    rank.step(1)
+    agent.cycle(10.0)
+    agent.cycle(20.0)
+    agent.cycle(30.0)
+    assert agent.io_loop.drained(agent.runs[RUN])
+    assert other.batches
+    link.close()
+    other.close()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_agent_goes_to_the_collector_that_takes_its_run(world, stub, is_told):
+    others = [StubCollector(), StubCollector()]
+    owner = others[1]
+    stub.owner = owner.url if is_told else ""
+    others[0].owner = ""
+    world.rank().step(0)
+    urls = ",".join([stub.url, *(other.url for other in others)])
+    link = CollectorEndpoint(finder(urls, None, {}))
+    agent = world.agent(client=link, reachable=link.reachable)
+    agent.cycle(0.0)
+    assert owner.batches
+    assert 0 == agent.shipper.num_errors, "it was asked in the same call"
+    assert is_told == (not others[0].requests)
+    link.close()
+    for other in others:
+        other.close()
+
+
+def test_where_every_collector_says_that_it_is_another_s_run_the_agent_keeps_it(world, stub):
+    other = StubCollector()
+    stub.owner, other.owner = other.url, "http://elsewhere.example:8470"
+    world.rank().step(0)
+    link = CollectorEndpoint(finder(f"{stub.url},{other.url}", None, {}))
+    agent = world.agent(client=link, reachable=link.reachable)
+    agent.cycle(0.0)
+    assert 1 == agent.shipper.num_errors
+    stub.owner = other.owner = None
+    for second in (10.0, 20.0):
+        agent.cycle(second)
+    assert agent.io_loop.drained(agent.runs[RUN])
+    assert len(stub.batches) + len(other.batches) > 0
+    link.close()
+    other.close()
+
+
+def test_runs_are_spread_over_the_addresses_and_all_agents_of_one_begin_at_the_same():
+    urls = [f"http://127.0.0.1:{port}" for port in range(8470, 8474)]
+    first = [finder(",".join(urls), None, {}, run_id=f"run {i}")().url for i in range(200)]
+    assert all(30 <= first.count(url) <= 70 for url in urls)
+    assert first[7] == finder(",".join(urls), None, {}, run_id="run 7")().url
+
+
+def test_each_of_several_addresses_has_to_be_one():
+    with pytest.raises(UsageError, match="it must be http://host:port"):
+        finder("http://127.0.0.1:8470,nonsense", None, {})
+
+
 def test_what_is_no_address_is_refused_at_once():
     with pytest.raises(UsageError, match="it must be http://host:port"):
         finder("nonsense", None, {})

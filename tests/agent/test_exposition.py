@@ -129,6 +129,7 @@ def test_an_agent_whose_cycle_stands_still_is_not_healthy(world, busy):
     world.clock.now_ns += 31 * 10**9
     status, text, _ = get(busy, "/healthz")
     assert (503, "stalled") == (status, json.loads(text)["status"])
+    assert 31.0 == scrape(busy)["agent_cycle_age_seconds", ()]
 
 
 def test_other_paths_are_not_found(busy):

@@ -2,7 +2,7 @@
 
 import shutil
 
-from tests.agent.builders import NODE
+from tests.agent.builders import NODE, RUN
 from vitals_agent.run import OpenJournal, OpenJournals
 
 
@@ -48,3 +48,29 @@ def test_a_list_that_cannot_be_read_is_empty(tmp_path):
     assert 1 == len(OpenJournals(path).take_missing(tmp_path))
     path.write_text("[{")
     assert [] == OpenJournals(path).take_missing(tmp_path)
+
+
+def overflow_notes(world):
+    return [row.event.text for row in world.events() if row.event.code == "journal_overflowed"]
+
+
+def test_a_journal_that_overflows_is_told_with_the_next_read_and_again_when_it_has_doubled(world):
+    rank = world.rank()
+    agent = world.agent()
+    rank.step(0)
+    agent.cycle(0.0)
+    assert ([], 0) == (overflow_notes(world), agent.runs[RUN].num_dropped)
+    rank.step(*range(1, 10_000))
+    agent.cycle(1.0)
+    (text,) = overflow_notes(world)
+    num_dropped = agent.runs[RUN].num_dropped
+    assert 0 < num_dropped == 10_000 - len(world.steps())
+    assert f"the journal of rank:0 on {NODE} overflowed: {num_dropped} rows are lost" in text
+    rank.step(10_000)
+    agent.cycle(2.0)
+    assert 1 == len(overflow_notes(world))
+    rank.step(*range(10_001, 40_000))
+    agent.cycle(3.0)
+    assert 2 == len(overflow_notes(world))
+    values = {reading.name: reading.value for reading in agent.readings()}
+    assert agent.runs[RUN].num_dropped == values["agent_dropped_rows_total"] > 2 * num_dropped

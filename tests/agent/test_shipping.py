@@ -11,7 +11,7 @@ from trainvitals.io.spool import Spool
 from trainvitals.wire import IngestReply, decode_batch
 from vitals_agent.backoff import Backoff, Pace
 from vitals_agent.faults import Faults
-from vitals_agent.shipper import Shipper
+from vitals_agent.shipper import MAX_TRIES, Shipper
 
 
 @pytest.fixture
@@ -81,10 +81,10 @@ def test_rows_that_are_stored_but_not_durable_are_not_let_go(world, stub, client
     agent.cycle(0.5)
     assert 0 < len(agent.runs[RUN].spool.pending(100))
     assert not agent.shipper.drained(RUN)
-    num_before = len(stub.batches)
+    num_before = len(stub.requests)
     stub.durable = True
     agent.cycle(1.5)  # nothing new: it asks with a batch the store knows already
-    assert num_before < len(stub.batches)
+    assert num_before < len(stub.requests)
     assert [] == agent.runs[RUN].spool.pending(1)
     assert agent.shipper.drained(RUN)
 
@@ -141,17 +141,30 @@ def test_a_batch_that_the_collector_refuses_is_counted_and_does_not_hold_up_the_
     stub.refusing = True
     rank.step(0)
     agent.cycle(0.0)
-    stub.refusing = False
     rank.step(1)
-    agent.cycle(0.5)
-    assert [1] == shipped_steps(stub.batches)
+    for second in (1.0, 3.0, 7.0, 15.0):
+        assert 0 == agent.shipper.num_refused_rows
+        agent.cycle(second)
+    stub.refusing = False
+    rank.step(2)
+    agent.cycle(16.0)
+    agent.cycle(40.0)
+    assert [2] == [step for step in shipped_steps(stub.batches) if step > 1]
     assert agent.shipper.num_refused_rows > 0
     assert agent.drained is False  # the rank lives
     assert agent.shipper.drained(RUN)
 
 
+ASKS_FROM_0, ASKS_FROM_1 = (
+    IngestReply(durable_seq=seq - 1, num_new=0, num_duplicate=0, from_seq=seq) for seq in (0, 1)
+)
+KNOWN = IngestReply(durable_seq=0, num_new=0, num_duplicate=1)
+
+
 class Scripted:
     """A client that answers requests from a list: an error to raise, or one answer for each batch.
+
+    That it is shown a batch of another stream, which it acknowledged before, takes no answer.
 
     An answer is how far the batch's stream is durable, or the code of a refusal.
     """
@@ -160,14 +173,19 @@ class Scripted:
         self.answers = list(answers)
         self.seen: list[list[int]] = []
 
-    def ingest_all(self, raws: list[bytes]) -> list[IngestReply]:
+    def ingest_all(self, raws: list[bytes], *, asks: bool = False) -> list[IngestReply]:
+        header = decode_batch(raws[0]).header
+        if header.stream != "steps":
+            return [IngestReply(durable_seq=header.last_seq, num_new=0, num_duplicate=1)]
         self.seen.append([decode_batch(raw).header.first_seq for raw in raws])
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         assert len(raws) == len(answer)
         return [
-            IngestReply(durable_seq=-1, num_new=0, num_duplicate=0, code=one, text="refused")
+            one
+            if isinstance(one, IngestReply)
+            else IngestReply(durable_seq=-1, num_new=0, num_duplicate=0, code=one, text="refused")
             if isinstance(one, str)
             else IngestReply(durable_seq=one, num_new=1, num_duplicate=0)
             for one in answer
@@ -228,33 +246,73 @@ def test_a_collector_too_old_for_a_batch_gets_it_again_when_it_is_upgraded(world
 
 def test_refused_rows_are_passed_over_in_their_order(world):
     spool = spool_with(world, 0, 1, 2)
-    shipper = make_shipper(Scripted([-1, "V200", -1], [2]))
-    shipper.ship(RUN, spool, 0.0)
-    assert 3 == len(spool.pending(9))
-    shipper.ship(RUN, spool, 2.0)
+    client = Scripted([0, "V200", ASKS_FROM_1], *[["V200"]] * (MAX_TRIES - 1), [2])
+    shipper = make_shipper(client)
+    for second in (0.0, 1.0, 3.0, 7.0, 15.0):
+        assert (0, False) == (shipper.num_refused_rows, shipper.drained(RUN))
+        shipper.ship(RUN, spool, second)
+    assert [[0, 1, 2], [1], [1], [1], [1], [2]] == client.seen
     assert ([], 1) == (spool.pending(9), shipper.num_refused_rows)
+    assert shipper.drained(RUN)
     spool.close()
 
 
-def test_where_all_are_refused_each_is_tried_alone_once(world):
+def test_a_batch_that_was_damaged_on_its_way_comes_again_before_what_follows_it(world):
     spool = spool_with(world, 0, 1, 2)
-    client = Scripted(FormatError("too large together"), [0], FormatError("damaged"), [2])
+    client = Scripted(["V230", ASKS_FROM_0, ASKS_FROM_0], [0], [1, 2])
     shipper = make_shipper(client)
     shipper.ship(RUN, spool, 0.0)
-    assert [[0, 1, 2], [0], [1], [2]] == client.seen
-    assert ([], 1, 0) == (spool.pending(9), shipper.num_refused_rows, shipper.num_errors)
+    shipper.ship(RUN, spool, 0.5)
+    assert [[0, 1, 2]] == client.seen
+    shipper.ship(RUN, spool, 1.0)
+    assert [[0, 1, 2], [0], [1, 2]] == client.seen
+    assert ([], 0, 1) == (spool.pending(9), shipper.num_refused_rows, shipper.num_resent_batches)
+    spool.close()
+
+
+def test_a_batch_is_never_given_up_for_damage_on_its_way(world):
+    spool = spool_with(world, 0)
+    client = Scripted(*[["V230"]] * (3 * MAX_TRIES), [0])
+    shipper = make_shipper(client)
+    for number in range(3 * MAX_TRIES):
+        shipper.ship(RUN, spool, 100.0 * number)
+    assert (1, 0) == (len(spool.pending(9)), shipper.num_refused_rows)
+    shipper.ship(RUN, spool, 1e5)
+    assert [] == spool.pending(9)
+    spool.close()
+
+
+def test_where_all_are_refused_each_is_tried_alone(world):
+    spool = spool_with(world, 0, 1, 2)
+    client = Scripted(FormatError("too large together"), [0], FormatError("wrong"), [1], [2])
+    shipper = make_shipper(client)
+    shipper.ship(RUN, spool, 0.0)
+    shipper.ship(RUN, spool, 1.0)
+    assert [[0, 1, 2], [0], [1], [1], [2]] == client.seen
+    assert ([], 0, 0) == (spool.pending(9), shipper.num_refused_rows, shipper.num_errors)
     assert shipper.drained(RUN)
+    spool.close()
+
+
+def test_a_hole_of_which_nothing_is_there_any_more_is_passed_over_without_asking_twice(world):
+    spool = spool_with(world, 0, 1)
+    client = Scripted([ASKS_FROM_0, ASKS_FROM_0], [ASKS_FROM_0, 1], [0])
+    shipper = make_shipper(client)
+    shipper.ship(RUN, spool, 0.0)
+    shipper.ship(RUN, spool, 1.0)
+    assert [[0, 1], [0, 1], [0]] == client.seen
+    assert [] == spool.pending(9)
     spool.close()
 
 
 def test_a_batch_that_is_too_new_beside_others_waits_and_what_was_before_it_is_let_go(world):
     spool = spool_with(world, 0, 1, 2)
-    client = Scripted([0, "V210", 2], [1, 2])
+    client = Scripted([0, "V210", 2], [KNOWN], [1, 2])
     shipper = make_shipper(client)
     shipper.ship(RUN, spool, 0.0)
     assert (2, 1, 0) == (len(spool.pending(9)), shipper.num_errors, shipper.num_refused_rows)
     shipper.ship(RUN, spool, 100.0)
-    assert [[0, 1, 2], [1, 2]] == client.seen
+    assert [[0, 1, 2], [0], [1, 2]] == client.seen  # is it there that was acknowledged?
     assert [] == spool.pending(9)
     spool.close()
 

@@ -182,11 +182,10 @@ def test_nothing_is_read_lost_or_grown():
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_the_ranks_of_the_sharded_bench_leave_a_row(monkeypatch):
+def test_the_ranks_of_the_sharded_bench_leave_their_rows(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (found,) = guard.PARTS["sharded"](quick=True)
-    assert found.ours is not None
-    assert found.ratio is not None
+    below, above = guard.PARTS["sharded"](quick=True)  # the limit
+    assert all(row.ours is not None and row.ratio is not None for row in (below, above))
 
 
 def test_the_parts_are_measured():

@@ -1,28 +1,31 @@
-"""The bench of the two stores of numbers runs, and both hold the same rows. No times."""
+"""The bench of the store of rows runs, and every row that it sends is stored. No times."""
 
 import pytest
 
-from vitals_bench.numbers import commits, questions
-from vitals_bench.query.filling import Size
+from vitals_bench.numbers import commits, merging
+from vitals_bench.numbers.commits import Case
 
 
-def test_commits_are_measured_beside_the_store_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commits, "CASES", (commits.Case(2, 8, 40),))
-    rows = {row.name.split(",")[0]: row for row in commits.measure_commits(quick=True)}
-    assert set(rows) == {"CPU of a stored row of 20 values", "CPU of a commit", "bytes of a value"}
-    assert all(row.ours and row.theirs for row in rows.values())
+def test_small_commits_are_judged_by_the_commit_and_large_ones_by_the_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(commits, "QUICK", (Case(2, 1, 3), Case(1, 16, 70)))
+    rows = list(commits.measure_commits(quick=True))
+    assert ["<= 40 ms", "<= 23 us"] == [row.plain()["goal"] for row in rows]
+    assert [
+        "CPU of a commit, 2 runs of 1 rank, 3 rows each",
+        "CPU of a row of 20 values, 16 ranks, 70 rows each",
+    ] == [row.name for row in rows]
+    assert all(row.ours and row.ours > 0 for row in rows)
 
 
-def test_questions_are_answered_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = Size(num_steps=2_000, num_metrics=10, num_ranks=2, num_last=50)
-    monkeypatch.setattr(questions, "QUICK", size)
-    names = [row.name for row in questions.measure_questions(quick=True)]
-    assert "whole curve of 2,000 steps x 10 metrics, merged" in names
+def test_commits_that_were_not_stored_make_the_figure_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commits, "ingest_bodies", lambda store, bodies, received: [])
+    with pytest.raises(RuntimeError, match="6 rows were sent, 0 were stored"):
+        commits._row(Case(2, 1, 3), 1)
 
 
-def test_one_step_of_many_ranks_is_answered_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "_RANKS_QUICK", commits.Case(1, 16, 2))
-    steps = [row for row in questions.measure_ranks(quick=True) if row.peer]
-    assert ["one step of 16 ranks, never merged", "one step of 16 ranks, merged"] == [
-        row.name for row in steps
-    ]
+def test_answers_are_timed_while_files_are_merged() -> None:
+    row = merging.measure_case(Case(1, 8, 1), 5)
+    assert row.ours is not None and row.ours > 0
+    assert "<= 2 s" == row.plain()["goal"]

@@ -75,6 +75,13 @@ class Place:
         self.acting.dispatcher.pump()
         return self.heard.words
 
+    def pass_time(self, seconds: int) -> list[str]:
+        """Let time pass as it does for a collector that runs: with looks."""
+        for _ in range(0, seconds, 5):
+            self.clock.advance(5)
+            self.look()
+        return self.heard.words
+
 
 class Job:
     """A place with a job of some ranks in it: rank 1 keeps the others waiting when told to."""

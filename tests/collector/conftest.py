@@ -17,7 +17,6 @@ from tests.small_disks import small_file_system
 from trainvitals.io.client import CollectorClient, read_tokens
 from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app
 from vitals_collector.api.serve import ListenSettings, bind, url_of
-from vitals_collector.storage.schema import metadata
 from vitals_collector.storage.store import Store, open_data_store, open_store
 
 
@@ -62,7 +61,8 @@ class Served:
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     """A collector over a fresh store, answering on loopback."""
-    with Served(CollectorSettings(data=tmp_path / "data")) as collector:
+    settings = CollectorSettings(data=tmp_path / "data", commit_seconds=0.0)
+    with Served(settings) as collector:
         yield collector
 
 
@@ -96,15 +96,33 @@ def postgres() -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """An empty store, of each kind."""
+    """An empty database of each kind, with the numbers in memory: a lake takes a while to open."""
     if request.param == "sqlite":
-        opened = open_data_store(tmp_path / "store")
+        opened = open_store(f"sqlite:///{tmp_path / 'store.db'}")
         yield opened
         opened.close()
         return
     opened = open_store(request.getfixturevalue("postgres"))
     yield opened
-    with opened.write() as connection:
-        metadata.drop_all(connection)
-        connection.execute(sqlalchemy.text("DROP TABLE IF EXISTS alembic_version"))
     opened.close()
+    empty(opened)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
+def lake_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """An empty store as a collector has it, its rows in a lake."""
+    url = "" if request.param == "sqlite" else request.getfixturevalue("postgres")
+    opened = open_data_store(tmp_path / "store", url)
+    yield opened
+    opened.close()
+    if url:
+        empty(opened)
+
+
+def empty(store: Store) -> None:
+    """Remove what is in the PostgreSQL of a closed store, the catalogue of its lake too."""
+    with store.engine.begin() as connection:
+        connection.execute(sqlalchemy.text("SET lock_timeout = '10s'"))  # somebody did not close
+        for statement in ("DROP SCHEMA public CASCADE", "CREATE SCHEMA public"):
+            connection.execute(sqlalchemy.text(statement))
+    store.engine.dispose()

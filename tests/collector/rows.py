@@ -2,11 +2,16 @@
 
 from collections.abc import Sequence
 
+from sqlalchemy import func, select
+
 from trainvitals.catalog import NODE_SCHEMA, PROCESS_SCHEMA, SCALARS_SCHEMA, steps_schema
 from trainvitals.identity import Identity, new_incarnation
 from trainvitals.records import EVENT_SCHEMA, Event, encode_event
 from trainvitals.rows import Schema, Value
 from trainvitals.wire import BatchHeader, encode_batch
+from vitals_collector.numbers.interface import Span
+from vitals_collector.storage.schema import events, streams
+from vitals_collector.storage.store import Store
 
 RUN = "01JD0000000000000000000000"
 OTHER_RUN = "01JD0000000000000000000001"
@@ -108,3 +113,18 @@ class Writer:
             for rank, (pid, is_alive) in alive.items()
         ]
         return self.batch(PROCESS_SCHEMA, rows)
+
+
+def seqs_stored(store: Store, stream: str = "steps", run: str = RUN) -> list[int]:
+    """Return the numbers of a stream's stored rows, of all writers."""
+    return sorted(store.numbers.scan(Span(run, stream), ["seq"])["seq"].values.tolist())
+
+
+def num_stored(store: Store) -> int:
+    """Return how many rows are stored, events included."""
+    with store.read() as connection:
+        keys = connection.execute(select(streams.c.run_id, streams.c.stream).distinct()).all()
+        num_events = connection.execute(select(func.count()).select_from(events)).scalar_one()
+    return num_events + sum(
+        len(seqs_stored(store, stream, run)) for run, stream in keys if stream != "events"
+    )

@@ -5,8 +5,22 @@ from tests.collector.rows import OTHER_RUN, RUN, SECOND, Writer
 from trainvitals.alerting import Alert, alerts_for_run_state
 from trainvitals.errors import UsageError
 from trainvitals.testing import ManualClock
-from trainvitals.views import AckRequest, AlertView, RunState
-from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow, listed, settle
+from trainvitals.views import (
+    AckRequest,
+    AlertView,
+    EndSilenceRequest,
+    RunState,
+    SilenceRequest,
+)
+from vitals_collector.alerts.inbox import (
+    Inbox,
+    InboxConfig,
+    Occurrence,
+    RunNow,
+    listed,
+    settle,
+    silences_listed,
+)
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.metrics import UNKNOWN
 from vitals_collector.storage.schema import audit
@@ -29,7 +43,7 @@ class Desk:
             self.store,
             clock=self.clock,
             tell=lambda view: self.told.append((view.name, view.state)),
-            hush=self.hushed.append,
+            hush=lambda fingerprint, *, keep_posting=False: self.hushed.append(fingerprint),
             config=InboxConfig(healthy_steps=10, lost_hold_seconds=15.0),
         )
 
@@ -265,6 +279,127 @@ def test_every_order_is_in_the_audit(desk: Desk):
         query = select(audit.c.actor, audit.c.action).order_by(audit.c.id)
         rows = [tuple(row) for row in connection.execute(query)]
     assert [("alice", "acknowledge"), ("bob", "silence")] == rows
+
+
+def test_an_acknowledged_alert_is_not_handed_out_again_but_goes_on_being_posted(desk: Desk):
+    alert = desk.skip(5)
+    desk.inbox.acknowledge(alert.fingerprint, AckRequest(by="alice"))
+    assert ([alert.fingerprint], ([], [desk.only()])) == (desk.hushed, desk.inbox.untold())
+
+
+def window(*matchers: str, seconds: float = 60.0, starts_unix_ns: int = 0) -> SilenceRequest:
+    return SilenceRequest(
+        matchers=matchers, by="bob", reason="drill", seconds=seconds, starts_unix_ns=starts_unix_ns
+    )
+
+
+@pytest.mark.parametrize(
+    ("matchers", "is_silent"),
+    [
+        (("name=StepSkipped",), True),
+        (("name=~Step.*", "severity=log"), True),
+        (("name=~Step",), False),
+        (("name=Step.*",), False),
+        ((f"run={RUN}", "cause=nonfinite_loss"), True),
+        ((f"run={OTHER_RUN}",), False),
+        (("severity=page",), False),
+        (("node=a",), False),
+    ],
+)
+def test_a_silence_holds_for_what_fits_every_matcher(
+    desk: Desk, matchers: tuple[str, ...], is_silent: bool
+):
+    desk.inbox.silence(window(*matchers))
+    alert = desk.skip(5)
+    assert is_silent == (desk.told == []) == (desk.only().silence_reason == "drill")
+    desk.inbox.silence(window(*matchers))
+    assert is_silent == (desk.hushed == [alert.fingerprint])
+
+
+def silences(desk: Desk) -> list[tuple[tuple[str, ...], int]]:
+    views = silences_listed(desk.store, now_unix_ns=desk.clock.time_ns())
+    return [(view.matchers or (view.fingerprint,), view.num_firing) for view in views]
+
+
+def test_silences_are_listed_while_they_are_not_over_with_what_each_hides(desk: Desk):
+    alert = desk.skip(5)
+    desk.inbox.silence(window("name=~Step.*", seconds=300.0))
+    desk.inbox.silence(window("name=~Gpu.*", seconds=200.0))
+    later = desk.clock.time_ns() + 3_600 * SECOND
+    desk.inbox.silence(window("severity=log", starts_unix_ns=later))
+    ack = AckRequest(by="bob", reason="noise", silence_seconds=60)
+    desk.inbox.acknowledge(alert.fingerprint, ack)
+    of_one, gpus, steps = ((alert.fingerprint,), 1), (("name=~Gpu.*",), 0), (("name=~Step.*",), 1)
+    window_to_come = (("severity=log",), 0)
+    assert [of_one, gpus, steps, window_to_come] == silences(desk)
+    desk.clock.advance(250)
+    assert [steps, window_to_come] == silences(desk)
+
+
+def test_a_silence_that_is_ended_early_hides_nothing_more_and_is_in_the_audit(desk: Desk):
+    silence = desk.inbox.silence(window("name=~Step.*", seconds=3_600.0))
+    alert = desk.skip(5)
+    assert ([], "drill") == (desk.told, desk.only().silence_reason)
+    desk.clock.advance(10)
+    ended = desk.inbox.end_silence(silence.id, EndSilenceRequest(by="carol", reason="it is over"))
+    assert (("name=~Step.*",), desk.clock.time_ns()) == (ended.matchers, ended.ends_unix_ns)
+    assert ("", []) == (desk.only().silence_reason, silences(desk))
+    new, _ = desk.inbox.untold()
+    assert [alert.fingerprint] == [view.fingerprint for view in new]
+    with desk.store.read() as connection:
+        rows = connection.execute(select(audit.c.actor, audit.c.action, audit.c.detail)).all()
+    assert ("carol", "end silence", "it is over") == tuple(rows[-1])
+
+
+def test_a_window_to_come_is_called_off(desk: Desk):
+    later = desk.clock.time_ns() + 60 * SECOND
+    to_come = desk.inbox.silence(window("name=~Step.*", starts_unix_ns=later))
+    desk.inbox.end_silence(to_come.id, EndSilenceRequest(by="carol"))
+    desk.clock.advance(90)
+    desk.skip(5)
+    assert "" == desk.only().silence_reason
+
+
+def test_a_silence_that_is_over_or_not_there_cannot_be_ended(desk: Desk):
+    silence = desk.inbox.silence(window("name=~Step.*", seconds=60.0))
+    with pytest.raises(UsageError, match="by has 0 characters"):
+        desk.inbox.end_silence(silence.id, EndSilenceRequest(by=""))
+    desk.clock.advance(61)
+    for number in (silence.id, 999):
+        with pytest.raises(UsageError, match=f"no silence {number} that still holds"):
+            desk.inbox.end_silence(number, EndSilenceRequest(by="carol"))
+
+
+def test_a_maintenance_window_begins_and_ends_by_itself(desk: Desk):
+    start = desk.clock.time_ns() + 100 * SECOND
+    desk.inbox.silence(window("severity=log", starts_unix_ns=start))
+    seen = []
+    for cause in ("before", "within", "after"):
+        desk.skip(5, cause=cause)
+        seen.append(len(desk.told))
+        desk.clock.advance(100 if cause == "before" else 60)
+    assert [1, 1, 2] == seen
+    assert 3 == len(desk.inbox.untold()[0]), "what it hid is told afterwards"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        window(),
+        window("severity"),
+        window("=x"),
+        window("name=~("),
+        window("a\nb=c"),
+        window("name=x", seconds=0),
+        window("name=x", seconds=31 * 86_400.0),
+        window("name=x", starts_unix_ns=2**62),
+    ],
+)
+def test_a_silence_without_matcher_or_end_is_refused(desk: Desk, request_: SilenceRequest):
+    with pytest.raises(UsageError):
+        desk.inbox.silence(request_)
+    desk.skip(5)
+    assert 1 == len(desk.told)
 
 
 # --------------------------------------------------------------------------------------- restart

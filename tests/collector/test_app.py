@@ -2,6 +2,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 
 from tests.collector.conftest import Served
 from tests.collector.rows import OTHER_RUN, RUN, Writer
@@ -102,6 +103,16 @@ def test_who_may_ask_what(served: Served, method: str, path: str, scope: str, st
         assert problem_of(answer.content).text
 
 
+def test_who_scrapes_in_openmetrics_gets_it_and_all_others_get_text(served: Served):
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    answer = served.request("GET", "/metrics", headers={"Accept": accept})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    names = {family.name for family in openmetrics.text_string_to_metric_families(answer.text)}
+    assert {"collector_lost_rows", "collector_alert_firing"} <= names
+    plain = served.request("GET", "/metrics")
+    assert plain.headers["content-type"].startswith("text/plain")
+
+
 def test_every_route_has_a_schema_of_what_it_answers(served: Served):
     document = served.request("GET", "/openapi.json").json()
     without = [
@@ -133,6 +144,9 @@ def test_every_route_has_a_schema_of_what_it_answers(served: Served):
         "/v1/runs/{run_id}/commands/{number}/delivered",
         "/v1/alerts",
         "/v1/alerts/{fingerprint}/ack",
+        "/v1/silences",
+        "/v1/silences/{silence_id}/end",
+        "/v1/sd/agents",
         "/healthz",
         "/metrics",
     } == set(document["paths"])
@@ -163,10 +177,10 @@ def test_bad_batches_are_refused_for_good_and_newer_ones_until_the_upgrade(serve
     with served.client("ingest") as client:
         with pytest.raises(FormatError, match="checksum") as caught:
             client.ingest(good[:-1] + b"\xff")
-        assert "V200" == caught.value.code
+        assert "V230" == caught.value.code
         with pytest.raises(NewerVersionError):
             client.ingest(_of_the_future(good))
-    assert {"V200": 1, "V210": 1} == served.store.counters.rejected
+    assert {"V210": 1, "V230": 1} == served.store.counters.rejected
 
 
 def _of_the_future(raw: bytes) -> bytes:
@@ -197,7 +211,7 @@ def test_an_error_has_the_status_that_says_whether_to_try_again(
     def fail(*_args: object, **_how: object) -> None:
         raise error
 
-    monkeypatch.setattr("vitals_collector.ingest.staging.store_batches", fail)
+    monkeypatch.setattr("vitals_collector.ingest.ingest.store_batches", fail)
     raw = Writer().steps([0])
     headers = {"Content-Type": "application/octet-stream"}
     answer = served.request("POST", "/v1/ingest", "ingest", content=raw, headers=headers)

@@ -276,6 +276,36 @@ def test_an_alert_is_silenced_by_its_name(known: Served, capsys):
     assert "there is no alert 'TrainingRolled'" in capsys.readouterr().err
 
 
+def test_all_alerts_that_fit_are_silenced_those_to_come_included(known: Served, capsys):
+    how = ("--run", RUN, "--reason", "drill", "--format", "json")
+    assert 0 == run_cli("alerts", "silence", "--match", "name=~Training.*", *how)
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert (["name=~Training.*", f"run={RUN}"], 1) == (shown["matchers"], shown["num_firing"])
+    with known.client() as client:
+        (alert,) = client.ask(AlertsQuestion(state="firing"))
+    assert "drill" == alert.silence_reason
+    assert 2 == run_cli("alerts", "silence", "--reason", "x"), "neither an alert nor a matcher"
+    assert 2 == run_cli("alerts", "silence", "x", "--starts-in", "2", "--reason", "x")
+
+
+def test_a_silence_is_listed_and_ended_early(known: Served, capsys):
+    assert 0 == run_cli("alerts", "silences")
+    assert "drill" not in capsys.readouterr().out
+    run_cli("alerts", "silence", "--match", "name=~Training.*", "--reason", "drill")
+    capsys.readouterr()
+    assert 0 == run_cli("alerts", "silences", "--format", "json")
+    (silence,) = json.loads(capsys.readouterr().out)
+    assert ("drill", 1) == (silence["reason"], silence["num_firing"])
+    assert 0 == run_cli("alerts", "unsilence", str(silence["id"]), "--by", "alice")
+    assert 0 == run_cli("alerts", "silences", "--format", "json")
+    assert [] == json.loads(capsys.readouterr().out.splitlines()[-1])
+    with known.client() as client:
+        (alert,) = client.ask(AlertsQuestion(state="firing"))
+    assert "" == alert.silence_reason
+    assert 2 == run_cli("alerts", "unsilence", str(silence["id"]))
+    assert "`vitals alerts silences` shows" in capsys.readouterr().err
+
+
 def test_an_unknown_alert_or_state_is_a_usage_error(known: Served, capsys):
     assert 2 == run_cli("alerts", "ack", "nope")
     assert 2 == run_cli("alerts", "list", "--state", "burning")

@@ -133,7 +133,7 @@ def test_without_pyarrow_it_is_said_what_to_install(
     file = runs / "x.parquet"
     for command in (("runs", runs), ("tail", runs), ("show", runs, "--metric", "steps.loss")):
         assert 2 == vitals(*command, "--format", "parquet", "--output", file)
-        assert "pip install 'trainvitals[parquet]'" in capsys.readouterr().err
+        assert "pip install 'trainvitals[collector]'" in capsys.readouterr().err
     assert not file.exists()
     assert 2 == vitals("show", runs, "--format", "parquet", "--output", file)
     assert "add --metric" in capsys.readouterr().err

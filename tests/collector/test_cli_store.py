@@ -1,4 +1,5 @@
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -7,18 +8,16 @@ from sqlalchemy import select
 from typer.testing import CliRunner
 
 from tests.collector.alerting import decision
-from tests.collector.conftest import grow
 from tests.collector.rows import RUN, SECOND, Writer
-from tests.collector.test_store import fill
-from tests.collector.volume_runs import ranks, settled, write_steps
+from tests.collector.volume_runs import ranks, write_steps
+from tests.small_disks import small_file_system
 from trainvitals.cli.main import build_app
-from trainvitals.errors import VitalsError
+from trainvitals.errors import StorageError, VitalsError
 from trainvitals.records import RunEnded, RunInfo, RunStarted
 from vitals_collector.api.serve import only_one
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.ingest.staging import WriteAheadBuffer
 from vitals_collector.storage.schema import audit, runs
-from vitals_collector.storage.store import open_data_store
+from vitals_collector.storage.store import FULL, open_data_store
 
 
 @pytest.fixture
@@ -28,9 +27,8 @@ def data(tmp_path: Path) -> Path:
     writers = ranks(11)
     info = RunInfo(name="night", mode="guard")
     ingest(store, writers[0].events(RunStarted(info=info), decision(step=1), step=1))
-    write_steps(store, writers, range(60), at_once=60)
+    write_steps(store, writers, range(60))
     ingest(store, writers[0].events(RunEnded(state="finished"), step=59))
-    settled(store)
     store.close()
     return tmp_path / "data"
 
@@ -52,12 +50,12 @@ def test_size_says_what_each_run_takes_and_which_is_above_its_cap(data: Path):
 
 
 def test_backup_copies_the_store(data: Path, tmp_path: Path):
-    done = vitals("backup", tmp_path / "copy.db", "--data", data)
+    done = vitals("backup", tmp_path / "copy", "--data", data)
     assert 0 == done.exit_code, done.output
-    assert (tmp_path / "copy.db").is_file()
-    again = vitals("backup", tmp_path / "copy.db", "--data", data)
+    assert "night" in vitals("size", "--data", tmp_path / "copy").output
+    again = vitals("backup", tmp_path / "copy", "--data", data)
     assert "already exists" in str(again.exception)
-    url = vitals("backup", tmp_path / "other.db", "--database", "postgresql://ann@host/db")
+    url = vitals("backup", tmp_path / "other", "--database", "postgresql://ann@host/db")
     assert "pg_dump" in str(url.exception)
 
 
@@ -86,21 +84,54 @@ def test_a_run_is_lost_after_the_silence_that_the_collector_was_told(tmp_path: P
     assert 0 == lost.exit_code, lost.output
 
 
-def test_on_a_full_disk_sizes_are_shown_and_the_way_to_remove_a_run_is_said(small_disk: Path):
-    data = small_disk / "data"
-    store = open_data_store(data)
-    fill(WriteAheadBuffer(store), Writer())
-    store.close()
-    shown = vitals("size", "--data", data)
-    assert 0 == shown.exit_code, shown.output
-    assert RUN in shown.output
-    assert "the newest rows are left out" in shown.output
+def test_on_a_disk_with_hardly_any_room_sizes_are_shown_and_a_run_is_removed(tmp_path: Path):
+    with small_file_system(tmp_path / "small", "40m") as disk:
+        data = disk / "data"
+        store = open_data_store(data)
+        write_steps(store, ranks(2), range(60))
+        store.close()
+        (disk / "others").write_bytes(bytes(shutil.disk_usage(disk).free - (1 << 20)))
+        shown = vitals("size", "--data", data)
+        assert 0 == shown.exit_code, shown.output
+        assert RUN in shown.output
+        assert 0 == vitals("delete", RUN, "--yes", "--data", data).exit_code
+        assert RUN not in vitals("size", "--data", data).output
+
+
+def test_where_there_is_no_room_to_remove_a_run_the_way_out_is_said(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object, **__: object) -> None:
+        raise StorageError("no space left", code=FULL)
+
+    monkeypatch.setattr("vitals_collector.retention.removal.delete_run", full)
     refused = vitals("delete", RUN, "--yes", "--data", data).exception
     assert isinstance(refused, VitalsError)
     assert "run the command again" in refused.hint
-    grow(small_disk)
-    assert 0 == vitals("delete", RUN, "--yes", "--data", data).exit_code
-    assert RUN not in vitals("size", "--data", data).output
+
+
+def test_check_reads_everything_and_names_what_is_damaged(data: Path):
+    whole = vitals("check", "--data", data)
+    assert 0 == whole.exit_code, whole.output
+    assert "damaged: 0" in whole.output
+    (file,) = (data / "lake" / "data" / "main" / "steps").iterdir()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    store = open_data_store(data)
+    with store.write() as connection:
+        connection.exec_driver_sql(
+            "UPDATE events SET body = CAST(x'00' || body AS BLOB) WHERE kind = 'RunStarted'"
+        )
+    store.close()
+    damaged = vitals("check", "--data", data, "--format", "json")
+    assert 1 == damaged.exit_code, damaged.exception
+    told = {each["what"]: each for each in json.loads(damaged.stdout)["damaged"]}
+    assert {"records in events", f"steps/{file.name}"} == told.keys()
+    assert (660, [RUN]) == (
+        told[f"steps/{file.name}"]["num_rows"],
+        told[f"steps/{file.name}"]["run_ids"],
+    )
 
 
 def test_keep_pins_a_run_until_it_is_let_go(data: Path):

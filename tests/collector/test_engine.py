@@ -1,15 +1,18 @@
 import threading
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tests.collector.alerting import Heard, Job, Place, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, START, Writer
 from trainvitals.errors import StorageError
 from trainvitals.records import Finding, FindingRaised, Note, RunEnded
-from trainvitals.views import AckRequest
+from trainvitals.views import AckRequest, RunQuestion
 from vitals_collector.alerts.notifiers import DELIVERED, Result
+from vitals_collector.ingest.group_commit import CommitQueue
 from vitals_collector.live.run_status import RunStatusCache
+from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
 
 
@@ -28,6 +31,23 @@ def test_a_decision_is_told_once_however_often_its_batch_arrives(place: Place):
     for _ in range(3):
         place.send(raw)
         assert ["StepSkipped firing"] == place.look()
+
+
+def test_a_decision_that_this_version_cannot_read_keeps_nobody_silent(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    def newer(body: bytes) -> None:
+        raise msgspec.ValidationError("Invalid enum value 'new_action'")
+
+    place.clock.advance(100)
+    writer = Writer(started=place.clock.time_ns(), world_size=1)
+    place.send(writer.steps(range(6)))
+    place.send(writer.events(started(), decision()))
+    with monkeypatch.context() as patch:
+        patch.setattr("vitals_collector.live.engine._decision", newer)
+        assert [] == place.look()
+    assert 1 == place.store.counters.failures["engine"]
+    assert "RunLost firing" in place.pass_time(140)
 
 
 def test_a_collector_that_died_between_storing_and_alerting_goes_on_where_it_was(place: Place):
@@ -117,14 +137,24 @@ def test_a_rank_that_died_while_halting_is_halted_and_not_lost(place: Place):
     assert ["TrainingHalted firing"] == place.look()
 
 
+def test_a_halt_is_over_when_the_run_goes_on_on_a_node_whose_clock_is_behind(place: Place):
+    writer = Writer()
+    place.send(writer.steps(range(6)))
+    place.send(writer.events(started(), decision(action="halt")))
+    assert ["TrainingHalted firing"] == place.look()
+    place.clock.advance(10)
+    place.send(Writer(started=START - 120 * 10**9).steps([6]))
+    assert ["TrainingHalted firing", "TrainingHalted resolved"] == place.look()
+
+
 def test_a_silent_run_is_lost_after_the_limit_and_its_hold_and_back_when_it_speaks(place: Place):
     writer = Writer()
     place.send(writer.steps(range(6)))
     heard = []
-    for seconds in (0, 60, 1, 14, 1):
+    for seconds in (0, 20, 20, 20, 1, 14, 1):
         place.clock.advance(seconds)
         heard.append(len(place.look()))
-    assert [0, 0, 0, 0, 1] == heard
+    assert [0, 0, 0, 0, 0, 0, 1] == heard
     place.send(writer.steps([6]))
     assert ["RunLost firing", "RunLost resolved"] == place.look()
 
@@ -469,3 +499,72 @@ def test_a_silenced_alert_of_one_s_own_is_not_told(place: Place):
     place.send(writer.events(own(20)))
     assert ["UserAlert firing"] == place.look()
     assert "firing" == place.alerts()[0].state
+
+
+# ------------------------------------------------------------------------- who could not be heard
+
+
+def test_nobody_is_lost_for_the_collector_stood_still_or_its_clock_was_moved(place: Place):
+    place.send(Writer().steps(range(6)))
+    place.look()
+    place.clock.advance(90)
+    assert [] == place.look()
+    query = Query(place.store, clock=place.clock)
+    assert "running" == query.ask(RunQuestion(run_id=RUN)).summary.state
+    place.clock.advance(20)
+    assert [] == place.look()
+    assert ["RunLost firing"] == place.pass_time(90)
+
+
+def test_nobody_is_lost_while_the_store_answers_nobody_and_who_stays_silent_is_lost_after(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    def away() -> None:
+        raise StorageError("the database does not answer")
+
+    place.send(Writer().steps(range(6)))
+    place.look()
+    with monkeypatch.context() as patch:
+        patch.setattr(place.store, "read", away)
+        for _ in range(24):
+            place.clock.advance(5)
+            with pytest.raises(StorageError):
+                place.look()
+    assert [] == place.look()
+    assert [] == place.pass_time(60)
+    assert ["RunLost firing"] == place.pass_time(25)
+
+
+@pytest.mark.parametrize("error", [StorageError("no room"), RuntimeError("a bug")])
+def test_nobody_is_lost_while_what_is_sent_cannot_be_stored(
+    place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    def refuse(*_: object) -> None:
+        raise error
+
+    place.send(Writer().steps(range(6)))
+    place.look()
+    monkeypatch.setattr("vitals_collector.ingest.group_commit.ingest_bodies", refuse)
+    commits = CommitQueue(place.store, clock=place.clock, on_done=lambda _: None)
+    for _ in range(24):
+        place.clock.advance(5)
+        commits._store_group([])
+        assert [] == place.look()
+    assert [] == place.pass_time(60)
+    assert ["RunLost firing"] == place.pass_time(25)
+
+
+def test_nobody_is_lost_while_one_commit_takes_minutes(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    def hang(*_: object) -> tuple[()]:
+        assert [] == place.pass_time(120)
+        return ()
+
+    place.send(Writer().steps(range(6)))
+    place.look()
+    monkeypatch.setattr("vitals_collector.ingest.group_commit.ingest_bodies", hang)
+    commits = CommitQueue(place.store, clock=place.clock, on_done=lambda _: None)
+    commits._store_group([])
+    assert [] == place.pass_time(60)
+    assert ["RunLost firing"] == place.pass_time(25)

@@ -7,18 +7,27 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.collector.both_forms import asked_twice
 from tests.collector.rows import RUN, SECOND, START, Writer
+from trainvitals.alerting import Alert, fingerprint
 from trainvitals.catalog import CATALOG, GPU_SCHEMA, STEP_METRICS
+from trainvitals.errors import FormatError, NewerVersionError, StorageError
 from trainvitals.identity import new_run_id
 from trainvitals.records import Decision, DecisionMade, Finding, FindingRaised, RunInfo, RunStarted
 from trainvitals.testing import ManualClock
-from trainvitals.views import CommandRequest
+from trainvitals.views import AckRequest, AlertView, CommandRequest, SilenceRequest
 from vitals_collector.alerts import commands
+from vitals_collector.alerts.delivery import ended
+from vitals_collector.alerts.inbox import Occurrence, listed
 from vitals_collector.alerts.notifiers import LogNotifier
-from vitals_collector.api.exposition import MAX_REASONS, MAX_RUNS, StoreCollector
+from vitals_collector.api.exposition import (
+    MAX_ALERTS,
+    MAX_REASONS,
+    MAX_RUNS,
+    StoreCollector,
+)
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.live.engine import Acting, assemble
+from vitals_collector.storage.schema import alerts
 from vitals_collector.storage.store import Store
 
 BY_NAME = {metric.name: metric for metric in CATALOG}
@@ -38,10 +47,10 @@ class Page:
         ingest(self.store, raw, received_unix_ns=self.clock.time_ns())
 
     def text(self) -> str:
-        return asked_twice(self.store, lambda: generate_latest(self.registry).decode())
+        return generate_latest(self.registry).decode()
 
     def value(self, name: str, **labels: str) -> float | None:
-        return asked_twice(self.store, lambda: self.registry.get_sample_value(name, labels))
+        return self.registry.get_sample_value(name, labels)
 
 
 @pytest.fixture
@@ -186,9 +195,9 @@ def test_an_empty_store_is_a_valid_page(page: Page):
 
 
 def test_what_failed_and_what_the_watchers_did_not_take_at_once_is_counted(page: Page):
-    page.store.counters.fail("compaction")
-    page.store.counters.fail("compaction")
-    assert 2.0 == page.value("collector_part_failures_total", part="compaction")
+    page.store.counters.fail("upkeep")
+    page.store.counters.fail("upkeep")
+    assert 2.0 == page.value("collector_part_failures_total", part="upkeep")
     watching = page.acting.engine.watching
     watching._live._most = 1  # no room: the store has the rows
     page.send(Writer().steps(range(10), loss=1.0))
@@ -201,16 +210,127 @@ def test_what_failed_and_what_the_watchers_did_not_take_at_once_is_counted(page:
     assert 4.0 == page.value("collector_dropped_samples_total")
 
 
-def test_a_scrape_places_nothing_and_so_works_on_a_full_disk(
+def test_a_scrape_stores_nothing_and_so_works_on_a_full_disk(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ):
     page.send(Writer().steps([7], loss=[3.0]))
 
-    def flush() -> None:
+    def refuse(*_: object) -> None:
         raise AssertionError("a scrape wants to write")
 
-    monkeypatch.setattr(page.store, "flush", flush)
+    monkeypatch.setattr(page.store, "write", refuse)
+    monkeypatch.setattr(page.store.numbers, "append", refuse)
     assert "train_loss" in generate_latest(page.registry).decode()
+
+
+def test_what_can_be_counted_is_there_before_it_happens(page: Page):
+    assert 0.0 == page.value("collector_alerts_total", alert="NodeLost", severity="page")
+    for outcome in ("delivered", "dropped", "failed", "retried"):
+        told = page.value("collector_notifications_total", notifier="log", outcome=outcome)
+        assert 0.0 == told
+    for error in (FormatError, NewerVersionError, StorageError):
+        assert 0.0 == page.value("collector_rejected_batches_total", reason=error.code)
+
+
+def raise_alert(page: Page, run: str, name: str, severity: str, cause: str) -> None:
+    alert = an_alert(run, name, severity, cause)
+    page.acting.inbox.take([Occurrence(run, page.clock.time_ns(), alert)], cursors={})
+
+
+def an_alert(run: str, name: str, severity: str, cause: str) -> Alert:
+    labels = {"run": run, "cause": cause}
+    return Alert(name=name, severity=severity, labels=labels, summary="s", step=1, point=True)  # type: ignore[arg-type]
+
+
+def test_a_flood_of_alerts_that_page_nobody_leaves_the_page_in(page: Page):
+    page.send(Writer().steps([0]))
+    raise_alert(page, RUN, "StateDamaged", "page", "x")
+    for i in range(MAX_ALERTS + 50):
+        page.clock.advance(1)
+        raise_alert(page, RUN, f"Flood{i}", "log", "x")
+    families = {f.name: f for f in text_string_to_metric_families(page.text())}
+    samples = families["collector_alert_firing"].samples
+    assert MAX_ALERTS + 1 == len(samples)
+    assert [1.0] == [s.value for s in samples if s.labels["severity"] == "page"]
+
+
+def test_an_alert_that_resolved_is_told_as_over_for_a_day_also_by_another_process(page: Page):
+    writer = Writer()
+    page.send(writer.steps([0], loss=1.0))
+    page.acting.engine.poll()
+    for _ in range(6):
+        page.clock.advance(20)
+        page.acting.engine.poll()
+    lost = {"run": RUN, "alert": "RunLost", "severity": "page"}
+    assert 1.0 == page.value("collector_alert_firing", **lost)
+    page.send(writer.steps([1], loss=1.0))
+    page.acting.engine.poll()
+    assert 0.0 == page.value("collector_alert_firing", **lost)
+    other = Page(page.store)
+    other.clock.advance(130)
+    assert 0.0 == other.value("collector_alert_firing", **lost)
+    other.clock.advance(86_400)
+    assert other.value("collector_alert_firing", **lost) is None
+
+
+def test_an_alert_of_a_run_that_was_removed_is_over(page: Page):
+    page.send(Writer().steps([0]))
+    raise_alert(page, RUN, "StateDamaged", "page", "x")
+    about = {"run": RUN, "alert": "StateDamaged", "severity": "page"}
+    assert 1.0 == page.value("collector_alert_firing", **about)
+    with page.store.write() as connection:
+        connection.execute(alerts.delete())
+    assert 0.0 == page.value("collector_alert_firing", **about)
+
+
+def test_a_receiver_that_refuses_fires_as_an_alert_of_no_run(page: Page):
+    labels = {"receiver": "team"}
+    refusal = AlertView(
+        fingerprint=fingerprint("ReceiverFailing", labels),
+        name="ReceiverFailing",
+        run_id="",
+        severity="page",
+        state="firing",
+        summary="Receiver team takes no alerts: 404",
+        labels=labels,
+        step=-1,
+        started_unix_ns=page.clock.time_ns(),
+        updated_unix_ns=page.clock.time_ns(),
+    )
+    page.acting.inbox.report(refusal)
+    about = {"run": "", "alert": "ReceiverFailing", "severity": "page"}
+    assert 1.0 == page.value("collector_alert_firing", **about)
+    page.acting.inbox.report(ended(refusal, page.clock.time_ns()))
+    assert 0.0 == page.value("collector_alert_firing", **about)
+
+
+def test_every_silenced_alert_of_fifteen_hundred_is_told_as_not_firing(page: Page):
+    page.send(Writer().steps([0]))
+    occurrences = [
+        Occurrence(RUN, page.clock.time_ns(), an_alert(RUN, f"Page{i}", "page", "x"))
+        for i in range(1_500)
+    ]
+    page.acting.inbox.take(occurrences, cursors={})
+    silence = SilenceRequest(matchers=("name=~Page.*",), by="me", reason="drill", seconds=60.0)
+    page.acting.inbox.silence(silence)
+    families = {f.name: f for f in text_string_to_metric_families(page.text())}
+    values = [s.value for s in families["collector_alert_firing"].samples]
+    assert [0.0] * 1_500 == values
+    page.clock.advance(61)
+    families = {f.name: f for f in text_string_to_metric_families(page.text())}
+    assert 1_500.0 == sum(s.value for s in families["collector_alert_firing"].samples)
+
+
+def test_a_silenced_page_does_not_fire(page: Page):
+    page.send(Writer().steps([0]))
+    raise_alert(page, RUN, "StateDamaged", "page", "x")
+    (view,) = listed(page.store, now_unix_ns=page.clock.time_ns())
+    request = AckRequest(by="me", reason="known", silence_seconds=60.0)
+    page.acting.inbox.acknowledge(view.fingerprint, request)
+    about = {"run": RUN, "alert": "StateDamaged", "severity": "page"}
+    assert 0.0 == page.value("collector_alert_firing", **about)
+    page.clock.advance(61)
+    assert 1.0 == page.value("collector_alert_firing", **about)
 
 
 def test_nothing_is_registered_globally():

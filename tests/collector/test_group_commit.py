@@ -75,8 +75,8 @@ def test_a_refused_body_keeps_no_other_back(memory: Store):
     asker.put(torn)
     asker.put(also_good.steps([0, 1]), torn)
     (group,) = asker.outcomes()
-    assert [[1], "V200", [2, 0]] == num_rows(group)
-    assert {"V200": 2} == memory.counters.rejected
+    assert [[1], "V230", [2, 0]] == num_rows(group)
+    assert {"V230": 2} == memory.counters.rejected
 
 
 def test_what_finds_no_room_is_refused_counted_and_nothing_else_is_lost(memory: Store):

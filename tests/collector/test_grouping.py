@@ -42,7 +42,7 @@ def tables_of(store: Store, run: str) -> dict[str, list[tuple[object, ...]]]:
                 key=repr,
             )
             for table in (
-                *(tables.runs, tables.sources, tables.streams, tables.batches, tables.events),
+                *(tables.runs, tables.sources, tables.streams, tables.events),
                 tables.measured_columns,
             )
         }
@@ -162,7 +162,7 @@ def test_two_collectors_on_one_database_store_each_row_once(store: Store):
     raws = [writer.steps(range(3)) for writer in others]
     raws += [writer.process_rows(1, dict.fromkeys(range(12), (100, 0))) for writer in others[:6]]
     url = store.engine.url.render_as_string(hide_password=False)
-    second = open_store(url, busy_seconds=60)
+    second = open_store(url, store.numbers, busy_seconds=60)
     try:
         total = send_at_once([store, second], raws, num_threads=4)
     finally:

@@ -1,6 +1,7 @@
 """Heat maps: no spike of one step is hidden, whatever lies around it."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, NamesDefined
 from trainvitals.rows import Value
-from trainvitals.views import CellsQuestion, MoversQuestion
+from trainvitals.views import Branch, CellsQuestion, MoversQuestion
 from vitals_collector.ingest.ingest import ingest
+from vitals_collector.queries import heatmap_layers
 from vitals_collector.queries.heatmap import MAX_CELLS
 from vitals_collector.queries.query import Query
-from vitals_collector.storage import compaction
 from vitals_collector.storage.store import Store
 
 NUM = 2_500
@@ -61,8 +62,7 @@ def test_summaries_hide_no_spike_either(store: Store, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(heatmap, "_POINTS_A_COLUMN", 1)  # so that so few rows are enough
     with_spikes(store)
-    monkeypatch.setattr(compaction, "MIN_ROWS", 1)
-    compaction.compact(store)
+    store.numbers.merge()
     seen = Query(store, clock=At(100)).ask(
         CellsQuestion(run_id=RUN, metric="steps.rank_loss", points=5)
     )
@@ -108,10 +108,9 @@ def test_of_a_layers_step_the_newest_row_counts_however_batches_are_cut(
         names = {number: f"h.{number}" for number in range(wide)}
         ingest(store, who.events(NamesDefined(stream="layers", names=names)))
     rows = layer_rows(writer, dict(enumerate(norms.tolist())))
-    monkeypatch.setattr(compaction, "MIN_ROWS", 1)
     for part in (rows[:cut], rows[cut:]):
         ingest(store, writer.batch(LAYERS_SCHEMA, part))
-        compaction.compact(store)
+        store.numbers.merge()
     again = layer_rows(writer, {num - 1: [7.0] * wide})
     ingest(store, writer.batch(LAYERS_SCHEMA, again))
     found = query(store).ask(CellsQuestion(run_id=RUN, metric="layers.grad_norm", points=3))
@@ -168,6 +167,21 @@ def test_what_was_rolled_back_is_in_the_map_unless_only_the_lineage_is_asked_for
         assert ((), None) == (before.nonfinite, before.rolled_back)
     layers = query(store).ask(CellsQuestion(run_id=RUN, metric="layers.grad_norm", points=9))
     assert 500.0 == layers.value[2][8]
+
+
+def test_a_map_of_layers_is_the_same_in_windows_of_few_steps(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    troubled_run(store, num_after=30)
+    asked = [
+        CellsQuestion(run_id=RUN, metric=metric, points=points, branch=branch, **steps)
+        for metric, points in (("layers.grad_norm", 9), ("layers.update_ratio", 500))
+        for branch in get_args(Branch)
+        for steps in ({}, {"from_step": 20, "to_step": BAD - 3})
+    ]
+    whole = [repr(query(store).ask(one)) for one in asked]
+    monkeypatch.setattr(heatmap_layers, "MAX_ROWS", 40)
+    assert whole == [repr(query(store).ask(one)) for one in asked]
 
 
 @pytest.mark.parametrize("points", [100, 10])

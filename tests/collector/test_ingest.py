@@ -1,7 +1,8 @@
 import math
 import random
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,19 +35,23 @@ from trainvitals.rows import Column, Schema, column_of
 from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
 from vitals_collector.ingest import projections
 from vitals_collector.ingest.ingest import ingest, ingest_all
+from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.lake import Lake
 from vitals_collector.storage import schema as tables
-from vitals_collector.storage.store import Store, open_store
+from vitals_collector.storage.store import Store, open_data_store, open_store
 
 
 def stored_rows(store: Store) -> list[tuple[str, int]]:
     """Return every stored row as (stream, seq), in order."""
     with store.read() as connection:
-        rows = connection.execute(
-            select(
-                tables.batches.c.stream, tables.batches.c.first_seq, tables.batches.c.num_rows
-            ).order_by(tables.batches.c.stream, tables.batches.c.first_seq)
-        )
-        return [(stream, seq) for stream, first, num in rows for seq in range(first, first + num)]
+        of_events = connection.execute(select(tables.events.c.seq)).scalars()
+        seqs = [("events", seq) for seq in of_events]
+        keys = connection.execute(select(tables.streams.c.run_id, tables.streams.c.stream)).all()
+    for run_id, stream in {tuple(key) for key in keys}:
+        if stream != "events":
+            of_stream = store.numbers.scan(Span(run_id, stream), ["seq"])["seq"].values
+            seqs += [(stream, seq) for seq in of_stream.tolist()]
+    return sorted(seqs)
 
 
 def part_of(raw: bytes, first: int, last: int) -> bytes:
@@ -110,11 +115,8 @@ def test_however_batches_are_cut_and_repeated_each_row_is_stored_once(
             done = max(done, last)
             if rng.random() < 0.3:
                 ingest(store, part_of(raw, first, last))
-    with store.read() as connection:
-        kept = connection.execute(
-            select(tables.batches.c.row_bytes).order_by(tables.batches.c.first_seq)
-        ).scalars()
-        assert decode_batch(raw).rows == b"".join(kept)
+    rows = store.numbers.scan(Span(RUN, "steps"), ["seq", "loss"])
+    assert list(range(40)) == rows["seq"].values.tolist() == rows["loss"].values.tolist()
     assert 0 == store.counters.num_lost
     store.close()
 
@@ -134,6 +136,101 @@ def test_many_senders_of_the_same_batch_store_it_once(store: Store):
     for thread in threads:
         thread.join()
     assert [0, 0, 0, 5, 5, 5] == sorted(new)
+
+
+# ------------------------------------------------------- killed between the rows and what is said
+
+
+@pytest.fixture(params=["memory", "lake"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """A store whose rows lie in memory, and one whose rows lie in a lake."""
+    is_lake = request.param == "lake"
+    opened = open_data_store(tmp_path / "data") if is_lake else open_store("sqlite://")
+    yield opened
+    opened.close()
+
+
+def die_after_the_rows(store: Store, patch: pytest.MonkeyPatch) -> None:
+    """Have the next commit of rows be the last thing that is done."""
+    append = store.numbers.append
+
+    def append_and_die(batches: Sequence[Batch]) -> None:
+        append(batches)
+        raise MemoryError
+
+    patch.setattr(store.numbers, "append", append_and_die)
+
+
+def noted(store: Store) -> list[tuple[int, int, int]]:
+    """Return of each stream of rows its last number, and how many rows it has and lacks."""
+    own = tables.streams.c
+    with store.read() as connection:
+        rows = connection.execute(
+            select(own.last_seq, own.num_rows, own.num_lost).where(own.stream != "events")
+        )
+        return [tuple(row) for row in rows]
+
+
+def test_rows_of_a_collector_that_died_before_it_said_so_are_stored_once_and_said(
+    either: Store, monkeypatch: pytest.MonkeyPatch
+):
+    writer, heard = Writer(), list[tuple[int, int]]()
+    either.after_ingest.append(
+        lambda new: heard.extend((b.header.first_seq, b.header.num_rows) for b, _ in new)
+    )
+    ingest(either, writer.steps(range(5), loss=0.5))
+    unsure = [writer.steps(range(8, 12), lose=3, loss=0.5), writer.steps([13], lose=1, loss=0.5)]
+    with monkeypatch.context() as patch:
+        die_after_the_rows(either, patch)
+        with pytest.raises(MemoryError):
+            ingest_all(either, unsure, 5)
+    assert ([(4, 5, 0)], [(0, 5)]) == (noted(either), heard)
+    seqs = [*range(5), *range(8, 12), 13]
+    assert [("steps", seq) for seq in seqs] == stored_rows(either), "they are durable"
+
+    replies = ingest_all(either, unsure, 5)
+    assert [(11, 4), (13, 1)] == [(reply.durable_seq, reply.num_new) for reply in replies]
+    assert [0, 0] == [reply.num_new for reply in ingest_all(either, unsure, 5)]
+    ingest(either, writer.steps([14], loss=0.5))
+    assert [("steps", seq) for seq in [*seqs, 14]] == stored_rows(either), "each once"
+    assert [(14, 11, 4)] == noted(either)
+    assert 4 == either.counters.num_lost
+    assert [(0, 5), (8, 4), (13, 1), (14, 1)] == heard, "the watchers hear of each once"
+
+
+def test_a_stream_that_never_was_said_is_said_when_it_comes_again(
+    either: Store, monkeypatch: pytest.MonkeyPatch
+):
+    raws = [Writer(f"rank:{rank}").steps(range(3), loss=0.5) for rank in range(2)]
+    with monkeypatch.context() as patch:
+        die_after_the_rows(either, patch)
+        with pytest.raises(MemoryError):
+            ingest_all(either, raws, 5)
+    assert [] == noted(either)
+    ingest_all(either, raws[:1], 5)
+    ingest_all(either, [raws[1], raws[0]], 5)
+    assert [(2, 3, 0)] * 2 == noted(either)
+    assert [("steps", seq) for seq in (0, 0, 1, 1, 2, 2)] == stored_rows(either)
+    with either.read() as connection:
+        measured = connection.execute(select(tables.measured_columns.c.name)).scalars().all()
+        steps = connection.execute(select(tables.sources.c.last_step)).scalars().all()
+    assert "loss" in measured
+    assert [2, 2] == steps
+
+
+def test_rows_that_damage_took_are_taken_once_from_who_sends_them_again(lake_store: Store):
+    raws = [Writer(f"rank:{rank}").steps(range(6), loss=0.5) for rank in range(2)]
+    for raw in raws:
+        ingest(lake_store, raw)
+    assert isinstance(lake_store.numbers, Lake)
+    (file, *_) = sorted(lake_store.numbers.engine.folder.glob("data/main/steps/*.parquet"))
+    file.write_bytes(bytes(len(file.read_bytes())))
+    lake_store.numbers.forget_damaged()
+    assert 6 == len(stored_rows(lake_store))
+    for _ in range(2):
+        assert [6, 6] == [ingest(lake_store, raw).num_duplicate for raw in raws]
+        assert sorted([("steps", seq) for seq in range(6)] * 2) == stored_rows(lake_store)
+    assert [(5, 6, 0)] * 2 == noted(lake_store)
 
 
 def torn(raw: bytes) -> bytes:
@@ -408,8 +505,8 @@ def test_a_new_column_in_the_middle_of_a_stream_is_kept(store: Store):
     wider = Schema("scalars", (*SCALARS_SCHEMA.columns, Column("later", "f8")))
     reply = ingest(store, writer.batch(wider, [[1, 1, START, 0, 1, 0.25, 9.0]]))
     assert 1 == reply.num_new
-    with store.read() as connection:
-        assert 2 == len(connection.execute(select(tables.row_schemas)).all())
+    later = store.numbers.scan(Span(RUN, "scalars"), ["later"])["later"]
+    assert [True, False] == later.is_missing.tolist()
 
 
 def test_a_header_with_fields_of_the_future_is_read(store: Store):

@@ -15,15 +15,13 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import func, select
 
 from tests.collector.conftest import Served
-from tests.collector.rows import Writer
+from tests.collector.rows import Writer, num_stored
 from trainvitals.errors import StorageError
 from vitals_collector.api import auth
 from vitals_collector.api.app import CollectorSettings
 from vitals_collector.api.ingest_route import ByteBudget
-from vitals_collector.storage.schema import batches
 from vitals_collector.storage.store import DATABASE_FILE, open_data_store
 
 OCTETS = {"Content-Type": "application/octet-stream"}
@@ -33,9 +31,8 @@ def post(served: Served, body: bytes) -> httpx.Response:
     return served.request("POST", "/v1/ingest", "ingest", content=body, headers=OCTETS)
 
 
-def num_stored(served: Served) -> int:
-    with served.store.read() as connection:
-        return connection.execute(select(func.sum(batches.c.num_rows))).scalar_one() or 0
+def num_of(served: Served) -> int:
+    return num_stored(served.store)
 
 
 def begin(served: Served, announced: int, body: bytes) -> socket.socket:
@@ -62,7 +59,7 @@ def test_a_client_that_stops_in_the_middle_of_a_body_is_given_up_and_stores_noth
     with begin(served, len(raw), raw[:-1]) as half:
         assert half.recv(1_000).startswith(b"HTTP/1.1 408 ")
     assert 200 == post(served, raw).status_code
-    assert 10 == num_stored(served)
+    assert 10 == num_of(served)
 
 
 def test_clients_that_hang_or_vanish_in_a_body_hinder_no_other(served: Served):
@@ -100,7 +97,7 @@ def test_a_client_that_is_stopped_by_a_signal_hinders_no_other(served: Served):
         os.kill(client.pid, signal.SIGSTOP)
         assert 200 == post(served, raw).status_code
         client.kill()
-    assert 3 == num_stored(served)
+    assert 3 == num_of(served)
 
 
 # ------------------------------------------------------------------------------------- memory
@@ -124,7 +121,7 @@ def test_what_finds_no_room_is_sent_away_with_the_word_when_to_come_back(
 def test_a_body_without_a_length_takes_the_room_of_the_largest(served: Served):
     raw = Writer().steps([0])
     assert 200 == post(served, iter([raw[:40], raw[40:]])).status_code  # type: ignore[arg-type]
-    assert 1 == num_stored(served)
+    assert 1 == num_of(served)
 
 
 def test_room_is_given_in_the_order_of_asking():
@@ -200,7 +197,7 @@ def test_while_another_process_holds_the_database_all_are_told_to_come_back(hast
     other.execute("ROLLBACK")
     other.close()
     assert [200] * 4 == [post(hasty, raw).status_code for raw in raws]
-    assert 4 == num_stored(hasty)
+    assert 4 == num_of(hasty)
 
 
 # ------------------------------------------------------------------------------ any bytes at all
@@ -264,9 +261,7 @@ def test_what_waits_when_the_collector_ends_is_stored(tmp_path: Path):
             thread.start()
         for thread in threads:
             thread.join()
-    store = open_data_store(tmp_path / "data")
-    with store.read() as connection:
-        stored = connection.execute(select(func.count()).select_from(batches)).scalar_one()
-    store.close()
     assert [200] * 8 == done
-    assert 8 == stored
+    store = open_data_store(tmp_path / "data")
+    assert 8 == num_stored(store)
+    store.close()

@@ -161,7 +161,7 @@ def test_the_stored_run_watched_again_tells_what_was_told_live(job: Job):
         job.train(range(first, first + 10), slow=first % 80 >= 40)
         job.look()
     with job.place.store.read() as connection:
-        told, num_missing = watch_again(connection, RUN)
+        told, num_missing = watch_again(job.place.store.moment(connection), RUN)
     assert 0 == num_missing
     again = [(one.finding.kind, one.finding.step) for one in told]
     assert [("straggler", 59), ("straggler", 139), ("straggler", 219)] == job.found() == again

@@ -3,9 +3,8 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,22 +15,29 @@ import typer
 from typer.testing import CliRunner
 
 from tests.collector.conftest import Served
+from trainvitals.clock import SystemClock
 from trainvitals.errors import ConfigError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
 from vitals_collector.alerts import notifiers
-from vitals_collector.alerts.delivery import DispatchConfig, Dispatcher
+from vitals_collector.alerts.delivery import Checked, DispatchConfig, Dispatcher
 from vitals_collector.alerts.notifiers import (
     DELIVERED,
     AlertmanagerNotifier,
     LogNotifier,
-    Notifier,
-    NotifierSettings,
     Result,
     WebhookNotifier,
-    build_notifiers,
     check_url,
+    delivery_id,
+    redacted,
+    sign,
 )
+from vitals_collector.alerts.receivers import (
+    NotifierSettings,
+    ReceiverSettings,
+    notifier_settings,
+)
+from vitals_collector.alerts.worker import WorkerNotifier, build_notifiers
 from vitals_collector.api.app import CollectorSettings
 from vitals_collector.cli import collector as command
 
@@ -61,10 +67,11 @@ class Receiver(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, statuses: list[int], location: str = "") -> None:
+    def __init__(self, statuses: list[int], headers: dict[str, str]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.statuses = statuses
-        self.location = location
+        self.answer_headers = headers
+        self.headers: list[dict[str, str]] = []
         self.posted: list[tuple[str, str, bytes]] = []
 
     @property
@@ -78,10 +85,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.posted.append((self.path, self.headers["Host"], body))
+        self.server.headers.append(dict(self.headers))
         status = self.server.statuses.pop(0) if self.server.statuses else 200
         self.send_response(status)
-        if self.server.location:
-            self.send_header("Location", self.server.location)
+        for name, value in self.server.answer_headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -90,8 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def receiver(*statuses: int, location: str = "") -> Iterator[Receiver]:
-    with Receiver(list(statuses), location) as server:
+def receiver(*statuses: int, **headers: str) -> Iterator[Receiver]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    with Receiver(list(statuses), named) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -102,8 +111,8 @@ def receiver(*statuses: int, location: str = "") -> Iterator[Receiver]:
 
 
 @contextmanager
-def webhook(url: str) -> Iterator[WebhookNotifier]:
-    notifier = WebhookNotifier(url, timeout=5.0)
+def webhook(url: str, secret: str = "") -> Iterator[WebhookNotifier]:
+    notifier = WebhookNotifier(url, clock=ManualClock(), secret=secret, timeout=5.0)
     try:
         yield notifier
     finally:
@@ -122,6 +131,51 @@ def test_a_webhook_gets_the_alerts_as_documented():
     document = json.loads(body)
     assert {"version", "alerts"} == set(document)
     assert alert() == msgspec.convert(document["alerts"][0], AlertView)
+
+
+def test_a_delivery_has_one_id_in_its_body_and_header_on_every_try():
+    with receiver(503) as server, webhook(server.url) as hook:
+        for _ in range(2):
+            hook.notify([alert()])
+    expected = delivery_id(alert(), "webhook")
+    bodies = [json.loads(body) for _, _, body in server.posted]
+    assert [expected] * 2 == [body["alerts"][0]["delivery_id"] for body in bodies]
+    assert [expected] * 2 == [headers["Vitals-Delivery-Id"] for headers in server.headers]
+    states = {delivery_id(alert(state=state), "webhook") for state in ("firing", "resolved")}
+    assert 3 == len(states | {delivery_id(alert(), "other")})
+
+
+def test_a_body_links_to_acknowledge_what_can_be_and_only_that():
+    def ack_link(view: AlertView) -> str:
+        return f"https://c.example/ack/{view.fingerprint}" if view.state == "firing" else ""
+
+    with receiver() as server:
+        hook = ReceiverSettings(name="own", kind="webhook", url=server.url)
+        for linked in (ack_link, None):
+            notifier = WorkerNotifier(hook, ack_link=linked)
+            assert DELIVERED == notifier.notify([alert(), alert("f2", "resolved")])
+            notifier.close()
+    posted = [json.loads(body)["alerts"] for _, _, body in server.posted]
+    links = [[view.get("ack_url") for view in views] for views in posted]
+    assert [["https://c.example/ack/f1", None], [None, None]] == links
+
+
+def test_a_body_is_signed_with_its_time_where_there_is_a_secret():
+    with receiver() as server, webhook(server.url, secret="k3y") as hook:
+        hook.notify([alert()])
+    time, signature = server.headers[0]["Vitals-Signature"].split(",")
+    body = server.posted[0][2]
+    assert f"v1={sign('k3y', time.removeprefix('t='), body)}" == signature
+    assert sign("k3y", "1", body) != sign("other", "1", body) != sign("other", "2", body)
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [("120", 120.0), ("soon", 0.0), ("", 0.0), ("Fri, 01 Jan 1999 00:00:00 GMT", 0.0)],
+)
+def test_a_receiver_may_say_when_to_come_again(words: str, seconds: float):
+    with receiver(429, Retry_After=words) as server, webhook(server.url) as hook:
+        assert seconds == hook.notify([alert()]).retry_after
 
 
 def test_a_webhook_reached_by_name_sees_its_name():
@@ -147,7 +201,7 @@ def test_an_answer_says_whether_another_try_makes_sense(status: int, recoverable
 def test_a_redirect_is_an_error_and_is_not_followed():
     with (
         receiver() as trap,
-        receiver(302, location=trap.url) as server,
+        receiver(302, Location=trap.url) as server,
         webhook(server.url) as hook,
     ):
         result = hook.notify([alert()])
@@ -249,21 +303,97 @@ def test_a_delivery_is_tried_again_with_doubling_waits_until_it_succeeds():
     assert {("fake", "retried"): 3, ("fake", "delivered"): 1} == dispatcher.outcomes()
 
 
-def test_what_cannot_succeed_is_given_up_at_once_and_counted():
-    fake = Fake(NEVER)
-    dispatcher = Dispatcher([fake], clock=ManualClock())
-    dispatcher.submit(alert())
-    assert dispatcher.pump() is None
-    assert {("fake", "failed"): 1} == dispatcher.outcomes()
-
-
-def test_tries_have_an_end():
-    clock, fake = ManualClock(), Fake(*[LATER] * 99)
-    dispatcher = Dispatcher([fake], clock=clock, config=DispatchConfig(max_tries=3))
-    dispatcher.submit(alert())
-    while (wait := dispatcher.pump()) is not None:
+def run_for(dispatcher: Dispatcher, clock: ManualClock, seconds: float) -> None:
+    """Deliver whatever becomes due within the time."""
+    end = clock.monotonic_ns() + int(seconds * 1e9)
+    while (wait := dispatcher.pump()) is not None and clock.monotonic_ns() + wait * 1e9 <= end:
         clock.advance(wait)
-    assert {("fake", "retried"): 2, ("fake", "failed"): 1} == dispatcher.outcomes()
+    clock.advance((end - clock.monotonic_ns()) / 1e9)
+
+
+def test_what_is_refused_is_tried_ever_more_seldom_and_never_given_up():
+    clock, fake = ManualClock(), Fake(*[NEVER] * 40)
+    dispatcher = Dispatcher([fake], clock=clock)
+    dispatcher.submit(alert())
+    run_for(dispatcher, clock, 3600)
+    assert 41 == len(fake.got)
+    assert {("fake", "failed"): 40, ("fake", "delivered"): 1} == dispatcher.outcomes()
+
+
+def test_a_receiver_that_comes_back_after_half_an_hour_has_the_page_a_minute_later():
+    clock, fake = ManualClock(), Fake(*[LATER] * 9_999)
+    dispatcher = Dispatcher([fake], clock=clock)
+    dispatcher.submit(alert())
+    run_for(dispatcher, clock, 1800)
+    assert 40 > len(fake.got)
+    fake.results.clear()
+    run_for(dispatcher, clock, 60)
+    assert {("fake", "delivered")} <= set(dispatcher.outcomes())
+    assert dispatcher.pump() is None
+
+
+def test_a_receiver_is_left_alone_for_as_long_as_it_asks():
+    clock = ManualClock()
+    fake = Fake(Result(recoverable=True, error="429", retry_after=120.0))
+    dispatcher = Dispatcher([fake], clock=clock)
+    dispatcher.submit(alert())
+    assert 120.0 == dispatcher.pump()
+    dispatcher.submit(alert("f2"))
+    assert 120.0 == dispatcher.pump(), "nor is it asked for another alert"
+
+
+def test_one_alert_that_is_refused_does_not_take_the_others_with_it():
+    class Picky(Fake):
+        def notify(self, alerts) -> Result:
+            super().notify(alerts)
+            return NEVER if any(a.fingerprint == "bad" for a in alerts) else DELIVERED
+
+    clock, fake = ManualClock(), Picky()
+    dispatcher = Dispatcher([fake], clock=clock)
+    for name in ("bad", "f1", "f2"):
+        dispatcher.submit(alert(name))
+    run_for(dispatcher, clock, 10)
+    assert {"f1", "f2"} == {got[0][0] for got in fake.got if len(got) == 1} - {"bad"}
+
+
+@pytest.mark.parametrize(
+    ("result", "seconds", "told"),
+    [(LATER, 290, False), (LATER, 400, True), (NEVER, 200, False), (NEVER, 301, True)],
+)
+def test_the_others_are_told_of_a_receiver_that_takes_nothing(
+    result: Result, seconds: float, told: bool
+):
+    clock, broken, good = ManualClock(), Fake(*[result] * 999, name="broken"), Fake(name="good")
+    dispatcher = Dispatcher([broken, good], clock=clock)
+    dispatcher.submit(alert())
+    run_for(dispatcher, clock, seconds)
+    states = [state for got in good.got for name, state in got if name != "f1"]
+    assert (["firing"] if told else []) == states
+    broken.results.clear()
+    run_for(dispatcher, clock, 60)
+    states = [state for got in good.got for name, state in got if name != "f1"]
+    assert (["firing", "resolved"] if told else []) == states
+    assert {"f1"} == {name for got in broken.got for name, _ in got}, "itself it is not told"
+
+
+def test_ten_refusals_in_a_row_are_told_at_once():
+    clock, broken, good = ManualClock(), Fake(*[NEVER] * 999, name="broken"), Fake(name="good")
+    dispatcher = Dispatcher([broken, good], clock=clock)
+    for i in range(10):
+        dispatcher.submit(alert(f"f{i}"))
+    run_for(dispatcher, clock, 30)
+    assert 1 == sum(not name.startswith("f") or len(name) > 2 for g in good.got for name, _ in g)
+
+
+def test_where_another_collector_pages_nothing_is_sent_here():
+    clock, fake, is_pager = ManualClock(), Fake(LATER), [True]
+    dispatcher = Dispatcher([fake], clock=clock, is_pager=lambda: is_pager[0])
+    dispatcher.submit(alert())
+    dispatcher.pump()
+    is_pager[0] = False
+    dispatcher.submit(alert("f2"))
+    run_for(dispatcher, clock, 60)
+    assert ([[("f1", "firing")]], None) == (fake.got, dispatcher.pump())
 
 
 def test_the_newest_state_replaces_the_one_that_waits():
@@ -272,8 +402,58 @@ def test_the_newest_state_replaces_the_one_that_waits():
     dispatcher.submit(alert())
     dispatcher.pump()
     dispatcher.submit(alert(state="resolved"))
-    dispatcher.pump()
+    run_for(dispatcher, clock, 1)
     assert [[("f1", "firing")], [("f1", "resolved")]] == fake.got
+
+
+def test_information_never_pushes_a_page_out_and_pages_go_first():
+    fake = Fake()
+    fake.takes_log = True
+    dispatcher = Dispatcher([fake], clock=ManualClock(), config=DispatchConfig(max_pending=3))
+    dispatcher.submit(alert("l", severity="log"))
+    dispatcher.submit(alert("p"))
+    for i in range(5):
+        dispatcher.submit(alert(f"l{i}", severity="log"))
+    dispatcher.pump()
+    assert ("p", "firing") == fake.got[0][0]
+    assert 3 == len(fake.got[0])
+
+
+def test_where_pages_alone_wait_a_notice_is_what_is_dropped():
+    fake = Fake()
+    fake.takes_log = True
+    dispatcher = Dispatcher([fake], clock=ManualClock(), config=DispatchConfig(max_pending=2))
+    for name in ("p", "q"):
+        dispatcher.submit(alert(name))
+    dispatcher.submit(alert("l", severity="log"))
+    dispatcher.pump()
+    assert [[("p", "firing"), ("q", "firing")]] == fake.got
+
+
+def test_an_error_of_ours_ends_no_receivers_thread(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vitals_collector.alerts.delivery._ERROR_SECONDS", 0.01)
+    failed, delivered = threading.Event(), threading.Event()
+
+    class Broken:
+        def check(self, receiver, asked, *, reposts):
+            if not failed.is_set():
+                failed.set()
+                raise TimeoutError("no free connection")
+            return Checked(frozenset(view.fingerprint for view in asked), frozenset())
+
+        def record(self, receiver, alerts):
+            delivered.set()
+
+        def heard_by(self, alert):
+            return frozenset()
+
+    dispatcher = Dispatcher([Fake()], clock=SystemClock(), ledger=Broken())
+    dispatcher.start()
+    dispatcher.submit(alert("p"))
+    assert failed.wait(10)
+    dispatcher.resume(alert("p"))  # as the engine does with what is not settled
+    assert delivered.wait(10)
+    dispatcher.close()
 
 
 def test_the_queue_is_bounded_and_counts_what_it_drops():
@@ -370,47 +550,17 @@ def test_the_thread_delivers_and_stops():
     dispatcher.submit(alert())
     assert delivered.wait(5.0)
     dispatcher.close()
-    assert not [t for t in threading.enumerate() if t.name == "vitals-notify"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("vitals-notify")]
 
 
 # ------------------------------------------------------------------------------- Alertmanager
 
 
 def test_where_an_alertmanager_is_configured_it_alone_routes():
-    both = NotifierSettings(webhooks=("http://127.0.0.1:1/",), alertmanager="http://127.0.0.1:9093")
-    built = build_notifiers(both, clock=ManualClock())
-    assert ["log", "alertmanager"] == [n.name for n in built]
-    hooks = NotifierSettings(webhooks=("http://127.0.0.1:1/", "http://127.0.0.1:2/"))
-    several = build_notifiers(hooks, clock=ManualClock())
-    assert ["log", "webhook", "webhook-2"] == [n.name for n in several]
-    Dispatcher([*built, *several], clock=ManualClock()).close()
-
-
-EVERY_WAY = {"webhooks": ("http://127.0.0.1:1/",), "alertmanager": "http://127.0.0.1:9093"}
-"""A value of each setting of notifiers."""
-
-
-def told_to(notifiers: Iterable[Notifier]) -> list[tuple[str, dict[str, object]]]:
-    """Return each notifier's name, and the plain values that it was made with."""
-    plain = (str, int, float, bool, tuple)
-    return [
-        (notifier.name, {k: v for k, v in vars(notifier).items() if isinstance(v, plain)})
-        for notifier in notifiers
-    ]
-
-
-def made_of(settings: NotifierSettings) -> list[tuple[str, dict[str, object]]]:
-    built = build_notifiers(settings, clock=ManualClock())
-    Dispatcher(built, clock=ManualClock()).close()
-    return told_to(built)
-
-
-def test_each_setting_of_notifiers_makes_one():
-    assert {field.name for field in fields(NotifierSettings)} == set(EVERY_WAY)
-    for name, value in EVERY_WAY.items():
-        settings = replace(NotifierSettings(), **{name: value})
-        words = value if isinstance(value, tuple) else (value,)
-        assert all(str(word) in str(made_of(settings)) for word in words), name
+    both = notifier_settings(webhooks=["http://127.0.0.1:1/"], alertmanager="http://127.0.0.1:9093")
+    assert ["log", "alertmanager"] == [n.name for n in build_notifiers(both)]
+    hooks = notifier_settings(webhooks=["http://127.0.0.1:1/", "http://127.0.0.1:2/"])
+    assert ["log", "webhook", "webhook-2"] == [n.name for n in build_notifiers(hooks)]
 
 
 def test_what_the_command_line_says_of_notifiers_is_what_the_collector_tells(
@@ -421,15 +571,18 @@ def test_what_the_command_line_says_of_notifiers_is_what_the_collector_tells(
     monkeypatch.setattr(command, "_serve", lambda settings, where: started.append(settings))
     app = typer.Typer()
     command.register(app)
-    words = ["collector", "--data", str(tmp_path / "data")]
-    words += ["--webhook", "http://127.0.0.1:1/", "--alertmanager", "http://127.0.0.1:9093"]
-    assert 0 == CliRunner().invoke(app, words).exit_code
-    assert NotifierSettings(**EVERY_WAY) == started[0].notifiers
-    for name, value in EVERY_WAY.items():
-        settings = replace(NotifierSettings(), **{name: value})
-        with Served(replace(started[0], notifiers=settings)) as served:
+    file = tmp_path / "receivers.toml"
+    file.write_text('public_url = "http://v/"\n[[receivers]]\nname = "x"\nurl = "json://h/"\n')
+    file.chmod(0o600)
+    words = ["collector", "--data", str(tmp_path / "data"), "--receivers", str(file)]
+    words += ["--webhook", "http://127.0.0.1:1/"]
+    for more, names in (([], ["webhook", "x"]), (["--alertmanager", "http://h/"], None)):
+        assert 0 == CliRunner().invoke(app, words + more).exit_code
+        settings: NotifierSettings = started[-1].notifiers
+        assert "http://v" == settings.links.public_url
+        with Served(started[-1]) as served:
             running = served.app.state.acting.dispatcher.notifiers
-            assert made_of(settings) == told_to(running)
+            assert ["log", *(names or ["alertmanager"])] == [n.name for n in running]
 
 
 AMTOOL = shutil.which("prometheus-alertmanager")
@@ -490,3 +643,32 @@ def test_a_real_alertmanager_takes_firing_and_resolved(alertmanager: str):
             assert [] == http.get(f"{alertmanager}/api/v2/alerts").json()
     finally:
         notifier.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:pa/ss@host/x",
+        "https://user:pa?ss@host/x",
+        "https://user:pa#ss@host/x",
+        "https://user:pa\\ss@host/x",
+        "https://user:p@ss@host/x",
+        "https://host?pa=ss",
+        "https://host#pa-ss",
+        "https://host/pa/ss",
+        "user:pass@host",
+    ],
+)
+def test_a_shown_address_has_no_part_of_a_password_wherever_marks_are(url: str):
+    assert "pa" not in redacted(url) and "ss" not in redacted(url)
+
+
+def test_the_refusal_of_an_address_has_no_part_of_its_password():
+    with pytest.raises(ConfigError) as caught:
+        check_url("https://user:pa/ss@host")
+    assert "'https://...' is no URL" in str(caught.value)
+    assert ":pa" not in str(caught.value) and "'pa'" not in str(caught.value)
+
+
+def test_a_shown_address_says_whose_it_is():
+    assert "https://host:8443" == redacted("https://user:pass@host:8443/x?y#z")

@@ -1,4 +1,8 @@
+import contextlib
 import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -22,6 +26,7 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Schema
 from trainvitals.views import (
+    Branch,
     CheckpointsQuestion,
     DecisionsQuestion,
     EventsQuestion,
@@ -37,7 +42,9 @@ from trainvitals.views import (
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.schema import alerts
-from vitals_collector.storage.store import Store
+from vitals_collector.storage.store import Store, open_data_store, open_store
+
+BRANCHES: tuple[Branch, ...] = get_args(Branch)
 
 
 class At:
@@ -53,8 +60,19 @@ class At:
         return self.second * SECOND
 
 
-def query(store: Store, second: int = 100) -> QueryOfBothForms:
-    return QueryOfBothForms(store, Query(store, clock=At(second)))
+@pytest.fixture
+def merging(tmp_path: Path) -> Iterator[Store]:
+    """A store whose rows lie in a lake, where they are merged."""
+    with contextlib.closing(open_data_store(tmp_path / "data")) as opened:
+        yield opened
+
+
+def query(store: Store, second: int = 100) -> Query:
+    return Query(store, clock=At(second))
+
+
+def both(store: Store, second: int = 100) -> QueryOfBothForms:
+    return QueryOfBothForms(store, query(store, second))
 
 
 def decision(**how: object) -> Decision:
@@ -304,6 +322,27 @@ def test_a_mistyped_metric_gets_the_right_name(store: Store):
 def test_a_known_metric_without_values_is_an_empty_curve(store: Store):
     ingest(store, Writer().steps([0], loss=1.0))
     assert () == query(store).ask(SeriesQuestion(run_id=RUN, metric="gpu.power_watts")).value
+
+
+def test_a_lake_answers_as_memory_does_before_and_after_a_merge(merging: Store):
+    memory = open_store("sqlite://")
+    agent = Writer("node:a")
+    told = [agent.process_rows(second, {0: (7, 1), 1: (8, 1 - second // 2)}) for second in range(4)]
+    for store in (memory, merging):
+        rolled_back_run(store)
+        for raw in told:
+            ingest(store, raw)
+    series = [SeriesQuestion(run_id=RUN, metric="steps.loss", branch=b) for b in BRANCHES]
+    alive = SeriesQuestion(run_id=RUN, metric="process.alive", source="rank:1")
+    for question in (*series, alive):
+        assert repr(query(memory).ask(question)) == repr(both(merging).ask(question))
+    at = StepQuestion(run_id=RUN, step=8)
+    shown, expected = (
+        [(row.source, row.attempt, row.values) for row in reader.ask(at).rows]
+        for reader in (both(merging), query(memory))
+    )
+    assert expected == shown
+    memory.close()
 
 
 @pytest.mark.parametrize(

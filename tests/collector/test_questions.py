@@ -164,9 +164,16 @@ ORDERS = {
     ("POST", "/v1/runs/{run_id}/commands"),
     ("POST", "/v1/runs/{run_id}/commands/{number}/delivered"),
     ("POST", "/v1/alerts/{fingerprint}/ack"),
+    ("POST", "/v1/silences"),
+    ("POST", "/v1/silences/{silence_id}/end"),
+    ("POST", "/ack/{token}"),
 }
 """What changes something, and so is no question."""
-OF_THE_SERVER = {("GET", "/healthz"), ("GET", "/metrics"), ("GET", "/openapi.json")}
+OF_THE_SERVER = {
+    *(("GET", "/healthz"), ("GET", "/metrics"), ("GET", "/openapi.json")),
+    ("GET", "/ack/{token}"),
+    ("GET", "/v1/sd/agents"),
+}
 
 
 def test_each_question_has_one_answer_and_no_route_is_made_by_hand():
@@ -183,4 +190,5 @@ def test_the_readers_have_one_way_to_be_asked():
     assert {"ask"} == methods(Reader)
     assert {"ask", "read", "raise_alerts", "liveness"} == methods(Query) == methods(FolderQuery)
     orders = {"ack_alert", "annotate", "ingest", "ingest_all", "mark_delivered", "send_command"}
+    orders |= {"silence", "end_silence"}
     assert {"ask", "answers", "close"} | orders == methods(CollectorClient)

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from tests.collector.alerting import Place, started
-from tests.collector.both_forms import asked_twice
 from tests.collector.rows import RUN, Writer
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, LadderConfig
 from trainvitals.records import (
@@ -30,8 +29,7 @@ def place(store: Store) -> Place:
 
 
 def replayed(place: Place, config: JudgeConfig | None = None) -> Replay:
-    """Return the replay, the same of rows as they came and of columns."""
-    return asked_twice(place.store, lambda: replay(place.store, RUN, config=config))
+    return replay(place.store, RUN, config=config)
 
 
 # ---------------------------------------------------------------------------------------- replay

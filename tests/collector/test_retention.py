@@ -1,13 +1,13 @@
-import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sqlalchemy import func, select
 
 from tests.collector.alerting import Place, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
-from tests.collector.volume_runs import ranks, settled, write_steps
+from tests.collector.volume_runs import all_read, ranks, write_steps
 from tests.small_disks import small_file_system
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
@@ -15,9 +15,12 @@ from trainvitals.records import RunEnded, RunInfo, RunStarted
 from trainvitals.views import RunsQuestion, StepQuestion
 from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.live.run_status import Liveness
+from vitals_collector.numbers import lake_upkeep
+from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.lake import Lake
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.removal import delete_old, delete_run, finish, pin
-from vitals_collector.storage.schema import audit, batches, forgotten, metadata, runs
+from vitals_collector.storage.schema import audit, forgotten, metadata, runs
 from vitals_collector.storage.store import Store, open_data_store
 
 DAY = 86_400 * SECOND
@@ -33,6 +36,8 @@ def tables_with(store: Store, run_id: str) -> set[str]:
                 query = select(func.count()).where(table.c.run_id == run_id)
                 if connection.execute(query).scalar_one():
                     found.add(table.name)
+    if store.numbers.num_rows(Span(run_id, "steps")):
+        found.add("rows")
     return found
 
 
@@ -43,7 +48,7 @@ def a_run(store: Store, run: str = RUN, *, tags: tuple[str, ...] = ()) -> list[W
     ingest(store, writers[0].events(RunStarted(info=info), decision(), step=5))
     write_steps(store, writers, range(80))
     ingest_all(store, [one.events(RunEnded(state="finished"), step=79) for one in writers], 0)
-    settled(store, run)
+    all_read(store, run)
     return writers
 
 
@@ -77,14 +82,14 @@ def test_a_start_after_the_removal_is_a_run_again(store: Store):
     delete_run(store, RUN, by="ann", when=LATER)
     resumed = Writer(started=LATER.now_unix_ns + SECOND)
     assert 10 == ingest(store, resumed.steps(range(80, 90))).num_new
-    assert {"runs", "sources", "streams", "batches"} <= tables_with(store, RUN)
+    assert {"runs", "sources", "streams", "rows"} <= tables_with(store, RUN)
 
 
 def test_a_removal_that_died_in_between_is_ended_later(store: Store, monkeypatch):
     a_run(store)
     monkeypatch.setattr("vitals_collector.retention.removal._free", lambda *_: None)
     delete_run(store, RUN, by="ann", when=LATER)
-    assert {"runs", "batches", "forgotten"} == tables_with(store, RUN)
+    assert {"runs", "rows", "forgotten"} == tables_with(store, RUN)
     monkeypatch.undo()
     resumed = Writer(started=LATER.now_unix_ns + SECOND)
     ingest(store, resumed.steps(range(80, 90)))
@@ -137,23 +142,33 @@ def test_the_engine_goes_on_after_a_lost_run_was_removed(store: Store):
     assert any("firing" in word for word in place.look()[1:])
 
 
-def test_a_disk_with_hardly_any_room_is_freed_of_a_run_that_is_much_larger(tmp_path: Path):
+def test_a_disk_with_hardly_any_room_is_freed_of_a_run_that_is_much_larger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)  # no question is under way
     with small_file_system(tmp_path / "small", "24m") as disk:
         store = open_data_store(disk / "data")
-        a_run(store)
-        big = b"".join(os.urandom(1 << 10) for _ in range(20))
-        with store.write() as connection:
-            row = dict(connection.execute(select(batches).limit(1)).mappings().one())
-            rows = [
-                row | {"id": None, "first_seq": 10**6 + i, "row_bytes": big} for i in range(500)
-            ]
-            connection.execute(batches.insert(), rows)
+        writers = a_run(store)
+        rng = np.random.default_rng(1)
+        for start in range(100, 50_100, 10_000):
+            steps = range(start, start + 10_000)
+            losses = rng.normal(size=(2, 10_000))
+            write_steps(
+                store,
+                writers,
+                steps,
+                loss=lambda rank, step, of=losses, at=start: of[rank, step - at],
+            )
         store.close()  # so that the journal is as small as it gets
         free = shutil.disk_usage(disk).free
         (disk / "others").write_bytes(bytes(free - (1 << 20)))
         store = open_data_store(disk / "data")
-        assert delete_run(store, RUN, by="ann", when=LATER).num_bytes > 9 * (1 << 20)
+        num_bytes = delete_run(store, RUN, by="ann", when=LATER).num_bytes
+        assert num_bytes > 1 << 19
         assert {"forgotten"} == tables_with(store, RUN)
+        assert isinstance(store.numbers, Lake)
+        store.numbers.merge()
+        assert shutil.disk_usage(disk).free > num_bytes * 3 // 4
         a_run(store, OTHER_RUN)
         store.close()
 
@@ -164,7 +179,7 @@ def test_a_run_that_is_being_removed_is_gone_for_readers_and_removed_by_asking_a
     a_run(store)
     query = Query(store, clock=SystemClock())
     with monkeypatch.context() as patch:
-        patch.setattr("vitals_collector.retention.removal._free_some", no_room)
+        patch.setattr(store.numbers, "delete", no_room)
         with pytest.raises(StorageError):
             delete_run(store, RUN, by="ann", when=LATER)
     assert () == query.ask(RunsQuestion())

@@ -1,10 +1,12 @@
 import contextlib
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +17,15 @@ from tests.collector.conftest import grow
 from tests.collector.rows import RUN, STEPS, Writer
 from trainvitals.errors import TransportError, UsageError
 from trainvitals.io.client import CollectorClient, discover_collector, read_tokens
-from trainvitals.rows import column_of, rows_of
+from trainvitals.rows import Value, column_of, rows_of
 from trainvitals.views import RunQuestion, RunsQuestion
 from trainvitals.wire import decode_batch
 from vitals_collector.api.serve import ADDRESS_FILE, CollectorFile, parse_listen
-from vitals_collector.ingest.staging import recover
-from vitals_collector.storage.read_rows import read_pages
+from vitals_collector.numbers.interface import Span
 from vitals_collector.storage.store import open_data_store
 
+AT_ONCE = 2_000
+"""Rows, of which a small disk takes a few times as many."""
 COMMAND = [sys.executable, "-m", "vitals_collector", "collector"]
 
 
@@ -58,7 +61,7 @@ def test_what_was_acknowledged_is_there_once_after_kill_9_and_a_restart(tmp_path
     data, writer = tmp_path / "data", Writer()
     acknowledged, unsure = -1, b""
     sent: dict[int, bytes] = {}
-    for killed_after in (5, 30):
+    for killed_after in (3, 10):
         with collector(data) as process, client_of(data, "ingest") as client:
             if unsure:
                 acknowledged = client.ingest(unsure).durable_seq
@@ -73,20 +76,17 @@ def test_what_was_acknowledged_is_there_once_after_kill_9_and_a_restart(tmp_path
                 except TransportError:
                     break
     store = open_data_store(data)
-    recover(store)
-    with store.read() as connection:
-        pages = list(read_pages(connection))
+    rows = store.numbers.scan(Span(RUN, "steps"), ["seq", "loss"])
     store.close()
     losses = {
         first + i: loss
-        for first, rows in sent.items()
-        for i, loss in enumerate(column_of(STEPS, rows_of(STEPS, rows), "loss")[0].tolist())
+        for first, raw in sent.items()
+        for i, loss in enumerate(column_of(STEPS, rows_of(STEPS, raw), "loss")[0].tolist())
     }
-    seqs = [seq for page in pages for seq in range(page.first_seq, page.first_seq + page.num_rows)]
-    assert [*range(len(seqs))] == seqs, "each row once, none missing"
+    seqs, kept = (rows[name].values.tolist() for name in ("seq", "loss"))
+    assert [*range(len(seqs))] == sorted(seqs), "each row once, none missing"
     assert acknowledged < len(seqs) <= max(sent) + 20
-    kept = [loss for page in pages for loss in column_of(STEPS, page.rows, "loss")[0].tolist()]
-    assert kept == [losses[seq] for seq in seqs]
+    assert [losses[seq] for seq in seqs] == kept
 
 
 @pytest.mark.slow
@@ -113,22 +113,24 @@ def test_on_a_full_disk_it_is_read_scraped_and_started_again_and_says_so(small_d
         while not (data / ADDRESS_FILE).exists():  # written once there is room
             assert process.poll() is None
         with client_of(data, "ingest") as client:
-            assert num_sent + 14 == client.ingest(refused).durable_seq
+            assert num_sent + AT_ONCE - 1 == client.ingest(refused).durable_seq
         assert [200, 200] == answered()
         with client_of(data, "read") as client:
-            assert num_sent + 15 == client.ask(RunQuestion(run_id=RUN)).sources[0].num_rows
+            num_rows = client.ask(RunQuestion(run_id=RUN)).sources[0].num_rows
+        assert num_sent + AT_ONCE == num_rows
 
 
 def fill(client: CollectorClient, writer: Writer) -> tuple[bytes, int]:
     """Send until the disk is full; return what was refused, and how many rows were not."""
     num_sent = 0
     while True:
-        raw = writer.steps(range(num_sent, num_sent + 15), loss=1.0)
+        loss: list[Value] = [random.random() for _ in range(AT_ONCE)]
+        raw = writer.steps(range(num_sent, num_sent + AT_ONCE), loss=loss, grad_norm=loss)
         try:
             client.ingest(raw)
         except TransportError:
             return raw, num_sent
-        num_sent += 15
+        num_sent += AT_ONCE
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
@@ -257,13 +259,14 @@ def test_a_kill_in_the_middle_of_group_commits_loses_and_doubles_nothing(tmp_pat
                 thread.join()
     assert [] == [error for agent in agents for error in agent.errors]
     store = open_data_store(data)
-    recover(store)
-    kept: dict[str, int] = {}
-    with store.read() as connection:
-        for page in read_pages(connection):
-            assert page.first_seq == kept.get(page.incarnation, 0), "each row once, none missing"
-            kept[page.incarnation] = page.first_seq + page.num_rows
+    rows = store.numbers.scan(Span(RUN, "steps"), ["incarnation", "seq"])
     store.close()
+    seqs: dict[str, list[int]] = defaultdict(list)
+    for incarnation, seq in zip(*(column.values.tolist() for column in rows.values()), strict=True):
+        seqs[incarnation].append(seq)
+    kept = {incarnation: len(of_writer) for incarnation, of_writer in seqs.items()}
+    for of_writer in seqs.values():
+        assert [*range(len(of_writer))] == sorted(of_writer), "each row once, none missing"
     assert 12 == len(kept)
     for agent in agents:
         for incarnation, seq in agent.acknowledged.items():

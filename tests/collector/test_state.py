@@ -56,6 +56,24 @@ def at(second: int, *, up_since: int = 0) -> Liveness:
         ),
         ([source(seen=9, ended="finished"), source("rank:1", seen=8, alive=0)], 20, "finished"),
         ([source(ended="halted"), source("rank:1", ended="failed")], 10, "halted"),
+        # The new one's clock is two minutes behind.
+        (
+            [
+                source(seen=50, received=50, ended="interrupted"),
+                source(started=-60, seen=-50, received=70),
+            ],
+            80,
+            "running",
+        ),
+        # The last words of the old one were still on its node when the new one ended.
+        (
+            [
+                source(seen=50, received=900, ended="interrupted"),
+                source(started=60, seen=800, received=800, ended="finished"),
+            ],
+            950,
+            "finished",
+        ),
         ([], 10, "lost"),
     ],
 )

@@ -1,4 +1,5 @@
-import logging
+import contextlib
+import random
 import sqlite3
 import stat
 from pathlib import Path
@@ -9,27 +10,20 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
 from tests.collector.conftest import grow
-from tests.collector.rows import Writer
+from tests.collector.rows import Writer, num_stored
 from trainvitals.errors import InsecurePathError, StorageError, UsageError
+from trainvitals.rows import Value
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.ingest.staging import WriteAheadBuffer
-from vitals_collector.storage.schema import batches, metadata, streams
+from vitals_collector.numbers.full_disk import FULL
+from vitals_collector.storage.schema import metadata, streams
 from vitals_collector.storage.store import (
     DATABASE_FILE,
-    FULL,
+    LAKE_FOLDER,
     LOCKED,
     Store,
     open_data_store,
     open_store,
 )
-
-
-def num_rows(store: Store) -> int:
-    with store.read() as connection:
-        query = sqlalchemy.select(
-            sqlalchemy.func.coalesce(sqlalchemy.func.sum(batches.c.num_rows), 0)
-        )
-        return int(connection.execute(query).scalar_one())
 
 
 def test_the_migrations_make_exactly_the_tables_of_the_schema(store: Store):
@@ -43,6 +37,7 @@ def test_the_database_and_all_its_files_are_private(tmp_path: Path):
     ingest(store, Writer().steps([0]))
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "data").iterdir()}
     assert 0o700 == stat.S_IMODE((tmp_path / "data").stat().st_mode)
+    assert 0o700 == modes.pop(LAKE_FOLDER)
     assert {0o600} == set(modes.values()), modes
     store.close()
 
@@ -78,7 +73,7 @@ def test_what_was_stored_is_there_after_a_restart(tmp_path: Path):
     ingest(store, Writer().steps(range(5)))
     store.close()
     store = open_data_store(tmp_path / "data")
-    assert 5 == num_rows(store)
+    assert 5 == num_stored(store)
     store.close()
 
 
@@ -91,12 +86,12 @@ def test_a_database_of_a_newer_version_is_left_alone(store: Store):
     assert "upgrade" in caught.value.hint
 
 
-@pytest.mark.parametrize("version", ["0001", "0010"])
+@pytest.mark.parametrize("version", ["0001", "0010", "v1"])
 def test_a_database_of_before_the_baseline_is_left_alone(store: Store, version: str):
     with store.write() as connection:
         connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{version}'")
     url = store.engine.url.render_as_string(hide_password=False)
-    with pytest.raises(StorageError, match=f"has version {version}, of before v1; ") as caught:
+    with pytest.raises(StorageError, match=f"has version {version}, of before v3; ") as caught:
         open_store(url)
     assert "--folder" in caught.value.hint
     with store.read() as connection:
@@ -116,7 +111,7 @@ def test_a_database_that_someone_else_holds_says_so(tmp_path: Path):
         open_data_store(tmp_path / "data", busy_seconds=0.05)
     holder.execute("ROLLBACK")
     holder.close()
-    assert 0 == num_rows(store)
+    assert 0 == num_stored(store)
     store.close()
 
 
@@ -134,7 +129,7 @@ def test_a_damaged_database_names_the_backup_and_a_new_folder(tmp_path: Path):
     with (tmp_path / "data" / DATABASE_FILE).open("r+b") as file:
         file.truncate(3 * 4096)
     with pytest.raises(StorageError, match="is damaged: database disk image is malf") as caught:
-        num_rows(open_data_store(tmp_path / "data"))
+        num_stored(open_data_store(tmp_path / "data"))
     assert "vitals store backup" in caught.value.hint
     assert "--data" in caught.value.hint
 
@@ -161,67 +156,59 @@ def test_a_server_that_is_not_there_is_a_storage_error():
 def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_acknowledged_is_lost(small_disk: Path):
     store = open_data_store(small_disk / "data")
     writer = Writer()
-    acknowledged = 0
-    with pytest.raises(StorageError, match="no disk space left") as caught:
-        for i in range(200):
-            raw = writer.steps(range(i * 50, i * 50 + 50), loss=1.0)
-            acknowledged += ingest(store, raw).num_new
-    assert FULL == caught.value.code
-    assert 0 < acknowledged == num_rows(store)
-    store.close()
-    store = open_data_store(small_disk / "data")
-    assert acknowledged == num_rows(store)
-    store.close()
-
-
-def test_what_a_full_disk_holds_is_read_and_what_waits_is_placed_by_the_next_process(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-):
-    caplog.set_level(logging.WARNING)
-    store = open_data_store(small_disk / "data")
-    writer = Writer()
-    num_sent = fill(WriteAheadBuffer(store), writer)
-    num_placed = [num_rows(store), num_rows(store)][-1]
-    assert 0 < num_placed < num_sent
-    assert {"arrivals": 1} == store.counters.failures
-    assert 1 == caplog.text.count("newest_rows_not_shown")
+    num_sent, refused = fill(store, writer)
     assert store.no_room is not None
-    store.close()  # as a process that is killed does: what waits is left
-
+    assert 0 < num_sent == num_stored(store)
+    store.close()
     store = open_data_store(small_disk / "data")
-    after = WriteAheadBuffer(store)
-    assert num_placed == num_rows(store)
-    raw = writer.steps(range(50), loss=1.0)
-    with pytest.raises(StorageError, match="no disk space left"):
-        after.ingest_bodies([[raw]], 5)
+    assert num_sent == num_stored(store)
     grow(small_disk)
-    assert num_sent == num_rows(store)
+    assert 500 == ingest(store, refused).num_new
     assert store.no_room is None
-    after.ingest_bodies([[raw]], 5)
-    assert num_sent + 50 == num_rows(store)
+    assert num_sent + 500 == num_stored(store)
     with store.read() as connection:
-        marks = connection.execute(sqlalchemy.select(streams.c.num_rows, streams.c.num_lost)).all()
-    assert [(num_sent + 50, 15)] == marks, "the 15 that were refused and never came again"
+        noted = connection.execute(sqlalchemy.select(streams.c.num_rows, streams.c.num_lost)).all()
+    assert [(num_sent + 500, 0)] == noted
     store.close()
 
 
-def fill(arrivals: WriteAheadBuffer, writer: Writer) -> int:
-    """Send small batches until the disk is full; return how many rows were acknowledged."""
+def fill(store: Store, writer: Writer) -> tuple[int, bytes]:
+    """Send until the disk is full; return how many rows were acknowledged, and what was not."""
     num_sent = 0
-    try:
-        while True:
-            arrivals.ingest_bodies([[writer.steps(range(num_sent, num_sent + 15), loss=1.0)]], 5)
-            num_sent += 15
-    except StorageError:
-        return num_sent
+    while True:
+        loss: list[Value] = [random.random() for _ in range(500)]
+        raw = writer.steps(range(num_sent, num_sent + 500), loss=loss, grad_norm=loss)
+        try:
+            num_sent += ingest(store, raw).num_new
+        except StorageError as error:
+            assert FULL == error.code
+            return num_sent, raw
 
 
 def test_a_read_sees_one_moment(store: Store):
     writer = Writer()
     ingest(store, writer.steps([0]))
-    count = sqlalchemy.select(sqlalchemy.func.count()).select_from(batches)
+    count = sqlalchemy.select(streams.c.num_rows)
     with store.read() as connection:
         before = connection.execute(count).scalar_one()
         ingest(store, writer.steps([1]))
         assert before == connection.execute(count).scalar_one()
-    assert 2 == num_rows(store)
+    assert 2 == num_stored(store)
+
+
+@pytest.mark.parametrize("lake_store", ["postgresql"], indirect=True)
+@pytest.mark.servers
+def test_collectors_on_one_postgresql_find_the_one_folder_of_rows(
+    lake_store: Store, tmp_path: Path
+):
+    url = lake_store.engine.url.render_as_string(hide_password=False)
+    ingest(lake_store, Writer().steps(range(3)))
+    with contextlib.closing(open_data_store(tmp_path / "second", url)) as second:
+        assert 3 == num_stored(second)
+    with pytest.raises(StorageError, match="is not the lake of this database") as caught:
+        open_data_store(tmp_path / "third", url, lake=str(tmp_path / "elsewhere"))
+    assert "--lake" in caught.value.hint
+    (tmp_path / "store").rename(tmp_path / "unmounted")
+    with pytest.raises(StorageError, match="which is not on this machine") as caught:
+        open_data_store(tmp_path / "fourth", url)
+    assert "--lake" in caught.value.hint

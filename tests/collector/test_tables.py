@@ -12,15 +12,14 @@ from tests.collector.conftest import Served
 from tests.collector.lookback import BACK_TO, BAD, troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_query import query
-from tests.collector.test_quota import LATER, SMALL
-from tests.collector.volume_runs import ranks, settled, write_steps
 from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, Note, RunInfo, RunStarted
 from trainvitals.views import Branch, TableQuestion, TableReply
 from vitals_collector.ingest.ingest import ingest
+from vitals_collector.numbers.interface import Window
+from vitals_collector.numbers.outlines import STRETCH
+from vitals_collector.queries import step_tables
 from vitals_collector.queries.conditions import OPERATORS, Kind, parse
-from vitals_collector.retention.quota import Volumes
-from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.store import Store
 
 BRANCHES: tuple[Branch, ...] = get_args(Branch)
@@ -87,27 +86,23 @@ def test_what_was_rolled_back_is_found_and_told_from_what_was_trained_again(stor
     assert 2 * 42 == ask(store, "ranks", branch="lineage", limit=1).num_discarded
 
 
-def test_thinned_rows_of_a_rolled_back_branch_are_found(store: Store):
-    writers = ranks(6)
-    write_steps(store, writers, range(40))
-    head = writers[0]
-    ingest(store, head.events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
+def test_rows_that_became_levels_are_missing_of_a_rolled_back_branch_alone(store: Store):
+    writers = [Writer(f"rank:{rank}", world_size=3) for rank in range(3)]
+    ingest(store, writers[0].events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
     again = AttemptStarted(id=2, parent=1, fork_step=24, reason="rollback")
-    ingest(store, head.events(again, step=24, attempt=2))
-    write_steps(store, writers, range(24, 64), attempt=2)
-    settled(store)
-    assert 0 < Volumes(store, SMALL).maintain(LATER)
+    ingest(store, writers[0].events(again, step=24, attempt=2))
+    for rank, writer in enumerate(writers):
+        ingest(store, writer.steps(range(40), step_duration_seconds=1.0 + rank))
+        ingest(store, writer.steps(range(24, 64), attempt=2, step_duration_seconds=1.0 + rank))
+    levelled = store.numbers.level(RUN, Window(1, 0, STRETCH), num_worst=1)
+    assert (40, ("rank:2",)) == (levelled.num_rows, levelled.kept)
     own = ("step", "attempt")
     rolled_back = [(step, 1) for step in range(24, 40)]
     assert rolled_back == rows(ask(store, "steps", branch="discarded", columns=own))
     assert 80 == ask(store, "steps").num_total
-    worst = ("rank = 5", "step_duration_seconds > 1")
-    assert rolled_back == rows(ask(store, "ranks", *worst, branch="discarded", columns=own))
-    assert 64 == ask(store, "ranks", *worst, branch="lineage").num_total
-    kept = {one: ask(store, "ranks", "rank = 3", branch=one) for one in BRANCHES}
-    assert 0 < kept["all"].num_total < 80
-    assert kept["all"].num_total == kept["lineage"].num_total + kept["discarded"].num_total
-    assert kept["discarded"].num_total == kept["lineage"].num_discarded
+    assert rolled_back == rows(ask(store, "ranks", "rank = 2", branch="discarded", columns=own))
+    left = {one: ask(store, "ranks", "rank = 1", branch=one).num_total for one in BRANCHES}
+    assert {"all": 40, "lineage": 40, "discarded": 0} == left
 
 
 def test_ranks_have_a_row_for_each_step_and_rank(store: Store):
@@ -118,7 +113,8 @@ def test_ranks_have_a_row_for_each_step_and_rank(store: Store):
     last = ask(store, "ranks", "rank = 1", "rank_loss >= 2.03", columns=own, limit=2,
                newest_first=True, branch="lineage")  # fmt: skip
     assert [(139, 1, 2.04), (138, 1, 2.03)] == rows(last)
-    assert 0 == ask(store, "ranks", "rank = 1", "rank = 0").num_total
+    for none in (("rank = 1", "rank = 0"), ("rank = 7",), ("rank = 0.5",), ("rank = nan",)):
+        assert 0 == ask(store, "ranks", *none).num_total
     assert 140 == ask(store, "ranks", "rank != 0", branch="lineage").num_total
     assert "loss" not in ask(store, "ranks", limit=1).columns
 
@@ -135,10 +131,30 @@ def test_rows_of_many_small_batches_keep_their_numbers_and_the_order_asked_for(s
     some = [one for one in expected[::-1] if one[1] == 1 and one[2] >= 1_050]
     found = ask(store, "ranks", "rank = 1", "rank_loss >= 1050", columns=own, newest_first=True)
     assert some == rows(found)
-    compact(store)
+    store.numbers.merge()
     assert found == ask(
         store, "ranks", "rank = 1", "rank_loss >= 1050", columns=own, newest_first=True
     )
+
+
+def test_a_table_is_the_same_however_little_of_it_is_read_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    troubled_run(store, num_after=60)
+    asked = [
+        (table, where, branch, limit)
+        for table in ("steps", "ranks")
+        for where, limit in (((), 1_000), (("rank_loss > 2.02",), 7))
+        for branch in BRANCHES
+    ]
+
+    def answers() -> list[TableReply]:
+        return [ask(store, t, *where, branch=b, limit=n) for t, where, b, n in asked]
+
+    whole = repr(answers())
+    monkeypatch.setattr(step_tables, "_MOST_READ", 8)
+    monkeypatch.setattr(step_tables, "_APART", 2)
+    assert whole == repr(answers())
 
 
 def test_numbers_that_json_has_not_are_words(store: Store):

@@ -37,7 +37,7 @@ def test_rows_that_were_just_committed_are_not_read_from_the_store(
     job.look()
     job.train(range(1))
     job.look()
-    monkeypatch.setattr("vitals_collector.live.tail_reader.read_pages", refuse_to_read)
+    monkeypatch.setattr(job.place.store.numbers, "scan", refuse_to_read)
     for first in range(1, 31, 10):
         job.train(range(first, first + 10), slow=True)
         job.look()
@@ -119,7 +119,8 @@ def test_many_ranks_watched_again_tell_what_they_told_live(store: Store, num_ran
         followed.is_drained,
     )
     with store.read() as connection:
-        again = [told.finding for told in watch_again(connection, RUN, watch=QUICK).told]
+        moment = store.moment(connection)
+        again = [told.finding for told in watch_again(moment, RUN, watch=QUICK).told]
         bodies = connection.execute(select(findings.c.body).order_by(findings.c.seq)).scalars()
         live = [msgspec.msgpack.decode(body, type=Finding) for body in bodies]
     assert [("straggler", 9, 1)] == [(one.kind, one.step, one.rank) for one in live]

@@ -4,16 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
-import numpy as np
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from tests.collector.rows import RUN, Writer
-from trainvitals.rows import column_of
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.live.live_monitor import state_name
-from vitals_collector.storage.compaction import compact
-from vitals_collector.storage.read_rows import read_pages
-from vitals_collector.storage.schema import batches, engine_state, streams
+from vitals_collector.numbers.interface import Span
+from vitals_collector.storage.schema import engine_state, streams
 from vitals_collector.storage.store import Store, insert
 
 HOUR = 3_600 * 1_000_000_000
@@ -39,21 +36,18 @@ def write_steps(
     seconds: Value = slower,
     loss: Value = like_the_others,
     attempt: int = 1,
-    at_once: int = 100,
 ) -> None:
-    """Store the steps of all ranks, as agents would send them; rank N is the Nth writer."""
-    for start in range(steps.start, steps.stop, at_once):
-        some = range(start, min(start + at_once, steps.stop))
-        raws = [
-            writer.steps(
-                some,
-                attempt=attempt,
-                step_duration_seconds=[seconds(writer.identity.rank, step) for step in some],
-                rank_loss=[loss(writer.identity.rank, step) for step in some],
-            )
-            for writer in writers
-        ]
-        ingest_all(store, raws, 0)
+    """Store the steps of all ranks in one commit; rank N is the Nth writer."""
+    raws = [
+        writer.steps(
+            steps,
+            attempt=attempt,
+            step_duration_seconds=[seconds(writer.identity.rank, step) for step in steps],
+            rank_loss=[loss(writer.identity.rank, step) for step in steps],
+        )
+        for writer in writers
+    ]
+    ingest_all(store, raws, 0)
 
 
 def ranks(num: int, *, run: str = RUN) -> list[Writer]:
@@ -65,57 +59,35 @@ def all_read(store: Store, run: str = RUN, *, but: Sequence[str] = ()) -> None:
     """Have the watchers be done with everything that is stored, but of those incarnations."""
     query = select(streams.c.incarnation, streams.c.stream, streams.c.last_seq)
     with store.write() as connection:
-        found = connection.execute(query.where(streams.c.run_id == run)).all()
-        done = {f"{one}/{stream}": seq for one, stream, seq in found if one not in but}
+        marks = connection.execute(query.where(streams.c.run_id == run)).all()
+        done = {f"{who}/{stream}": seq for who, stream, seq in marks if who not in but}
         values = {"body": msgspec.msgpack.encode({"done": done})}
         statement = insert(connection, engine_state).values(name=state_name(run), **values)
         connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
 
 
-def settled(store: Store, run: str = RUN) -> None:
-    """Compact everything, and have the watchers be done with it."""
-    compact(store, run_id=run)
-    all_read(store, run)
-
-
 def steps_left(store: Store, source: str, run: str = RUN) -> list[int]:
     """Return the steps that a rank has whole rows of."""
-    return values_of(store, "steps", "step", source, run)
+    return [int(step) for step in values_of(store, "steps", "step", source, run)]
 
 
 def ranks_of_steps(store: Store, run: str = RUN) -> dict[int, int]:
     """Return how many whole rows of ranks other than 0 each step has."""
-    found: Counter[int] = Counter()
-    with store.read() as connection:
-        where = (batches.c.run_id == run, batches.c.stream == "steps")
-        for page in read_pages(connection, *where, batches.c.source != "rank:0"):
-            found.update(column_of(page.schema, page.rows, "step")[0].tolist())
-    return dict(found)
+    rows = store.numbers.scan(Span(run, "steps"), ["step", "rank"])
+    return dict(Counter(rows["step"].values[rows["rank"].values > 0].tolist()))
 
 
 def values_of(
     store: Store, stream: str, column: str, source: str = "", run: str = RUN
 ) -> list[float]:
-    """Return the measured values of a column, in the order they are stored in."""
-    where = [batches.c.run_id == run, batches.c.stream == stream]
-    if source:
-        where.append(batches.c.source == source)
-    found: list[float] = []
-    with store.read() as connection:
-        for page in read_pages(connection, *where):
-            values, valid = column_of(page.schema, page.rows, column)
-            found += np.asarray(values)[valid].tolist()
-    return found
+    """Return the measured values of a column, by step, rank and time."""
+    span = Span(run, stream, (source,) if source else ())
+    values = store.numbers.scan(span, [column])[column]
+    measured: list[float] = values.values[~values.is_missing].tolist()
+    return measured
 
 
 def numbers(store: Store, column: str, run: str = RUN) -> dict[int, float]:
     """Return a column of the numbers over all ranks, by step."""
     steps = values_of(store, "ranks", "step", run=run)
     return dict(zip(map(int, steps), values_of(store, "ranks", column, run=run), strict=True))
-
-
-def num_batches(store: Store, stream: str) -> int:
-    """Return how many batches there are."""
-    with store.read() as connection:
-        query = select(func.count()).where(batches.c.stream.startswith(stream))
-        return int(connection.execute(query).scalar_one())

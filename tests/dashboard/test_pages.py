@@ -194,6 +194,15 @@ def test_firing_alerts_are_cards_and_the_past_is_a_table(stub: Stub, open_page: 
     assert 1 == len(app.dataframe[0].value)
 
 
+def test_an_alert_about_a_receiver_leads_to_no_run(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.sample_run())
+    refusal = {"run_id": "", "name": "ReceiverFailing", "labels": {"receiver": "team"}}
+    stub.alerts += [samples.alert(1), samples.alert(2, summary="Receiver team", **refusal)]
+    app = open_page("alerts")
+    assert "Receiver team" in shown(app)
+    assert 1 == sum(link.proto.label == "Open run" for link in app.get("page_link"))
+
+
 def test_without_a_control_token_it_says_why_nothing_can_be_done(
     stub: Stub, open_page: Open
 ) -> None:

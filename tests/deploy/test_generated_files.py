@@ -8,6 +8,7 @@ import pytest
 
 from trainvitals.cli.main import main
 from trainvitals.errors import StorageError, UsageError
+from vitals_deploy import prometheus
 from vitals_deploy.cli import GENERATORS, read_token, write_files
 from vitals_deploy.prometheus import agent_targets
 
@@ -63,6 +64,28 @@ def test_the_command_writes_the_files_and_prints_their_paths(name, tmp_path, cap
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == printed
 
 
+def test_a_token_that_was_put_in_its_place_is_kept(tmp_path):
+    write_files(tmp_path, GENERATORS["prometheus"]())
+    (tmp_path / "vitals-read.token").write_text("r3ad")
+    for force in (False, True):
+        write_files(tmp_path, GENERATORS["prometheus"](), force=force)
+        assert "r3ad" == (tmp_path / "vitals-read.token").read_text()
+
+
+@pytest.mark.servers("promtool", "amtool")
+def test_what_the_command_for_all_writes_is_taken_by_prometheus_and_alertmanager_as_it_lies(
+    tmp_path,
+):
+    with pytest.raises(SystemExit):
+        main(["deploy", "all", "--output", str(tmp_path)])
+    for command in (
+        ("promtool", "check", "config", tmp_path / "prometheus/prometheus.yml"),
+        ("amtool", "check-config", tmp_path / "alertmanager/alertmanager.yml"),
+    ):
+        checked = run(*command)
+        assert 0 == checked.returncode, checked.stdout + checked.stderr
+
+
 def test_the_read_token_is_handed_on_in_a_file_that_only_its_owner_reads(tmp_path, capsys):
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps({"read": "r3ad", "ingest": "1ngest", "control": "c0ntrol"}))
@@ -96,6 +119,22 @@ def test_agents_are_found_in_their_run_directories(tmp_path, run_id):
         (agents / node / "agent.json").write_text(text)
     expected = {"targets": ["10.0.0.5:4711"], "labels": {"run": run_id, "node": "node-a"}}
     assert [expected] == agent_targets(tmp_path)
+
+
+def test_agents_are_asked_of_the_collector_unless_run_directories_are_named(tmp_path, run_id):
+    main_job = 'url: "http://10.0.0.1:8765/v1/sd/agents"'
+    asked = prometheus.files(collector="10.0.0.1:8765")
+    assert (True, False) == (main_job in asked["prometheus.yml"], "agents/vitals.json" in asked)
+    listed = prometheus.files(collector="10.0.0.1:8765", agents=[])
+    assert (False, True) == ("http_sd" in listed["prometheus.yml"], "agents/vitals.json" in listed)
+
+
+@pytest.mark.servers("promtool")
+@pytest.mark.parametrize("agents", [None, []])
+def test_prometheus_takes_both_ways_to_find_agents(tmp_path, agents):
+    write_files(tmp_path, prometheus.files(agents=agents))
+    checked = run("promtool", "check", "config", tmp_path / "prometheus.yml")
+    assert 0 == checked.returncode, checked.stdout + checked.stderr
 
 
 class TestSystemd:

@@ -16,6 +16,21 @@ RULES = [rule for _, rules in prometheus.GROUPS for rule in rules]
 FIRING = 'collector_alert_firing{instance="c", job="vitals-collector", run="R", '
 
 
+LOSSES = (
+    ('agent_dropped_rows_total{instance="a"}', "VitalsRowsDropped"),
+    ("collector_lost_rows_total", "VitalsRowsLost"),
+    ('agent_corrupt_rows_total{instance="a"}', "VitalsSpoolDamaged"),
+    ("collector_damaged_stretches_total", "VitalsSpoolDamaged"),
+    ("collector_damaged_batches_total", "VitalsStoreDamaged"),
+    ('collector_rejected_batches_total{reason="newer"}', "VitalsBatchesRejected"),
+    (
+        'collector_notifications_total{notifier="webhook", outcome="failed"}',
+        "VitalsNotificationsFailing",
+    ),
+)
+"""A counter of each rule about a loss."""
+
+
 def promtool(*command: object) -> str:
     """Return what promtool prints; fail where it finds a fault."""
     done = subprocess.run(
@@ -56,7 +71,6 @@ def fire(tmp_path: Path, series: dict[str, str], at: str, alert: str) -> list[di
 @pytest.mark.servers("promtool")
 def test_the_scrape_configuration_is_valid(tmp_path):
     write_files(tmp_path, prometheus.files())
-    (tmp_path / "vitals-read.token").write_text("token")
     assert "SUCCESS" in promtool("check", "config", tmp_path / "prometheus.yml")
 
 
@@ -108,6 +122,25 @@ class TestAlerts:
         for at in ("2m", "2m15s", "2m30s", "2m45s", "3m"):
             assert 1 == len(fire(tmp_path, series, at, "VitalsAlert")), at
 
+    @pytest.mark.parametrize("death", ["stale _x6000", "_x6000"])
+    def test_a_collector_that_died_resolves_nothing_for_a_day(self, death, tmp_path):
+        series = {FIRING + 'alert="RunHalted", severity="page"}': f"1x8 {death}"}
+        for at in ("2m15s", "10m", "12h", "24h"):
+            assert 1 == len(fire(tmp_path, series, at, "VitalsAlert")), at
+        assert [] == fire(tmp_path, series, "24h10m", "VitalsAlert")
+
+    def test_a_collector_that_comes_back_resolves_by_its_own_word_alone(self, tmp_path):
+        series = {FIRING + 'alert="RunHalted", severity="page"}': "1x8 stale _x40 1x8 0x40"}
+        assert 1 == len(fire(tmp_path, series, "14m", "VitalsAlert"))
+        assert [] == fire(tmp_path, series, "15m", "VitalsAlert")
+
+    def test_another_collector_over_the_same_database_resolves_what_a_dead_one_said(self, tmp_path):
+        labels = 'alert="RunHalted", severity="page"}'
+        dead, other = FIRING + labels, (FIRING + labels).replace('"c"', '"d"')
+        series = {dead: "1x8 stale _x100", other: "1x20 0x100"}
+        assert 1 == len(fire(tmp_path, series, "5m", "VitalsAlert"))
+        assert [] == fire(tmp_path, series, "6m", "VitalsAlert")
+
     @pytest.mark.parametrize("alert", [rule.name for rule in RULES])
     def test_a_nan_fires_nothing(self, alert, tmp_path):
         nan = " ".join(["NaN"] * 60)
@@ -116,7 +149,7 @@ class TestAlerts:
             'up{job="vitals-collector", instance="c"}': "1x60",
             'up{job="vitals-agent", instance="a", run="R"}': nan,
             'train_run_state{run="R", state="running"}': nan,
-            'agent_up_timestamp_seconds{instance="a"}': nan,
+            'agent_cycle_age_seconds{instance="a"}': nan,
             'agent_dropped_rows_total{instance="a"}': nan,
             "collector_lost_rows_total": nan,
             'collector_rejected_batches_total{reason="corrupt"}': nan,
@@ -129,11 +162,28 @@ class TestAlerts:
         assert [] == fire(tmp_path, series, "5m", "VitalsNotificationsFailing")
 
     @pytest.mark.parametrize("values", ["0x40", "_x40"])
-    def test_a_collector_that_is_gone_pages_after_two_minutes(self, values, tmp_path):
+    def test_without_a_collector_there_is_a_page(self, values, tmp_path):
         series = {'up{job="vitals-collector", instance="c"}': values}
-        assert [] == fire(tmp_path, series, "1m", "VitalsCollectorDown")
         (alert,) = fire(tmp_path, series, "5m", "VitalsCollectorDown")
         assert "page" == alert["severity"]
+
+    def test_a_collector_that_dies_pages_within_a_minute_and_one_missed_scrape_does_not(
+        self, tmp_path
+    ):
+        # Up at 30 s for the last time: it died at once after.
+        dead = {'up{job="vitals-collector", instance="c"}': "1x2 0x40"}
+        assert [] == fire(tmp_path, dead, "45s", "VitalsCollectorDown")
+        assert 1 == len(fire(tmp_path, dead, "75s", "VitalsCollectorDown"))
+        missed = {'up{job="vitals-collector", instance="c"}': "1x2 0 1x40"}
+        for at in ("45s", "60s", "75s"):
+            assert [] == fire(tmp_path, missed, at, "VitalsCollectorDown")
+
+    def test_one_of_two_collectors_is_enough(self, tmp_path):
+        series = {
+            'up{job="vitals-collector", instance="c"}': "0x40",
+            'up{job="vitals-collector", instance="d"}': "1x40",
+        }
+        assert [] == fire(tmp_path, series, "5m", "VitalsCollectorDown")
 
     def test_an_agent_that_is_gone_counts_only_while_its_run_is_running(self, tmp_path):
         series = {
@@ -150,24 +200,25 @@ class TestAlerts:
         assert 1 == len(fire(tmp_path, series, "10m", "VitalsAgentDown"))
 
     def test_an_agent_that_answers_but_hangs_is_noticed(self, tmp_path):
-        series = {'agent_up_timestamp_seconds{instance="a", job="vitals-agent"}': "0x60"}
+        series = {'agent_cycle_age_seconds{instance="a", job="vitals-agent"}': "1x4 15+15x60"}
         assert [] == fire(tmp_path, series, "2m", "VitalsAgentStalled")
         assert 1 == len(fire(tmp_path, series, "5m", "VitalsAgentStalled"))
 
-    @pytest.mark.parametrize(
-        ("series", "alert"),
-        [
-            ('agent_dropped_rows_total{instance="a"}', "VitalsRowsDropped"),
-            ("collector_lost_rows_total", "VitalsRowsLost"),
-            ('collector_rejected_batches_total{reason="newer"}', "VitalsBatchesRejected"),
-            (
-                'collector_notifications_total{notifier="webhook", outcome="failed"}',
-                "VitalsNotificationsFailing",
-            ),
-        ],
-    )
-    def test_a_loss_is_told_while_it_grows_and_forgotten_a_quarter_of_an_hour_later(
+    @pytest.mark.parametrize(("series", "alert"), LOSSES)
+    def test_the_first_loss_is_told_and_forgotten_a_quarter_of_an_hour_later(
         self, series, alert, tmp_path
     ):
-        assert 1 == len(fire(tmp_path, {series: "0x4 5x100"}, "3m", alert))
-        assert [] == fire(tmp_path, {series: "0x4 5x100"}, "20m", alert)
+        assert 1 == len(fire(tmp_path, {series: "0x4 1x100"}, "3m", alert))
+        assert [] == fire(tmp_path, {series: "0x4 1x100"}, "20m", alert)
+
+    @pytest.mark.parametrize(("series", "alert"), LOSSES)
+    def test_a_restart_is_no_loss_and_hides_none(self, series, alert, tmp_path):
+        assert [] == fire(tmp_path, {series: "7x100 stale _x2 0x40"}, "30m", alert)
+        assert 1 == len(fire(tmp_path, {series: "7x100 stale _x2 0x4 1x40"}, "30m", alert))
+
+    @pytest.mark.parametrize(("series", "alert"), LOSSES)
+    def test_a_loss_stays_told_when_who_told_of_it_dies(self, series, alert, tmp_path):
+        assert 1 == len(fire(tmp_path, {series: "0x4 1x4 stale _x100"}, "10m", alert))
+
+    def test_every_rule_about_a_loss_is_tried(self):
+        assert {alert for _, alert in LOSSES} == {rule.name for rule in prometheus.LOSS_RULES}

@@ -12,18 +12,25 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import duckdb
 import httpx
+import msgspec
 import pytest
 
 from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.rows import STREAMS
 from trainvitals.testing.faults import FaultPlan
+from vitals_collector.numbers.lake_engine import extension
+from vitals_collector.numbers.lake_tables import KEYS, unspelled
 
 DEADLINE_SECONDS = 60.0
 RowKey = tuple[str, str, str, int]
-"""Source, incarnation, stream, sequence number."""
+"""Source, incarnation, stream, sequence number; of an event that of its last row."""
+_CHECKSUM_BYTES = 4
+"""Before the body of an event."""
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
@@ -183,18 +190,47 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def as_bytes(values: Mapping[str, object]) -> bytes:
+    """Return a row's values as bytes that are equal where they are, NaN or not."""
+    return msgspec.msgpack.encode(sorted(values.items()))
+
+
 def stored_rows(data: Path) -> Counter[tuple[RowKey, bytes]]:
-    """Return how often each row is in a collector's database, past all code of the collector."""
+    """Return how often each row and each event is in a collector's data, past its own reading."""
     found: Counter[tuple[RowKey, bytes]] = Counter()
-    query = "SELECT source, incarnation, stream, first_seq, num_rows, row_bytes FROM batches"
+    with duckdb.connect(config={"allow_unsigned_extensions": True}) as engine:
+        for name in ("ducklake", "sqlite_scanner"):
+            engine.execute(f"LOAD '{extension(name)}'")
+        engine.execute(
+            f"ATTACH 'ducklake:sqlite:{data / 'lake' / 'catalogue.sqlite'}' AS lake"
+            f" (READ_ONLY, OVERRIDE_DATA_PATH true, DATA_PATH '{data / 'lake' / 'data'}/',"
+            " META_BUSY_TIMEOUT 10000)"
+        )
+        tables = {name for (name,) in engine.execute("SHOW TABLES FROM lake").fetchall()}
+        for stream in tables & set(STREAMS):
+            asked = engine.execute(f"SELECT * FROM lake.{stream}")
+            names = [column[0] for column in asked.description]
+            for row in asked.fetchall():
+                values = dict(zip(names, row, strict=True))
+                key = (values["source"], values["incarnation"], stream, values["seq"])
+                written = {
+                    unspelled(place): value
+                    for place, value in values.items()
+                    if place not in KEYS and value is not None
+                }
+                found[key, as_bytes(written)] += 1
+    query = "SELECT source, incarnation, seq, step, attempt, time_unix_ns, body FROM events"
     address = f"file:{data / 'vitals.db'}?mode=ro"
     with contextlib.closing(sqlite3.connect(address, uri=True, timeout=30)) as database:
-        for source, incarnation, stream, first_seq, num_rows, raw in database.execute(query):
-            size = len(raw) // num_rows
-            for i in range(num_rows):
-                key = (source, incarnation, stream, first_seq + i)
-                found[key, raw[i * size : (i + 1) * size]] += 1
+        for source, incarnation, seq, *values, body in database.execute(query):
+            key = (source, incarnation, "events", seq)
+            found[key, as_event(*values, body[_CHECKSUM_BYTES:])] += 1
     return found
+
+
+def as_event(step: int, attempt: int, time_unix_ns: int, body: bytes) -> bytes:
+    """Return an event as bytes."""
+    return msgspec.msgpack.encode((step, attempt, time_unix_ns, body))
 
 
 def _answers(port: int) -> bool:

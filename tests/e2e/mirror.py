@@ -3,8 +3,11 @@
 import contextlib
 from pathlib import Path
 
-from tests.e2e.lab import RowKey
+import msgspec
+
+from tests.e2e.lab import RowKey, as_bytes, as_event
 from trainvitals.io.journal import JournalReader
+from trainvitals.records import decode_events
 from trainvitals.rows import Schema
 
 
@@ -13,10 +16,10 @@ class Mirror:
 
     def __init__(self, shared: Path) -> None:
         self.rows: dict[RowKey, bytes] = {}
+        """Rows and events, each with its values as ``lab.stored_rows`` gives them."""
         self.times: dict[int, dict[int, int]] = {}
         """Of each rank: when each step was recorded, in monotonic nanoseconds."""
         self.pids: dict[int, int] = {}
-        self.schemas: dict[str, Schema] = {}
         self._shared = shared
         self._copy = shared / "mirror"
         self._copy.mkdir()
@@ -49,12 +52,18 @@ class Mirror:
         who = reader.identity
         assert who is not None
         self.pids[who.rank] = who.pid
-        self.schemas[schema.stream] = schema
+        if schema.stream == "events":
+            for event in decode_events(schema, batch.rows):
+                body = msgspec.msgpack.encode(event.event)
+                written = as_event(event.step, event.attempt, event.time_unix_ns, body)
+                self._add((who.source, who.incarnation, "events", event.seq), written)
+            return
         for i in range(batch.header.num_rows):
-            raw = batch.rows[i * schema.row_size : (i + 1) * schema.row_size]
-            key = (who.source, who.incarnation, schema.stream, first_seq + i)
-            assert key not in self.rows
-            self.rows[key] = raw
+            values = schema.unpack(batch.rows[i * schema.row_size : (i + 1) * schema.row_size])
+            self._add((who.source, who.incarnation, schema.stream, first_seq + i), as_bytes(values))
             if schema.stream == "steps":
-                values = schema.unpack(raw)
                 self.times.setdefault(who.rank, {})[values["step"]] = values.get("monotonic_ns", 0)
+
+    def _add(self, key: RowKey, written: bytes) -> None:
+        assert key not in self.rows
+        self.rows[key] = written

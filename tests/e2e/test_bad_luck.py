@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.lab import Lab, free_port, open_lab, until
-from tests.small_disks import small_file_system
+from tests.small_disks import fill, small_file_system
 from trainvitals.identity import new_run_id
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
@@ -60,16 +59,6 @@ def run_dir(lab: Lab) -> RunDir:
     made = RunDir.create(lab.runs, RUN)
     made.command_key(create=True)
     return made
-
-
-def fill(folder: Path) -> None:
-    """Leave no room in the file system of the folder."""
-    with (folder / "fill").open("wb", buffering=0) as file:
-        try:
-            while file.write(b"\0" * 4096):
-                pass
-        except OSError:
-            pass
 
 
 @pytest.fixture

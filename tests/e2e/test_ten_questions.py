@@ -18,7 +18,6 @@ from trainvitals.client import Client, Run
 from trainvitals.views import IncidentView
 from vitals_collector.api.app import CollectorSettings
 from vitals_collector.ingest.ingest import ingest_all
-from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.store import open_data_store
 
 AT_ONCE = 50
@@ -77,7 +76,7 @@ class Asked:
 def asked(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Asked]:
-    """The run in a collector's store, as its ingest stores it and its compactor leaves it."""
+    """The run in a collector's store, as its ingest stores it and upkeep leaves it."""
     made, data = LongRun(request.param), tmp_path_factory.mktemp("long") / "data"
     with contextlib.closing(open_data_store(data)) as store:
         some: list[bytes] = []
@@ -87,7 +86,8 @@ def asked(
                 ingest_all(store, some, BEGIN)
                 some = []
         ingest_all(store, some, BEGIN)
-        compact(store)
+        while not store.numbers.merge():
+            pass
     with Served(CollectorSettings(data=data)) as served:
         where = ("--collector", served.url, "--token-file", str(data / "tokens.json"))
         with Client(served.url, served.tokens.read) as client:

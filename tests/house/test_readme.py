@@ -67,7 +67,7 @@ def test_every_extra_is_explained():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     page = (ROOT / "docs" / "guides" / "install.md").read_text()
     table = page.partition("| extra | adds |")[2].partition("\n\n")[0]
-    extras = set(re.findall(r"^\| `(\w+)` \|", table, re.M))
+    extras = set(re.findall(r"^\| `([\w-]+)` \|", table, re.M))
     assert set(project["optional-dependencies"]) == extras
 
 
@@ -185,7 +185,7 @@ def test_every_snippet_can_be_read(page):
             assert b.language in KNOWN_LANGUAGES, b
 
 
-KNOWN_LANGUAGES = ("", "bash", "sh", "console", "diff", "text", "yaml")
+KNOWN_LANGUAGES = ("", "bash", "sh", "console", "diff", "sql", "text", "yaml")
 """What is not read here: outputs, and what a shell or a cluster reads."""
 
 

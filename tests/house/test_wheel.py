@@ -12,6 +12,7 @@ import venv
 import zipfile
 from pathlib import Path
 
+import duckdb
 import pytest
 from packaging.requirements import Requirement
 
@@ -95,9 +96,13 @@ def test_the_base_asks_for_ten_small_packages_and_never_for_torch(metadata):
 
 
 def test_no_requirement_has_an_upper_limit(metadata):
-    # A limit of ours would hold back, or break, somebody else's whole environment.
+    # A limit of ours would hold back, or break, somebody else's whole environment. The store's
+    # engine is the exception, and the collector's alone: each extension is made for one version.
     versions = [line.partition(";")[0] for line in metadata.get_all("Requires-Dist", [])]
-    assert [] == [line for line in versions if re.search("<|==|~=", line)]
+    limited = {line.strip() for line in versions if re.search("<|==|~=", line)}
+    extensions = ("ducklake", "sqlite-scanner", "postgres-scanner", "httpfs")
+    parts = ("", *(f"-extension-{name}" for name in extensions))
+    assert {f"duckdb{part}=={duckdb.__version__}" for part in parts} == limited
 
 
 def test_the_metadata_is_complete(metadata):
@@ -108,7 +113,9 @@ def test_the_metadata_is_complete(metadata):
         "torch",
         "collector",
         "postgresql",
-        "parquet",
+        "notify",
+        "remote-write",
+        "s3",
         "dashboard",
         "grafana",
         "replay",
@@ -213,6 +220,8 @@ class TestBaseInstall:
         for command in (
             ["runs"],
             ["show"],
+            ["tail"],
+            ["export"],
             ["query", "steps"],
             ["postmortem"],
             ["replay", "--dir"],
@@ -224,12 +233,21 @@ class TestBaseInstall:
         assert "the update was skipped" in " ".join(done.stdout.split()), done.stderr
 
     @pytest.mark.parametrize(
-        ("command", "extra"), [("dashboard", "dashboard"), ("collector", "collector")]
+        ("command", "extra"),
+        [
+            (["dashboard", "vitals_runs"], "dashboard"),
+            (["collector", "--folder", "vitals_runs"], "collector"),
+            (["sql", "FROM runs", "--data", "data"], "collector"),
+            (["store", "size", "--data", "data"], "collector"),
+        ],
+        ids=lambda words: words if isinstance(words, str) else words[0],
     )
-    def test_a_server_says_which_extra_it_needs(self, installed, tmp_path, command, extra):
+    def test_what_needs_more_says_which_extra(self, installed, tmp_path, command, extra):
         (tmp_path / "vitals_runs").mkdir()
-        folder = ["--folder"] if command == "collector" else []
-        done = self.run(installed, tmp_path, "-m", "trainvitals", command, *folder, "vitals_runs")
+        (tmp_path / "data" / "lake").mkdir(parents=True, mode=0o700)
+        (tmp_path / "data" / "vitals.db").touch()
+        (tmp_path / "data" / "lake" / "catalogue.sqlite").touch()
+        done = self.run(installed, tmp_path, "-m", "trainvitals", *command)
         assert 0 != done.returncode
         assert f"pip install 'trainvitals[{extra}]'" in done.stderr
         assert "Traceback" not in done.stderr

@@ -231,11 +231,11 @@ def overwritten(rank, folder):
             last._slot.region.begin(last.generation + 1)
         kept.recovery._ranks.gather(None)
         home = kept.store.folder.path / f".alone-{kept.monitor.run_id}"
-        names = sorted(p.name for p in home.rglob(f"rank-{rank}-of-*"))
-        for path in home.rglob(f"rank-{rank}-of-*"):
+        names = sorted(p.name for p in home.glob(f"*/rank-{rank}-of-*"))
+        for path in home.glob(f"*/rank-{rank}-of-*"):
             path.rename(path.with_name("aside" + str(rank)))
         torn = kept.store.write_alone(last)
-        again = sorted(p.name for p in home.rglob(f"rank-{rank}-of-*"))
+        again = sorted(p.name for p in home.glob(f"*/rank-{rank}-of-*"))
     return {"fine": fine, "names": names, "torn": torn, "again": again}
 
 

@@ -146,7 +146,7 @@ def finding(kind: str, cause: str = "", step: int = 7) -> Finding:
     ("told", "expected"),
     [
         (finding("divergence", "loss_divergence"), ("notify", "LossDiverged")),
-        (finding("stalled"), ("notify", "TrainingStalled")),
+        (finding("stalled"), ("page", "TrainingStalled")),
         (finding("state_damaged"), ("page", "StateDamaged")),
         (finding("nonfinite_streak"), ("page", "NonFiniteStreak")),
         (finding("lost_progress"), ("page", "ProgressLost")),

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,3 +93,10 @@ def test_an_identity_checks_everything_that_becomes_a_key(identity: Identity) ->
 def test_any_host_name_becomes_a_usable_node_id(hostname: str) -> None:
     Identity("01ARZ3NDEKTSV4RRFFQ69G5FAV", "0" * 16, "rank:0", safe_node_id(hostname)).check()
     Source.parse(f"node:{safe_node_id(hostname)}")
+
+
+def test_a_world_that_no_job_has_is_refused() -> None:
+    identity = Identity("01JD0000000000000000000000", "0123456789abcdef", "rank:0", "node-a")
+    assert identity == identity.check()
+    with pytest.raises(UsageError, match="world_size is 2147483648"):
+        msgspec.structs.replace(identity, world_size=1 << 31).check()

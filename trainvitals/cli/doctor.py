@@ -27,6 +27,10 @@ MIN_SHARED_BYTES = 64 << 20
 DataLoader workers need most of it."""
 
 
+MIN_DISK_BYTES = 16 << 20
+"""With less room than this for run directories, their disk is as good as full."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """One thing that was looked at, and the remedy where it is not well."""
@@ -122,6 +126,16 @@ def check_run_directory(environ: Mapping[str, str]) -> Check:
     directory = Path(environ.get("VITALS_DIR") or "vitals_runs").absolute()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        status = os.statvfs(existing)
+        free = status.f_bavail * status.f_frsize
+        if free < MIN_DISK_BYTES:
+            return Check(
+                name="run directories",
+                status="note",
+                text=f"{directory}: its disk has only {free >> 20} MB left; once it is full, the "
+                "agent holds in memory what the ranks write",
+                hint="free some space, or point VITALS_DIR at another disk",
+            )
         return Check(name="run directories", status="ok", text=str(directory))
     return Check(
         name="run directories",

@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "agent": ("agent",),
     "collector": (
         *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
-        *("replay", "alerts", "command", "store"),
+        *("replay", "alerts", "command", "store", "export", "sql"),
     ),
     "dashboard": ("dashboard",),
     "checkpoints": ("checkpoints",),
@@ -41,9 +41,14 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("msgspec", "numpy", "rich", "typer", "httpx"),
         *("psutil", "pynvml", "prometheus_client", "sqlalchemy", "alembic"),
     ),
-    "collector": ("fastapi", "uvicorn", "httptools", "uvloop"),
-    "parquet": ("pyarrow",),
-    "postgresql": ("psycopg",),
+    "collector": (
+        *("fastapi", "uvicorn", "httptools", "uvloop", "pyarrow"),
+        *("duckdb", "duckdb_extension_ducklake", "duckdb_extension_sqlite_scanner"),
+    ),
+    "notify": ("apprise",),
+    "remote-write": ("cramjam",),
+    "postgresql": ("psycopg", "duckdb_extension_postgres_scanner"),
+    "s3": ("duckdb_extension_httpfs",),
     "dashboard": ("streamlit",),
     "grafana": ("grafana_api",),
 }

@@ -20,7 +20,13 @@ from typing import Self, TypeVar
 import httpx
 import msgspec
 
-from trainvitals.errors import MissingDependencyError, StorageError, TransportError, UsageError
+from trainvitals.errors import (
+    UNREADABLE,
+    MissingDependencyError,
+    StorageError,
+    TransportError,
+    UsageError,
+)
 from trainvitals.io.setting_paths import with_absolute_paths
 
 T = TypeVar("T")
@@ -332,7 +338,7 @@ def _end_command(process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt)
 def _address(path: Path, pid: int) -> _Address | None:
     try:
         address = msgspec.json.decode(path.read_bytes(), type=_Address)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
     return address if address.pid == pid else None
 

@@ -17,8 +17,11 @@ import httpx
 import msgspec
 
 from trainvitals.errors import (
+    UNREADABLE,
+    DamagedBatchError,
     FormatError,
     NewerVersionError,
+    NotOwnerError,
     TransportError,
     UnauthorizedError,
     UsageError,
@@ -26,6 +29,7 @@ from trainvitals.errors import (
 )
 from trainvitals.io.private import open_private
 from trainvitals.io.segments import read_fd
+from trainvitals.io.setting_paths import collector_urls
 from trainvitals.jsonable import from_json
 from trainvitals.question import Question, as_request
 from trainvitals.views import (
@@ -35,9 +39,12 @@ from trainvitals.views import (
     AnnotationView,
     CommandRequest,
     CommandView,
+    EndSilenceRequest,
     Problem,
+    SilenceRequest,
+    SilenceView,
 )
-from trainvitals.wire import IngestReply
+from trainvitals.wire import ASK_HEADER, OWNED_ELSEWHERE, OWNER_HEADER, IngestReply
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -110,13 +117,19 @@ class CollectorClient:
         """Store one batch; committed when this returns."""
         return self.ingest_all([raw])[0]
 
-    def ingest_all(self, raws: Sequence[bytes]) -> tuple[IngestReply, ...]:
+    def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> tuple[IngestReply, ...]:
         """Store batches together; what is not refused is committed when this returns.
+
+        Args:
+            raws: the batches.
+            asks: whether one behind a hole is not to be stored, but answered by ``from_seq``.
 
         Returns:
             One reply for each batch. Where all are refused, the first one's error is raised.
         """
         headers = {"Content-Type": "application/octet-stream"}
+        if asks:
+            headers[ASK_HEADER] = "ask"
         content = b"".join(raws)
         answer = tuple[IngestReply, ...]
         replies = self._call(answer, "POST", "/v1/ingest", content=content, headers=headers)
@@ -160,6 +173,16 @@ class CollectorClient:
         path = _path("alerts", fingerprint, "ack")
         return self._call(AlertView, "POST", path, **_json(msgspec.json.encode(request)))
 
+    def silence(self, request: SilenceRequest) -> SilenceView:
+        """Silence all alerts that fit the matchers."""
+        body = _json(msgspec.json.encode(request))
+        return self._call(SilenceView, "POST", _path("silences"), **body)
+
+    def end_silence(self, silence_id: int, request: EndSilenceRequest) -> SilenceView:
+        """End a silence early."""
+        body = _json(msgspec.json.encode(request))
+        return self._call(SilenceView, "POST", _path("silences", str(silence_id), "end"), **body)
+
     def send_command(self, run_id: str, request: CommandRequest) -> CommandView:
         """Propose something to the run's ladder."""
         path = _path("runs", run_id, "commands")
@@ -186,7 +209,7 @@ class CollectorClient:
         raw = self._send(method, path, **how)
         try:
             return from_json(raw, answer)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise TransportError(
                 f"{self.url}{path} did not answer like a collector: {error}",
                 hint="check that this is a collector's address and that both sides have the same "
@@ -215,13 +238,24 @@ def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
     """Return the collector that the environment names, else this user's own; None: there is none.
 
     ``VITALS_COLLECTOR_URL`` and ``VITALS_TOKEN_FILE`` come first, then the files that a collector
-    writes into its data folder. Whether it is alive is not asked.
+    writes into its data folder. Whether it is alive is asked only where several are named.
     """
     url = environ.get("VITALS_COLLECTOR_URL", "")
     token_file = environ.get("VITALS_TOKEN_FILE", "")
     if url:
+        url = first_that_answers(url)
         return CollectorAddress(url=url, tokens=read_tokens(token_file) if token_file else Tokens())
     return collector_on(default_data_dir(environ), token_file)
+
+
+def first_that_answers(named: str) -> str:
+    """Return the address; of several, that of the first collector that answers, else the first."""
+    urls = collector_urls(named)
+    for url in urls if len(urls) > 1 else ():
+        with CollectorClient(url) as client:
+            if client.answers():
+                return url
+    return urls[0]
 
 
 def collector_on(data: Path, token_file: str = "") -> CollectorAddress | None:
@@ -230,7 +264,7 @@ def collector_on(data: Path, token_file: str = "") -> CollectorAddress | None:
         collector_file = msgspec.json.decode(
             (data / "collector.json").read_bytes(), type=_CollectorFile
         )
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
     path = Path(token_file) if token_file else data / "tokens.json"
     return CollectorAddress(
@@ -256,7 +290,7 @@ def read_tokens(path: Path | str) -> Tokens:
         return msgspec.json.decode(read_fd(open_private(Path(path))), type=Tokens)
     except OSError as error:
         raise UsageError(f"token file {path}: {error.strerror}", hint=hint) from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise UsageError(f"{path} is not a token file: {error}", hint=hint) from error
 
 
@@ -273,15 +307,23 @@ def refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
     status = response.status_code
     try:
         problem = msgspec.json.decode(response.content, type=Problem)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         text = f"{url}{path} answered {status} {response.reason_phrase}"
         problem = Problem(code="", text=text)
     if status in (401, 403):
         hint = problem.hint or "give the collector's token file with --token-file"
         return UnauthorizedError(problem.text, hint=hint)
+    if status == OWNED_ELSEWHERE:
+        owner = response.headers.get(OWNER_HEADER, "")
+        return NotOwnerError(problem.text, hint=problem.hint, owner=owner)
     kind: type[VitalsError] = TransportError
     if status in _SETTLED and problem.code:
-        families = {"V21": NewerVersionError, "V2": FormatError, "V1": UsageError}
+        families = {
+            "V21": NewerVersionError,
+            "V23": DamagedBatchError,
+            "V2": FormatError,
+            "V1": UsageError,
+        }
         kind = next((k for p, k in families.items() if problem.code.startswith(p)), TransportError)
     elif status == 413:
         kind = FormatError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainvitals.errors import FormatError, NewerVersionError
+from trainvitals.errors import UNREADABLE, FormatError, NewerVersionError
 from trainvitals.identity import Identity
 from trainvitals.io.segments import (
     CLOSED,
@@ -137,7 +137,7 @@ class JournalReader:
         try:
             raw = read_bytes(self.directory / CLOSED, 0, 65_536)
             return msgspec.json.decode(raw, type=ClosedMarker)
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (FileNotFoundError, *UNREADABLE):
             return ClosedMarker()
 
     def _learn(self, listing: _Listing, *, closed: bool) -> None:

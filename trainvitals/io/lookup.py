@@ -12,6 +12,7 @@ from trainvitals.io.client import (
     Tokens,
     collector_on,
     discover_collector,
+    first_that_answers,
     read_tokens,
 )
 from trainvitals.io.setting_paths import collector_folder
@@ -50,7 +51,7 @@ def known_collector(named: str) -> tuple[str, CollectorAddress | None]:
     """
     folder = collector_folder(named or os.environ.get("VITALS_COLLECTOR_URL", ""))
     if folder is None:
-        return named.rstrip("/"), discover_collector(os.environ)
+        return first_that_answers(named).rstrip("/"), discover_collector(os.environ)
     collector = collector_on(folder)
     if collector is None:
         raise UsageError(

@@ -22,6 +22,7 @@ import msgspec
 
 from trainvitals.clock import Clock
 from trainvitals.errors import (
+    UNREADABLE,
     FormatError,
     NewerVersionError,
     UnauthorizedError,
@@ -126,7 +127,7 @@ class Mailbox:
             raise FormatError("the command in the mailbox is torn or damaged")
         try:
             command = msgspec.msgpack.decode(body, type=Command)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise FormatError(f"the command in the mailbox cannot be read: {error}") from error
         if command.number != number:
             raise FormatError("the command in the mailbox is torn: its number differs")

@@ -11,6 +11,7 @@ The disk is often NFS or Lustre: files are appended and fsynced or replaced whol
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainvitals.errors import FormatError, StorageError, UsageError
+from trainvitals.errors import UNREADABLE, FormatError, StorageError, UsageError
 from trainvitals.identity import check_run_id
 from trainvitals.io.private import open_private
 from trainvitals.records import Command, RunInfo
@@ -27,6 +28,7 @@ from trainvitals.records import Command, RunInfo
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")
 _COMMAND_FILE = re.compile(r"\d{1,19}\.json\Z")
 _KEY_BYTES = 32
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class HaltMarker(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +98,7 @@ class RunDir:
             return None
         try:
             return msgspec.json.decode(raw, type=RunInfo)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise FormatError(f"{self.path / 'run.json'} cannot be read: {error}") from error
 
     def write_info(self, info: RunInfo) -> None:
@@ -110,11 +112,17 @@ class RunDir:
         """The folder for checkpoints, made if need be."""
         return self._folder("checkpoints")
 
-    def agent_dir(self, node: str) -> Path:
-        """Return the folder of one node's agent, made if need be."""
+    def agent_path(self, node: str) -> Path:
+        """Return where the folder of one node's agent is, or will be."""
         if not _NODE.match(node):
             raise UsageError(f"node is {node!r}; use letters, digits and ._:- (at most 128)")
-        return self._folder(f"agents/{node}")
+        return self.path / "agents" / node
+
+    def agent_dir(self, node: str) -> Path:
+        """Return the folder of one node's agent, made if need be."""
+        path = self.agent_path(node)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
 
     def spool_dirs(self) -> dict[str, Path]:
         """Return each node's folder of spooled batches, as far as there are any.
@@ -185,7 +193,7 @@ class RunDir:
                 continue
             try:
                 command = msgspec.json.decode(raw, type=Command)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 path.rename(path.with_suffix(".bad"))
                 continue
             path.unlink(missing_ok=True)  # before it is acted on: at most once
@@ -201,7 +209,7 @@ class RunDir:
             return None
         try:
             return msgspec.json.decode(raw, type=HaltMarker)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return HaltMarker(reason="the halt marker is damaged; its reason is lost")
 
     def write_halted(self, marker: HaltMarker) -> None:
@@ -243,7 +251,7 @@ class RunDir:
         for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
             try:
                 entries.append(msgspec.json.decode(line, type=dict[str, object]))
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 raise FormatError(
                     f"{self.path / 'plan.jsonl'}:{number} is damaged: {error}",
                     hint="restore the file from a backup, or start a new run",
@@ -288,6 +296,12 @@ def _unreadable(folder: Path, error: OSError) -> StorageError:
         f"{folder} cannot be read: {error.strerror}",
         hint=f"`ls -ld {folder}` shows its owner and permissions",
     )
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether it says that the disk, or a quota on it, is full."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in _FULL
 
 
 def replace_file(path: Path, raw: bytes, *, mode: int = 0o644) -> None:

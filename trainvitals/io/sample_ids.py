@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from trainvitals.errors import UNREADABLE
 from trainvitals.io.private import ensure_private_dir, open_private
 
 FOLDER = "data"
@@ -106,6 +107,6 @@ def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
                     continue
                 try:
                     line = msgspec.json.decode(raw, type=StepSamples)
-                except msgspec.DecodeError:
+                except UNREADABLE:
                     continue  # the line that a killed process was writing
                 yield msgspec.structs.replace(line, rank=int(match[1]))

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from trainvitals.errors import FormatError, NewerVersionError, UsageError
+from trainvitals.errors import UNREADABLE, FormatError, NewerVersionError, UsageError
 from trainvitals.identity import Identity
 from trainvitals.io.private import open_private
 from trainvitals.rows import FORMAT_VERSION, STREAMS, Schema
@@ -103,7 +103,7 @@ def read_header(path: Path) -> tuple[SegmentHeader, int]:
         header = msgspec.msgpack.decode(body, type=SegmentHeader)
         header.identity.check()
         header.stream_schema.check()
-    except (msgspec.DecodeError, UsageError) as error:
+    except (*UNREADABLE, UsageError) as error:
         raise FormatError(f"{path}: the segment's header is invalid: {error}") from error
     return header, -(-(_PREFIX.size + size) // 64) * 64
 

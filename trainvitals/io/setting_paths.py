@@ -18,6 +18,11 @@ def collector_folder(named: str) -> Path | None:
     return path.absolute() if os.sep in named or os.path.isdir(path) else None  # noqa: PTH112
 
 
+def collector_urls(named: str) -> list[str]:
+    """Return the addresses of collectors on one database, which stand with commas between them."""
+    return [url for url in (part.strip() for part in named.split(",")) if url] or [named]
+
+
 def with_absolute_paths(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment with its relative paths made absolute by the present folder.
 

@@ -4,7 +4,8 @@
     <directory>/state.json       what is acknowledged, and the last number of each stream
 
 One owner appends; anyone may read, also over NFS while it grows. ``keep`` makes the spool the run's
-history: nothing is removed, and what does not fit is refused. Without it the oldest goes.
+history: nothing is removed, and what does not fit is refused. Without it the oldest goes, and what
+is acknowledged stays for ``retain_seconds``: a collector restored from a backup asks for it.
 ``state.json`` may be lost or stale: then more is sent again, and the store knows it already.
 
 What must hold after a crash, or an error of the disk, at any point:
@@ -19,14 +20,15 @@ What must hold after a crash, or an error of the disk, at any point:
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 from trainvitals.errors import FormatError, StorageError, UsageError
-from trainvitals.io.rundir import replace_file, sync_folder, write_all
+from trainvitals.io.rundir import is_full, replace_file, sync_folder, write_all
 from trainvitals.io.spool_files import (
     STATE_FILE,
     Headers,
@@ -62,13 +64,24 @@ class Spool:
         max_bytes: bound over all files.
         keep: never remove anything; refuse what does not fit.
         file_bytes: begin a new file above this size.
+        retain_seconds: how long a file stays after all of it was acknowledged.
+        retain_bytes: bound over such files; the oldest goes first.
+        now: wall time.
 
     Raises:
         StorageError: the folder cannot be used.
     """
 
     def __init__(
-        self, directory: Path, *, max_bytes: int, keep: bool, file_bytes: int = FILE_BYTES
+        self,
+        directory: Path,
+        *,
+        max_bytes: int,
+        keep: bool,
+        file_bytes: int = FILE_BYTES,
+        retain_seconds: float = 0.0,
+        retain_bytes: int = 0,
+        now: Callable[[], float] = time.time,
     ) -> None:
         if max_bytes < 1:
             raise UsageError(f"a spool's max_bytes is {max_bytes}; it must be positive")
@@ -76,6 +89,9 @@ class Spool:
         self.max_bytes = max_bytes
         self.keep = keep
         self._file_bytes = max(1, min(file_bytes, max_bytes // 4))
+        self._retain_seconds = retain_seconds
+        self._retain_bytes = retain_bytes
+        self._now = now
         self._lock = threading.RLock()
         self._num_corrupt = 0
         self._corrupt_at: set[Position] = set()
@@ -91,6 +107,10 @@ class Spool:
             self._state = self._saved = load_state(directory / STATE_FILE)
             self._last = {(r, i, s): seq for r, i, s, seq in self._state.last_seqs}
             self._sizes = {n: path.stat().st_size for n, path in spool_files(directory)}
+            # A clock that was set back since must not keep them for longer than was meant.
+            self._retained = {
+                n: min(at, now()) for n, at in self._state.retained if n in self._sizes
+            }
             self._num_bytes = sum(self._sizes.values())
             self._recover()
         except OSError as error:
@@ -101,6 +121,18 @@ class Spool:
     def num_bytes(self) -> int:
         """Bytes on disk."""
         return self._num_bytes
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes of files that stay though all of them is acknowledged."""
+        with self._lock:
+            return sum(self._sizes[number] for number in self._retained)
+
+    @property
+    def kept_from(self) -> Position:
+        """Where what is still there begins, acknowledged or not."""
+        with self._lock:
+            return Position(min(self._sizes, default=self._state.acked.file))
 
     @property
     def dropped_rows(self) -> int:
@@ -125,6 +157,9 @@ class Spool:
     def append(self, raw: bytes) -> bool:
         """Add a batch; durable after the next ``sync``. False: full (``keep``); counted.
 
+        One that is durable already is not added twice: a writer goes back to its own last ``sync``,
+        and the spool made some of what came after it durable by itself, or let it go acknowledged.
+
         Raises:
             FormatError: it is no valid batch.
             StorageError: the disk refused; the batch was not added. Call ``sync`` before the next
@@ -135,9 +170,11 @@ class Spool:
             if self._gave_up:
                 raise OSError("rows added earlier were lost before they reached the disk")
             key = (header.identity.run_id, header.identity.incarnation, header.stream)
+            if header.last_seq <= self._last.get(key, -1):
+                return True
             has_room = key not in self._refused and self._make_room(len(raw))
             if has_room:
-                self._write(raw)
+                self._write_if_retained_must_go(raw)
             else:
                 self._change(dropped_rows=self._state.dropped_rows + header.num_rows)
             added = self._unsynced if has_room else self._refused
@@ -181,14 +218,32 @@ class Spool:
             if position <= self._state.acked:
                 return
             self._change(acked=position)
-            done = [] if self.keep else [n for n in self._sizes if n < position.file]
+            done = self._retain()
             saved = self._saved.acked
             if done or position.file != saved.file or position.offset - saved.offset > SAVE_BYTES:
                 try:
                     self._save_state()
                 finally:
-                    for number in done:
-                        self._remove(number)
+                    self._prune()
+
+    def last_acked(self) -> bytes | None:
+        """Return the newest batch that was acknowledged; None where it is not there any more."""
+        acked = self._state.acked
+        files = [n for n in self._sizes if n < acked.file or (n == acked.file and acked.offset)]
+        newest = None
+        for end, raw in self.read(Position(max(files))) if files else ():
+            if end > acked:
+                break
+            newest = raw
+        return newest
+
+    def may_be_asked_for(self) -> bool:
+        """Return whether a restored collector may still lack something of it."""
+        with self._lock, self._disk("cannot be read"):
+            if self._retained or not self._sizes:
+                return bool(self._retained)
+            age = self._now() - self._path(max(self._sizes)).stat().st_mtime
+            return age < self._retain_seconds
 
     def close(self) -> None:
         """Sync, save the state, close the file."""
@@ -199,7 +254,34 @@ class Spool:
             finally:
                 self._leave()
 
+    # ---------------------------------------------------------- acknowledged and still there
+
+    def _retain(self) -> list[int]:
+        """Begin to count the time of each file all of which is acknowledged; return those."""
+        if self.keep:
+            return []
+        done = [n for n in self._sizes if n < self._state.acked.file and n not in self._retained]
+        self._retained |= dict.fromkeys(done, self._now())
+        return done
+
+    def _prune(self) -> None:
+        oldest = self._now() - self._retain_seconds
+        for number in sorted(self._retained):
+            if self._retained[number] > oldest and self.retained_bytes <= self._retain_bytes:
+                return
+            self._remove(number)
+
     # -------------------------------------------------------------------------- writing
+
+    def _write_if_retained_must_go(self, raw: bytes) -> None:
+        """Write the batch; on a full disk what is acknowledged makes room, the oldest first."""
+        while True:
+            try:
+                return self._write(raw)
+            except (OSError, StorageError) as error:
+                if not is_full(error) or not self._retained:
+                    raise
+                self._remove(min(self._retained))
 
     def _write(self, raw: bytes) -> None:
         if self._fd >= 0 and 0 < self._sizes[self._number] > self._file_bytes - len(raw):
@@ -312,6 +394,7 @@ class Spool:
             self._leave()
         self._resize(number, 0)
         del self._sizes[number]
+        self._retained.pop(number, None)
         positions = {position for position in self._corrupt_at if position.file == number}
         self._corrupt_at -= positions
         self._num_corrupt += len(positions)
@@ -336,7 +419,8 @@ class Spool:
         for key, seq in self._refused.items():
             _note(last, key, seq)
         last_seqs = [(*key, seq) for key, seq in last.items()]
-        self._change(scanned=scanned, last_seqs=last_seqs)
+        retained = sorted(self._retained.items())
+        self._change(scanned=scanned, last_seqs=last_seqs, retained=retained)
         with self._disk("cannot be written", self.directory / STATE_FILE):
             replace_file(self.directory / STATE_FILE, sealed_state(self._state))
         self._saved, self._last = self._state, last
@@ -373,9 +457,8 @@ class Spool:
         sync_folder(self.directory)  # what a killed owner wrote last is there, but on no disk yet
         if newest >= 0:
             self._write_anew(newest, scanned.offset if newest == scanned.file else 0)
-        if not self.keep:
-            for number in [n for n in self._sizes if n < self._state.acked.file]:
-                self._remove(number)
+        self._retain()
+        self._prune()
 
     def _scan_anew(self, number: int, start: int, *, complete: bool) -> int:
         """Note what lies in the file after ``start``; return where its last batch ends.

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from trainvitals.errors import FormatError
+from trainvitals.errors import UNREADABLE, FormatError
 from trainvitals.wire import MAGIC, PREFIX, batch_size, is_whole
 
 GROWING_SECONDS = 30.0
@@ -222,6 +222,8 @@ class State(msgspec.Struct, kw_only=True):
     """Up to where ``last_seqs`` knows the batches; all of that is durable."""
     dropped_rows: int = 0
     last_seqs: list[tuple[str, str, str, int]] = []
+    retained: list[tuple[int, float]] = []
+    """Files that stay though all of them is acknowledged, each with the wall time since when."""
 
 
 class _Sealed(msgspec.Struct):
@@ -245,7 +247,7 @@ def read_state(path: Path) -> State | None:
         return msgspec.json.decode(sealed.state, type=State)
     except FileNotFoundError:
         return State()
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
 
 

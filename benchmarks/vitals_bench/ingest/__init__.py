@@ -12,7 +12,9 @@ __all__ = ["PARTS", "Asked"]
 
 PARTS: Mapping[str, Callable[..., Iterator[Row]]] = {
     "cost": later("vitals_bench.ingest.cost", "measure_cost"),
+    "idle": later("vitals_bench.ingest.idle", "measure_idle"),
     "fleet": later("vitals_bench.ingest.fleet", "measure_fleet"),
+    "alert": later("vitals_bench.ingest.fleet", "measure_alert"),
     "store": later("vitals_bench.ingest.stored", "measure_store"),
     "bytes": later("vitals_bench.ingest.stored", "measure_bytes"),
 }

@@ -74,6 +74,12 @@ def measure_fleet(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]:  # n
     yield from measure_size(Size(num_steps=seconds, num_probes=10 if quick else 60))
 
 
+def measure_alert(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]:  # noqa: B008 - frozen
+    """Yield how soon a run of two nodes is alerted on, the merging of its rows included."""
+    size = Size(num_nodes=2, num_steps=10, num_probes=10 if quick else 90)
+    yield from (row for row in measure_size(size) if "webhook" in row.name)
+
+
 def measure_size(size: Size) -> Iterator[Row]:
     """Yield what a run of this size needed."""
     shm = Path("/dev/shm")
@@ -200,19 +206,26 @@ def rows_of(size: Size, seen: Seen) -> Iterator[Row]:
     (begin, used), (end, used_then) = seen.cpu[_WARM_UP_STEPS], seen.cpu[-1]
     behind = (1.0 - seen.stored_share) * size.num_steps
     kept_up = behind <= _BEHIND_SECONDS
-    median, worst = (1e3 * seconds for seconds in seen.outcome.reply_seconds)
+    median, worst = seen.outcome.reply_seconds
     yield Row(
         name=f"CPU of the collector, {ranks}",
         ours=100.0 * (used_then - used) / (end - begin) if kept_up else None,
         unit="% of a core",
-        goal=at_most(60.0),
+        goal=at_most(40.0),
         note=("" if kept_up else "void, it fell behind: ")
         + f"rows of {behind:.1f} s were on their way at the end of these "
-        f"{end - begin:.0f} s; a post is answered in {median:.0f} ms, p99 {worst:.0f} ms; "
-        f"the driver takes {100 * seen.outcome.cpu_share:.0f} % of a core and was "
-        f"{1e3 * seen.outcome.late_seconds:.0f} ms late at most"
+        f"{end - begin:.0f} s; the driver takes {100 * seen.outcome.cpu_share:.0f} % of a core and "
+        f"was {1e3 * seen.outcome.late_seconds:.0f} ms late at most"
         + f"; {seen.outcome.num_unanswered} nodes were not answered"
         * (seen.outcome.num_unanswered > 0),
+    )
+    yield Row(
+        name=f"from a post to its answer, p99, {ranks}",
+        ours=worst,
+        unit="s",
+        goal=at_most(2.0),
+        note=f"{seen.outcome.num_posts:,} posts, median {median:.2f} s; files are merged once a"
+        " minute meanwhile, and who posts waits for the commit of its second",
     )
     grown = growth([float(value) for value in seen.resident[len(seen.resident) // 2 :]])
     middle = float(np.median(seen.resident))
@@ -221,11 +234,12 @@ def rows_of(size: Size, seen: Seen) -> Iterator[Row]:
         ours=100.0 * grown / middle,
         unit="%",
         goal=at_most(100.0 * _FLAT),
-        note=f"{seen.resident[0] / 1e6:.0f} MB at first, {seen.resident[-1] / 1e6:.0f} MB at last",
+        note=f"{seen.resident[0] / 1e6:.0f} MB at first, {seen.resident[-1] / 1e6:.0f} MB at last,"
+        f" {max(seen.resident) / 1e6:.0f} MB at most",
     )
     for name, times, limit in (
         ("from a rank's write to an answer with its row, p99", seen.queryable, 2.0),
-        ("from a decision's write to its webhook, p99", seen.alerted, 1.0),
+        ("from a decision's write to its webhook, p99", seen.alerted, _alert_goal(size)),
     ):
         yield Row(
             name=f"{name}, {ranks}",
@@ -235,6 +249,10 @@ def rows_of(size: Size, seen: Seen) -> Iterator[Row]:
             note=f"{len(times)} times, median {np.median(times):.2f} s",
         )
     yield Row(name=f"rows lost, {ranks}", ours=float(seen.num_lost), unit="rows", goal=exactly(0))
+
+
+def _alert_goal(size: Size) -> float:
+    return 1.0 if size.num_nodes < NUM_NODES else 2.0
 
 
 def growth(values: list[float]) -> float:

@@ -1,10 +1,10 @@
-"""Rows a second into a database, and bytes a value in it, beside SQLAlchemy's own ways."""
+"""Rows a second into the store, and bytes a value in it, beside wide rows in a database."""
 
 from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -21,8 +21,7 @@ from vitals_bench.ingest.records import NAMES, Numbers, Writers
 from vitals_bench.measure import halves, interleave, medians
 from vitals_bench.processes import cpu_seconds_of
 from vitals_bench.rows import Goal, Row, at_most
-from vitals_collector.ingest.ingest import ingest_all
-from vitals_collector.storage.compaction import Compacted, compact, compact_writer, writers
+from vitals_collector.ingest.ingest import ingest_bodies
 from vitals_collector.storage.store import Store
 
 _STEP_NS = 1_000_000_000
@@ -37,7 +36,7 @@ class Size(NamedTuple):
 
     rounds: int
     batches: int
-    """In a round."""
+    """Of a round: each in a post of its own, all in one transaction, as what comes in a second."""
     num_rows: int
     """Where bytes are counted."""
 
@@ -85,7 +84,10 @@ def measure_store(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]:  # n
         )
         return
     for batch in (100, 1_000):
-        with wide.postgres_store() as (store, server):
+        with (
+            TemporaryDirectory(prefix="vitals-bench-") as folder,
+            wide.postgres_store(Path(folder)) as (store, server),
+        ):
             yield from _rows(store, batch, size, server)
 
 
@@ -106,14 +108,14 @@ def _rows(store: Store, batch: int, size: Size, server: psutil.Process | None) -
         arms.calls(), rounds=size.rounds, warm_up=1, between=arms.next, clock_ns=clock
     )
     begin = clock()
-    compact(store)
+    wide.merge(store)
     rest = (clock() - begin) / 1e9
     expect_rows(store, arms.source.run_id, arms.num_ours)
     num_rows = size.batches * batch
     ours = medians(times)["ours"] + rest / (size.rounds + 1)
     for peer in ("core", "orm"):
         yield Row(
-            name=f"rows of 20 values stored in a second of CPU, {batch:,} at once,"
+            name=f"rows of 20 values stored in a second of CPU, {size.batches} x {batch:,} at once,"
             f" {wide.engine_words(store)}",
             ours=num_rows / ours,
             unit="rows/s",
@@ -121,7 +123,7 @@ def _rows(store: Store, batch: int, size: Size, server: psutil.Process | None) -
             theirs=num_rows / medians(times)[peer],
             goal=GOALS[peer],
             spread=halves(times[peer]),
-            note="decoding, compaction and the server's CPU included; theirs come as dictionaries;"
+            note="decoding, merging and the server's CPU included; theirs come as dictionaries;"
             f" ours against itself {100 * halves(times['ours']):.0f} %; "
             f"SQLAlchemy {sqlalchemy.__version__}",
         )
@@ -135,7 +137,7 @@ def _clock(server: psutil.Process | None) -> Callable[[], int]:
 
 
 class _Arms:
-    """The three ways to store the same rows, each in a transaction for each batch."""
+    """The three ways to store the same rows, each in one transaction."""
 
     def __init__(self, store: Store, batch: int, size: Size) -> None:
         self.source = Source()
@@ -156,22 +158,24 @@ class _Arms:
         self._turn = self.source.batches(self._size.batches, self._batch)
 
     def _ours(self) -> None:
-        for raw in self._turn[0]:
-            for reply in ingest_all(self._store, [raw], _RECEIVED_NS):
-                self.num_ours += reply.num_new
-        for key in writers(self._store):  # what runs in the background
-            compact_writer(self._store, key, Compacted(), is_over=False)
+        self.num_ours += store_all(self._store, self._turn[0])
 
     def _core(self) -> None:
-        for rows in self._turn[1]:
-            with self._store.write() as connection:
+        with self._store.write() as connection:
+            for rows in self._turn[1]:
                 connection.execute(self._table.insert(), rows)
 
     def _orm(self) -> None:
-        for rows in self._turn[1]:
-            with self._store.write() as connection, Session(connection) as session:
+        with self._store.write() as connection, Session(connection) as session:
+            for rows in self._turn[1]:
                 session.add_all([self._class(**row) for row in rows])
                 session.flush()
+
+
+def store_all(store: Store, raws: Sequence[bytes]) -> int:
+    """Store the batches as posts of one second; return how many rows were new."""
+    answers = ingest_bodies(store, [[raw] for raw in raws], _RECEIVED_NS)
+    return sum(reply.num_new for answer in answers if isinstance(answer, tuple) for reply in answer)
 
 
 def expect_rows(store: Store, run_id: str, num_rows: int) -> None:
@@ -198,19 +202,19 @@ def expect_rows(store: Store, run_id: str, num_rows: int) -> None:
 
 
 def measure_bytes(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]:  # noqa: B008 - frozen
-    """Yield bytes a value after compaction, of float32 and of float64 values."""
+    """Yield bytes a value after merging, of float32 and of float64 values."""
     size = QUICK if quick else FULL
     for is_float32, goal in ((True, 5.0), (False, 9.0)):
         with TemporaryDirectory(prefix="vitals-bench-") as folder:
             ours, theirs = _bytes_a_value(Path(folder), size, is_float32=is_float32)
         yield Row(
-            name=f"bytes of a {'float32' if is_float32 else 'float64'} value in SQLite, compacted",
+            name=f"bytes of a {'float32' if is_float32 else 'float64'} value, merged",
             ours=ours,
             unit="bytes",
-            peer="wide rows of 20 values",
+            peer="wide rows of 20 values in SQLite",
             theirs=theirs,
             goal=at_most(goal),
-            note=f"{size.num_rows:,} rows, their steps, times and index included; "
+            note=f"{size.num_rows:,} rows, their steps, times, catalogue and index included; "
             "all 20 values vary by 1 %",
         )
 
@@ -223,15 +227,22 @@ def _bytes_a_value(folder: Path, size: Size, *, is_float32: bool) -> tuple[float
     ):
         with theirs.write() as connection:
             table.create(connection)
-        before = wide.used_bytes(ours), wide.used_bytes(theirs)
+        before = _bytes_of(ours, folder), wide.used_bytes(theirs)
         for _ in range(0, size.num_rows, 10_000):
             raws, plain = source.batches(100, 100)
-            ingest_all(ours, raws, _RECEIVED_NS)
+            store_all(ours, raws)
             with theirs.write() as connection:
                 for rows in plain:
                     connection.execute(table.insert(), rows)
-        compact(ours)
+        wide.merge(ours)
         expect_rows(ours, source.run_id, size.num_rows)
-        after = wide.used_bytes(ours), wide.used_bytes(theirs)
+        after = _bytes_of(ours, folder, source.run_id), wide.used_bytes(theirs)
     num = size.num_rows * len(NAMES)
     return (after[0] - before[0]) / num, (after[1] - before[1]) / num
+
+
+def _bytes_of(store: Store, folder: Path, run_id: str = "") -> int:
+    """Return the bytes of the run's rows, of the catalogue and of the database."""
+    catalogue = (folder / "ours" / "lake" / "catalogue.sqlite").stat().st_size
+    rows = store.numbers.num_bytes(run_id) if run_id else 0
+    return rows + catalogue + wide.used_bytes(store)

@@ -1,4 +1,4 @@
-"""The bench `numbers`: the lake beside the store of chunks that it is to replace."""
+"""The bench `numbers`: what it costs to store rows in the lake, and to tidy it up meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from vitals_bench.rows import Row
 
 PARTS: Mapping[str, Callable[..., Iterator[Row]]] = {
     "commits": later("vitals_bench.numbers.commits", "measure_commits"),
-    "questions": later("vitals_bench.numbers.questions", "measure_questions"),
-    "ranks": later("vitals_bench.numbers.questions", "measure_ranks"),
+    "merging": later("vitals_bench.numbers.merging", "measure_merging"),
 }
 """Each is called with ``quick`` and yields its rows."""

@@ -9,5 +9,6 @@ from vitals_bench.rows import Row
 
 PARTS: Mapping[str, Callable[..., Iterator[Row]]] = {
     "query": later("vitals_bench.query.measure", "measure_query"),
+    "ranks": later("vitals_bench.query.ranks", "measure_ranks"),
 }
 """Each is called with ``quick`` and yields its rows."""

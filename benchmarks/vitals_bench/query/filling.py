@@ -28,9 +28,9 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Column, Schema
 from trainvitals.wire import BatchHeader, encode_batch
+from vitals_bench import wide
 from vitals_bench.ingest.records import ATTEMPT, identity_of
 from vitals_collector.ingest.ingest import ingest_all
-from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.store import Store
 
 BATCH_ROWS = 1_000
@@ -116,15 +116,15 @@ class Filling:
         """The step that people ask about."""
         return self.size.num_steps - self.size.num_last // 2
 
-    def fill(self, store: Store) -> None:
-        """Store the run as it would have come, and compact it."""
+    def fill(self, store: Store, *, is_merged: bool = True) -> None:
+        """Store the run as it would have come, and merge its files, or leave that to do."""
         ingest_all(store, [self._events(self._identity(0))], _RECEIVED_NS)
-        for batches in self.row_batches():
+        for batches in self._row_batches():
             ingest_all(store, batches, _RECEIVED_NS)
-        compact(store)
+        if is_merged:
+            wide.merge(store)
 
-    def row_batches(self) -> Iterator[list[bytes]]:
-        """Yield the batches of rows, some thousand rows at a time."""
+    def _row_batches(self) -> Iterator[list[bytes]]:
         for first, values in pieces(self.size, self.planted):
             yield list(self._batches(self._identity(0), first, values))
         rng = np.random.default_rng(5)

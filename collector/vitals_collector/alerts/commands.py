@@ -155,7 +155,7 @@ def listed(
         .order_by(commands.c.number.desc())
         .limit(MAX_LISTED)
     )
-    with store.read(settled=False) as connection:
+    with store.read() as connection:
         views = [_view(row, now_unix_ns) for row in connection.execute(query)]
     return tuple(view for view in views if status in ("", view.status))
 
@@ -191,7 +191,7 @@ def mark_delivered(
 def expire(store: Store, now_unix_ns: int) -> int:
     """Give pending commands whose time is over their final status; return how many there were."""
     late = (commands.c.status == "pending", commands.c.expires_unix_ns <= now_unix_ns)
-    with store.read(settled=False) as connection:
+    with store.read() as connection:
         if connection.execute(select(commands.c.number).where(*late).limit(1)).first() is None:
             return 0  # the usual case takes no write lock
     with store.write() as connection:
@@ -210,7 +210,7 @@ def expire(store: Store, now_unix_ns: int) -> int:
 def counts(store: Store) -> dict[str, int]:
     """Return the number of commands by status."""
     query = select(commands.c.status, func.count()).group_by(commands.c.status)
-    with store.read(settled=False) as connection:
+    with store.read() as connection:
         return {str(status): int(num) for status, num in connection.execute(query)}
 
 

@@ -1,21 +1,34 @@
-"""The bounded queue between the inbox and the notifiers: at least once, never blocking.
+"""From the inbox to the receivers: each has its own queue and thread, and is tried until it has it.
 
-The newest state of each alert waits per notifier until it was delivered, with back-off. A firing
-alert is posted again until it resolves to notifiers that want that, so a receiver that was
-restarted, or an Alertmanager that forgets after its ``resolve_timeout``, still knows.
+A state of an alert waits for a receiver until it was delivered, somebody acknowledged it, it was
+silenced, or the alert moved on; a refusal (4xx) is tried again too, ever more seldom. Its delivery
+id is the same on every try, also after a restart. Who has had what is written into the ledger
+(``deliveries.SqlLedger``), so another collector can go on from there: killed between a delivery
+and its record, a delivery repeats with the same id, and none is lost.
 """
 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
+from msgspec.structs import replace
+
+from trainvitals.alerting import fingerprint
 from trainvitals.clock import Clock
+from trainvitals.errors import StorageError
 from trainvitals.views import AlertView
-from vitals_collector.alerts.notifiers import Notifier, Result
+from vitals_collector.alerts.notifiers import Notifier, Result, delivery_id
 
+_ERROR_SECONDS = 5.0
+"""After an error of our own a receiver's thread goes on."""
 _LOG = logging.getLogger("vitals.collector.notify")
+_REMEMBERED = 10_000
+"""Deliveries that are remembered per receiver beside the ledger."""
+_FAILING = "ReceiverFailing"
+_URGENCY = {"page": 0, "notify": 1, "log": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,17 +36,47 @@ class DispatchConfig:
     """How hard delivery is tried."""
 
     max_pending: int = 1_000
-    """Alerts waiting per notifier; beyond it the oldest is dropped, and counted."""
+    """Alerts waiting per receiver; beyond it the least urgent, oldest one leaves, and is counted.
+    It is handed out again from the store once there is room."""
     batch: int = 100
     """Alerts in one delivery."""
     first_retry_seconds: float = 1.0
     """Wait after the first failure; doubled each time."""
     max_retry_seconds: float = 60.0
-    """Longest wait between two tries."""
-    max_tries: int = 12
-    """Tries of one state of one alert: about eight minutes; then it is given up, and counted."""
+    """Longest wait between two tries, unless the receiver asked for a longer one."""
+    max_retry_after_seconds: float = 3_600.0
+    """Longest wait that a receiver may ask for."""
+    failing_after_seconds: float = 300.0
+    """A receiver that took nothing for so long is failing: the others are told."""
+    failing_after_refusals: int = 10
+    """So is one that refused so many deliveries in a row."""
     repost_seconds: float = 60.0
-    """How often a firing alert is told again to a notifier that wants it."""
+    """How often a firing alert is told again to a receiver that wants it."""
+
+
+class Checked(NamedTuple):
+    """What of the alerts that are due is still to be delivered."""
+
+    due: frozenset[str]
+    """Fingerprints to deliver now."""
+    had: frozenset[str]
+    """Fingerprints of those that the receiver has had, or does not need."""
+
+
+class Ledger(Protocol):
+    """Who has had what, and what has changed of the alerts meanwhile."""
+
+    def check(self, receiver: str, alerts: Sequence[AlertView], *, reposts: bool) -> Checked:
+        """Say which of the alerts the receiver still needs."""
+        ...
+
+    def record(self, receiver: str, alerts: Sequence[AlertView]) -> None:
+        """Note, durably, that the receiver has had the alerts' states."""
+        ...
+
+    def heard_by(self, alert: AlertView) -> frozenset[str]:
+        """Return the receivers that have had the alert's state."""
+        ...
 
 
 @dataclass(slots=True)
@@ -45,12 +88,43 @@ class _Waiting:
     """Delivered, and kept only to be posted again."""
 
 
+@dataclass(slots=True)
+class _Line:
+    """What waits for one receiver, and how it has answered lately."""
+
+    notifier: Notifier
+    waiting: dict[str, _Waiting] = field(default_factory=dict)
+    delivered: dict[str, str] = field(default_factory=dict)
+    """The newest delivery id by fingerprint."""
+    wake: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    not_before_ns: int = 0
+    failures: int = 0
+    refusals: int = 0
+    failing_since_ns: int = 0
+    failing: AlertView | None = None
+    """The alert about this receiver, while it fires."""
+
+    @property
+    def after_seconds(self) -> float:
+        """How long a page waits for an acknowledgement before it is escalated to this receiver."""
+        return float(getattr(self.notifier, "after_seconds", 0.0))
+
+    def takes(self, alert: AlertView) -> bool:
+        if alert.name == _FAILING and alert.labels["receiver"] == self.notifier.name:
+            return False  # about itself
+        if alert.severity == "log":
+            return self.notifier.takes_log
+        return alert.severity == "page" or not self.after_seconds
+
+
 class Dispatcher:
-    """Delivers alerts to notifiers in its own thread; ``submit`` never blocks and never raises.
+    """Delivers alerts to receivers, each in its own thread; ``submit`` never waits for one.
 
     One alert's newer state replaces its older one that still waits. ``on_settled`` is told when
-    every notifier has had an alert's state (or gave up), so that the inbox need not send it again
-    after a restart.
+    every receiver has had an alert's state, so that the inbox need not hand it out again;
+    ``report`` is told that a receiver fails, or takes alerts again. Where ``is_pager`` says no,
+    another collector delivers: nothing is queued or sent here.
     """
 
     def __init__(
@@ -60,141 +134,341 @@ class Dispatcher:
         clock: Clock,
         config: DispatchConfig | None = None,
         on_settled: Callable[[AlertView], None] | None = None,
+        report: Callable[[AlertView], None] | None = None,
+        ledger: Ledger | None = None,
+        is_pager: Callable[[], bool] = lambda: True,
     ) -> None:
         self.notifiers = tuple(notifiers)
+        self.is_pager = is_pager
         self._on_settled = on_settled
+        self._report = report or self.submit
+        self._ledger = ledger
         self._config = config or DispatchConfig()
         self._clock = clock
-        self._waiting: dict[str, dict[str, _Waiting]] = {n.name: {} for n in self.notifiers}
+        self._lines = {n.name: _Line(n) for n in self.notifiers}
         self._lock = threading.Lock()
-        self._wake = threading.Event()
         self._stopping = False
-        self._thread: threading.Thread | None = None
         self._outcomes: Counter[tuple[str, str]] = Counter()
 
+    # ---------------------------------------------------------------------------- what waits
+
     def submit(self, alert: AlertView) -> None:
-        """Queue the alert's present state for every notifier."""
-        with self._lock:
-            for notifier in self.notifiers:
-                if notifier.takes_log or alert.severity != "log":
-                    self._put(notifier.name, _Waiting(alert, self._clock.monotonic_ns()))
-        self._wake.set()
+        """Queue the alert's present state for every receiver."""
+        self._queue(alert, self._lines.values(), is_new=True)
 
     def resume(self, alert: AlertView) -> None:
-        """Queue a state that was not settled, unless it is on its way already."""
+        """Queue a state that was not settled, for the receivers it is not on its way to."""
         with self._lock:
-            is_waiting = any(alert.fingerprint in waiting for waiting in self._waiting.values())
-        if not is_waiting:
-            self.submit(alert)
+            lines = [line for line in self._lines.values() if alert.fingerprint not in line.waiting]
+        self._queue(alert, lines)
 
     def keep_posting(self, alert: AlertView) -> None:
         """See to it that a settled, firing alert is posted again where that is wanted."""
         with self._lock:
-            for notifier in self.notifiers:
-                can_repost = (
-                    notifier.reposts and alert.fingerprint not in self._waiting[notifier.name]
-                )
-                if can_repost and alert.severity != "log":
-                    item = _Waiting(alert, self._clock.monotonic_ns(), settled=True)
-                    self._put(notifier.name, item)
-        self._wake.set()
+            lines = [
+                line
+                for line in self._lines.values()
+                if line.notifier.reposts and alert.fingerprint not in line.waiting
+            ]
+        self._queue(alert, lines, settled=True)
 
-    def withdraw(self, fingerprint: str) -> None:
-        """Forget what waits of an alert: it was silenced."""
+    def adopt(self, failing: Iterable[AlertView]) -> list[AlertView]:
+        """Go on from what an earlier process reported of receivers; return what is of none here."""
+        by_receiver = {alert.labels.get("receiver", ""): alert for alert in failing}
         with self._lock:
-            for waiting in self._waiting.values():
-                waiting.pop(fingerprint, None)
+            for name, line in self._lines.items():
+                line.failing = by_receiver.pop(name, None)
+        return list(by_receiver.values())
 
-    def _put(self, name: str, item: _Waiting) -> None:
-        waiting = self._waiting[name]
+    def forget(self) -> None:
+        """Forget all that waits: what is to be delivered is handed out anew."""
+        with self._lock:
+            for line in self._lines.values():
+                line.waiting.clear()
+
+    def withdraw(self, fingerprint: str, *, keep_posting: bool = False) -> None:
+        """Forget what waits of an alert: it was silenced or acknowledged.
+
+        Args:
+            fingerprint: of which alert.
+            keep_posting: leave it with receivers that are told again and again until it resolves.
+        """
+        with self._lock:
+            for line in self._lines.values():
+                if not (keep_posting and line.notifier.reposts):
+                    line.waiting.pop(fingerprint, None)
+
+    def _queue(
+        self,
+        alert: AlertView,
+        lines: Iterable[_Line],
+        *,
+        settled: bool = False,
+        is_new: bool = False,
+    ) -> None:
+        if not self.is_pager():
+            return
+        with self._lock:
+            for line in lines:
+                if line.takes(alert):
+                    due_ns = self._due_ns(line, alert, is_new=is_new)
+                    self._put(line, _Waiting(alert, due_ns, settled=settled))
+                    line.wake.set()
+
+    def _due_ns(self, line: _Line, alert: AlertView, *, is_new: bool) -> int:
+        now, wait_ns = self._clock.monotonic_ns(), int(line.after_seconds * 1e9)
+        if not wait_ns or alert.state != "firing":
+            return now
+        if is_new:  # the clock that says when it started is a rank's, and may be anything
+            return now + wait_ns
+        due = alert.started_unix_ns + wait_ns
+        return now + min(wait_ns, max(0, due - self._clock.time_ns()))
+
+    def _put(self, line: _Line, item: _Waiting) -> None:
+        waiting = line.waiting
         waiting.pop(item.alert.fingerprint, None)
         if len(waiting) >= self._config.max_pending:
-            waiting.pop(next(iter(waiting)))
-            self._outcomes[name, "dropped"] += 1
+            # The first of the least urgent: information never pushes a page out.
+            least = max(waiting.values(), key=lambda w: _URGENCY[w.alert.severity])
+            self._outcomes[line.notifier.name, "dropped"] += 1
+            if _URGENCY[item.alert.severity] > _URGENCY[least.alert.severity]:
+                return
+            waiting.pop(least.alert.fingerprint)
         waiting[item.alert.fingerprint] = item
 
     def outcomes(self) -> dict[tuple[str, str], int]:
-        """Return counts by (notifier, outcome): delivered, retried, failed, dropped."""
+        """Return counts by (receiver, outcome): delivered, retried, failed (refused), dropped."""
         with self._lock:
             return dict(self._outcomes)
 
+    # ------------------------------------------------------------------------------- threads
+
     def pump(self) -> float | None:
-        """Deliver what is due and return the seconds until the next is, or None."""
-        for notifier in self.notifiers:
-            while due := self._take_due(notifier.name):
-                self._deliver(notifier, due)
-        now = self._clock.monotonic_ns()
-        with self._lock:
-            dues = [w.due_ns for waiting in self._waiting.values() for w in waiting.values()]
-        return max(0.0, (min(dues) - now) / 1e9) if dues else None
+        """Deliver to all what is due and return the seconds until the next is, or None."""
+        for line in self._lines.values():
+            self._pump(line)
+        waits = [self._wait(line) for line in self._lines.values()]  # one may put to others
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def start(self) -> None:
-        """Start the delivering thread."""
-        self._thread = threading.Thread(target=self._run, name="vitals-notify", daemon=True)
-        self._thread.start()
+        """Start one thread per receiver."""
+        for name, line in self._lines.items():
+            line.thread = threading.Thread(
+                target=self._run, args=(line,), name=f"vitals-notify-{name}", daemon=True
+            )
+            line.thread.start()
 
     def close(self, *, timeout: float = 5.0) -> None:
-        """Stop the thread after a last try, and close the notifiers' connections."""
+        """Stop the threads after a last try, and close the receivers' connections."""
         self._stopping = True
-        self._wake.set()
-        if self._thread is not None:
-            self._thread.join(timeout)
-            self._thread = None
-        for notifier in self.notifiers:
-            if (close := getattr(notifier, "close", None)) is not None:
+        end = self._clock.monotonic_ns() + int(timeout * 1e9)
+        for line in self._lines.values():
+            line.wake.set()
+        for line in self._lines.values():
+            if line.thread is not None:
+                line.thread.join(max(0.0, (end - self._clock.monotonic_ns()) / 1e9))
+            if (close := getattr(line.notifier, "close", None)) is not None:
                 close()
+            line.thread = None
 
-    def _run(self) -> None:
+    def _run(self, line: _Line) -> None:
         while True:
-            wait = self.pump()
+            line.wake.clear()
+            wait: float | None = _ERROR_SECONDS
+            try:
+                wait = self._pump(line)
+            except Exception:  # noqa: BLE001 - without this thread the receiver hears nothing more
+                with self._lock:  # what was taken is handed out again: it is not settled
+                    self._outcomes[line.notifier.name, "retried"] += 1
+                _LOG.exception("delivery_failed receiver=%s", line.notifier.name)
             if self._stopping:
                 return
-            self._wake.wait(wait)
-            self._wake.clear()
+            line.wake.wait(wait)
 
-    def _take_due(self, name: str) -> list[_Waiting]:
+    def _pump(self, line: _Line) -> float | None:
+        while due := self._take_due(line):
+            self._deliver(line, due)
+        return self._wait(line)
+
+    def _wait(self, line: _Line) -> float | None:
         now = self._clock.monotonic_ns()
         with self._lock:
-            waiting = self._waiting[name]
-            due = [w for w in waiting.values() if w.due_ns <= now][: self._config.batch]
+            dues = [max(w.due_ns, line.not_before_ns) for w in line.waiting.values()]
+        return max(0.0, (min(dues) - now) / 1e9) if dues else None
+
+    # ------------------------------------------------------------------------------ delivery
+
+    def _take_due(self, line: _Line) -> list[_Waiting]:
+        now = self._clock.monotonic_ns()
+        is_pager = self.is_pager()
+        with self._lock:
+            if not is_pager:
+                line.waiting.clear()
+            if line.not_before_ns > now:
+                return []
+            due = [w for w in line.waiting.values() if w.due_ns <= now]
+            due.sort(key=lambda w: _URGENCY[w.alert.severity])
+            # After a refusal one by one: one alert that is refused must not take others with it.
+            is_single = line.refusals or getattr(line.notifier, "one_by_one", False)
+            due = due[: 1 if is_single else self._config.batch]
             for item in due:
-                del waiting[item.alert.fingerprint]
+                del line.waiting[item.alert.fingerprint]
         return due
 
-    def _deliver(self, notifier: Notifier, due: list[_Waiting]) -> None:
+    def _deliver(self, line: _Line, due: list[_Waiting]) -> None:
+        due = self._still_wanted(line, due)
+        if not due:
+            return
+        notifier = line.notifier
         try:
             result = notifier.notify([w.alert for w in due])
-        except Exception as error:  # noqa: BLE001 - one notifier's fault must not silence the rest
-            _LOG.exception("notifier %s raised", notifier.name)
+        except Exception as error:  # noqa: BLE001 - one receiver's fault must not silence the rest
+            _LOG.exception("receiver %s raised", notifier.name)
             result = Result(recoverable=False, error=f"{type(error).__name__}: {error}")
-        with self._lock:
-            settled = [w.alert for w in due if self._after(notifier, w, result)]
         if result.error:
-            _LOG.warning("notifier %s: %s", notifier.name, result.error)
-        for alert in settled:
-            if self._on_settled is not None and self._settled_everywhere(alert):
-                self._on_settled(alert)
+            _LOG.warning("receiver %s: %s", notifier.name, result.error)
+            self._after_failure(line, due, result)
+        else:
+            self._after_delivery(line, due)
 
-    def _after(self, notifier: Notifier, item: _Waiting, result: Result) -> bool:
-        """Keep the item for a retry or a re-post; return whether its state is done with."""
-        item.tries += 1
-        again = result.recoverable and item.tries < self._config.max_tries
-        outcome = ("retried" if again else "failed") if result.error else "delivered"
-        self._outcomes[notifier.name, outcome] += 1
-        if again:
-            wait = self._config.first_retry_seconds * 2.0 ** (item.tries - 1)
-            self._hold(notifier, item, min(wait, self._config.max_retry_seconds))
-        elif notifier.reposts and item.alert.state == "firing":
-            item.tries, item.settled = 0, True
-            self._hold(notifier, item, self._config.repost_seconds)
-        return not again
+    def _still_wanted(self, line: _Line, due: list[_Waiting]) -> list[_Waiting]:
+        """Return what the receiver still needs, by the store's word where it can be asked."""
+        name = line.notifier.name
+        fresh = [w for w in due if w.settled or not self._has_had(line, w.alert)]
+        checked = Checked(frozenset(w.alert.fingerprint for w in fresh), frozenset())
+        asked = [w.alert for w in fresh]
+        if self._ledger is not None and asked:
+            try:
+                checked = self._ledger.check(
+                    name,
+                    asked,
+                    reposts=line.notifier.reposts,
+                )
+            except StorageError as error:  # told twice rather than not at all
+                _LOG.warning("receiver %s: delivering without the ledger: %s", name, error)
+        for item in due:
+            if item not in fresh or item.alert.fingerprint in checked.had:
+                self._remember(line, item.alert)
+                self._settle(item.alert)
+        return [w for w in fresh if w.alert.fingerprint in checked.due]
 
-    def _hold(self, notifier: Notifier, item: _Waiting, seconds: float) -> None:
+    def _has_had(self, line: _Line, alert: AlertView) -> bool:
+        had = line.delivered.get(alert.fingerprint) == delivery_id(alert, line.notifier.name)
+        return had and not line.notifier.reposts
+
+    def _after_delivery(self, line: _Line, due: list[_Waiting]) -> None:
+        notifier, alerts = line.notifier, [w.alert for w in due if not w.settled]
+        for item in due:
+            self._remember(line, item.alert)
+        self._record(notifier.name, alerts)
+        with self._lock:
+            self._outcomes[notifier.name, "delivered"] += len(due)
+            line.failures = line.refusals = 0
+            line.failing_since_ns = 0
+            for item in due:
+                if notifier.reposts and item.alert.state == "firing":
+                    item.tries, item.settled = 0, True
+                    self._hold(line, item, self._config.repost_seconds)
+            recovered, line.failing = line.failing, None
+        for alert in alerts:
+            self._settle(alert)
+        if recovered is not None:
+            self._tell_others(ended(recovered, self._clock.time_ns()))
+
+    def _after_failure(self, line: _Line, due: list[_Waiting], result: Result) -> None:
+        now = self._clock.monotonic_ns()
+        with self._lock:
+            line.failures += 1
+            line.refusals = 0 if result.recoverable else line.refusals + 1
+            line.failing_since_ns = line.failing_since_ns or now
+            outcome = "retried" if result.recoverable else "failed"
+            self._outcomes[line.notifier.name, outcome] += len(due)
+            for item in due:
+                item.tries += 1
+                self._hold(line, item, self._backoff(item.tries))
+            wait = self._backoff(line.failures) if result.recoverable else 0.0
+            asked = min(result.retry_after, self._config.max_retry_after_seconds)
+            line.not_before_ns = now + int(max(wait, asked) * 1e9)
+            is_new = line.failing is None and self._is_failing(line, now)
+            if is_new:
+                line.failing = _failing_alert(line.notifier.name, result, self._clock.time_ns())
+        if is_new and line.failing is not None:
+            self._tell_others(line.failing)
+
+    def _backoff(self, tries: int) -> float:
+        wait = self._config.first_retry_seconds * 2.0 ** min(tries - 1, 30)
+        return min(wait, self._config.max_retry_seconds)
+
+    def _is_failing(self, line: _Line, now: int) -> bool:
+        is_late = now - line.failing_since_ns >= self._config.failing_after_seconds * 1e9
+        return is_late or line.refusals >= self._config.failing_after_refusals
+
+    def _tell_others(self, alert: AlertView) -> None:
+        try:
+            self._report(alert)
+        except StorageError as error:  # told without a trace rather than not at all
+            _LOG.warning("alert %s of a receiver is not stored: %s", alert.fingerprint, error)
+            self.submit(alert)
+
+    def _hold(self, line: _Line, item: _Waiting, seconds: float) -> None:
         item.due_ns = self._clock.monotonic_ns() + int(seconds * 1e9)
         # A newer state that came in the meantime stands.
-        self._waiting[notifier.name].setdefault(item.alert.fingerprint, item)
+        line.waiting.setdefault(item.alert.fingerprint, item)
 
-    def _settled_everywhere(self, alert: AlertView) -> bool:
+    def _remember(self, line: _Line, alert: AlertView) -> None:
         with self._lock:
-            held = (waiting.get(alert.fingerprint) for waiting in self._waiting.values())
-            return all(item is None or item.settled for item in held)
+            line.delivered.pop(alert.fingerprint, None)
+            line.delivered[alert.fingerprint] = delivery_id(alert, line.notifier.name)
+            if len(line.delivered) > _REMEMBERED:
+                line.delivered.pop(next(iter(line.delivered)))
+
+    def _record(self, receiver: str, alerts: list[AlertView]) -> None:
+        if self._ledger is None or not alerts:
+            return
+        try:
+            self._ledger.record(receiver, alerts)
+        except StorageError as error:  # remembered here; a restart may repeat it, with the same id
+            _LOG.warning("receiver %s: a delivery could not be recorded: %s", receiver, error)
+
+    def _settle(self, alert: AlertView) -> None:
+        """Tell that every receiver has had the state, if so."""
+        if self._on_settled is None:
+            return
+        with self._lock:
+            open_lines = {
+                name
+                for name, line in self._lines.items()
+                if line.takes(alert)
+                and line.delivered.get(alert.fingerprint) != delivery_id(alert, name)
+            }
+        try:
+            if open_lines and self._ledger is not None:
+                open_lines -= self._ledger.heard_by(alert)
+            if not open_lines:
+                self._on_settled(alert)
+        except StorageError as error:  # handed out again later, and found delivered then
+            _LOG.warning("alert %s stays open: %s", alert.fingerprint, error)
+
+
+def _failing_alert(receiver: str, result: Result, now: int) -> AlertView:
+    labels = {"receiver": receiver}
+    return AlertView(
+        fingerprint=fingerprint(_FAILING, labels),
+        name=_FAILING,
+        run_id="",
+        severity="page",
+        state="firing",
+        summary=f"Receiver {receiver} takes no alerts: {result.error}"[:500],
+        labels=labels,
+        step=-1,
+        started_unix_ns=now,
+        updated_unix_ns=now,
+    )
+
+
+def ended(alert: AlertView, now: int) -> AlertView:
+    """Return the alert as it is once it is over."""
+    return replace(alert, state="resolved", updated_unix_ns=now, ended_unix_ns=now)
+
+
+__all__ = ["Checked", "DispatchConfig", "Dispatcher", "Ledger", "ended"]

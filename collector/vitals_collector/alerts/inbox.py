@@ -11,7 +11,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -20,8 +20,23 @@ from sqlalchemy import Connection, Row, select
 from trainvitals.alerting import Alert, AlertState, AlertStatus, advance, point_is_over
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
-from trainvitals.views import AckRequest, AlertView, RunState
-from vitals_collector.storage.schema import alerts, audit, engine_state, silences
+from trainvitals.views import (
+    AckRequest,
+    AlertView,
+    EndSilenceRequest,
+    RunState,
+    SilenceRequest,
+    SilenceView,
+)
+from vitals_collector.alerts.silences import (
+    Silences,
+    add_silence,
+    end_silence,
+    listed_silences,
+    parse_matchers,
+    silences_now,
+)
+from vitals_collector.storage.schema import alerts, audit, engine_state
 from vitals_collector.storage.store import UNKNOWN, Store, clean, insert
 
 MAX_LISTED = 1_000
@@ -32,6 +47,14 @@ MAX_SILENCE_SECONDS = 30 * 86_400.0
 """Longest silence: each has an end, for nobody remembers one that has not."""
 
 Tell = Callable[[AlertView], None]
+
+
+class Hush(Protocol):
+    """Is told that an alert was silenced, or acknowledged: then it may still be posted."""
+
+    def __call__(self, fingerprint: str, *, keep_posting: bool = False) -> None: ...
+
+
 NewestBy = Literal["updated_unix_ns", "started_unix_ns"]
 
 
@@ -104,10 +127,16 @@ def listed(
         query = query.where(alerts.c.run_id == run_id)
     if state:
         query = query.where(alerts.c.state == state)
-    with store.read(settled=False) as connection:
-        quiet = _silences_now(connection, now_unix_ns)
+    with store.read() as connection:
+        quiet = silences_now(connection, now_unix_ns)
         rows = connection.execute(query.limit(MAX_LISTED)).all()
     return tuple(_silenced(entry_of(row).view, quiet) for row in rows)
+
+
+def silences_listed(store: Store, *, now_unix_ns: int) -> tuple[SilenceView, ...]:
+    """Return the silences in force and to come, with how many alerts each silences now."""
+    with store.read() as connection:
+        return listed_silences(connection, _open_views(connection), now_unix_ns)
 
 
 class Inbox:
@@ -119,13 +148,13 @@ class Inbox:
         *,
         clock: Clock,
         tell: Tell | None = None,
-        hush: Callable[[str], None] | None = None,
+        hush: Hush | None = None,
         config: InboxConfig | None = None,
     ) -> None:
         self._store = store
         self._clock = clock
         self._tell = tell or _nobody
-        self._hush = hush or _nobody
+        self._hush = hush or _nobody_at_all
         self._config = config or InboxConfig()
         self._lock = threading.Lock()
         self._fired: Counter[tuple[str, str]] = Counter()
@@ -157,7 +186,7 @@ class Inbox:
     def update(self, runs: Iterable[RunNow]) -> None:
         """Bring every alert to where its run's present puts it."""
         now = self._clock.time_ns()
-        with self._store.read(settled=False) as connection:
+        with self._store.read() as connection:
             open_alerts = _load_open(connection)
         changed = [
             (before, after)
@@ -224,6 +253,22 @@ class Inbox:
         started = min(now, run.since.get(alert.fingerprint) or now)
         return Entry(_view(alert, run.run_id, state, started, now), life)
 
+    # ------------------------------------------------------------------------- about no run
+
+    def report(self, view: AlertView) -> None:
+        """Store and tell an alert about Vitals itself, which is about no run."""
+        with self._store.write() as connection:
+            present = _load(connection, view.fingerprint)
+            entry = _merged(present, Entry(view, Life(point=False)))
+            _save(connection, entry)
+        self._tell_all([entry.view])
+
+    def reported(self) -> tuple[AlertView, ...]:
+        """Return the alerts about Vitals itself that fire."""
+        query = select(alerts).where(alerts.c.run_id.is_(None), alerts.c.state == "firing")
+        with self._store.read() as connection:
+            return tuple(entry_of(row).view for row in connection.execute(query))
+
     # ------------------------------------------------------------------------------ for people
 
     def acknowledge(self, fingerprint: str, request: AckRequest) -> AlertView:
@@ -243,15 +288,69 @@ class Inbox:
                     code=UNKNOWN,
                 )
             if request.silence_seconds:
-                _add_silence(connection, fingerprint, request, now)
+                add_silence(connection, request, starts=now, fingerprint=fingerprint)
             else:
                 entry = Entry(replace(entry.view, acknowledged_by=request.by), entry.life)
                 _save(connection, entry)
-            _write_audit(connection, fingerprint, request, now)
-            quiet = _silences_now(connection, now)
-        if fingerprint in quiet:
+            action = "silence" if request.silence_seconds else "acknowledge"
+            _write_audit(connection, action, f"alert/{fingerprint}", request, now)
+            quiet = silences_now(connection, now)
+        if quiet.of(entry.view) is not None:
             self._hush(fingerprint)
+        elif entry.view.acknowledged_by and entry.view.state == "firing":
+            self._hush(fingerprint, keep_posting=True)
         return _silenced(entry.view, quiet)
+
+    def silence(self, request: SilenceRequest) -> SilenceView:
+        """Silence all alerts that fit the matchers, now or from a later moment on.
+
+        Raises:
+            UsageError: no matcher or a wrong one, nobody's name, no reason, or no end.
+        """
+        matchers = parse_matchers(request.matchers)
+        as_ack = AckRequest(by=request.by, reason=request.reason, silence_seconds=request.seconds)
+        self._check(as_ack)
+        now = self._clock.time_ns()
+        starts = max(now, request.starts_unix_ns)
+        if not request.seconds or starts - now > MAX_SILENCE_SECONDS * 1e9:
+            raise UsageError(
+                f"the silence is {request.seconds:g} s long and starts in {(starts - now) / 1e9:g} "
+                f"s; it needs a length, and must start within {MAX_SILENCE_SECONDS:g} s"
+            )
+        words = msgspec.json.encode(request.matchers).decode()
+        with self._store.write() as connection:
+            silence_id = add_silence(connection, as_ack, starts=starts, matchers=words)
+            _write_audit(connection, "silence", f"alert/{words}", as_ack, now)
+            fitting = [
+                view.fingerprint
+                for view in _open_views(connection)
+                if starts <= now and all(m.fits(view) for m in matchers)
+            ]
+        for fingerprint in fitting:
+            self._hush(fingerprint)
+        return SilenceView(
+            id=silence_id,
+            matchers=request.matchers,
+            by=request.by,
+            reason=request.reason,
+            starts_unix_ns=starts,
+            ends_unix_ns=starts + int(request.seconds * 1e9),
+            num_firing=len(fitting),
+        )
+
+    def end_silence(self, silence_id: int, request: EndSilenceRequest) -> SilenceView:
+        """End a silence now; what it hid and still fires is handed out within a minute.
+
+        Raises:
+            UsageError: it is over or there is none, or nobody's name.
+        """
+        as_ack = AckRequest(by=request.by, reason=request.reason)
+        self._check(as_ack)
+        now = self._clock.time_ns()
+        with self._store.write() as connection:
+            view = end_silence(connection, silence_id, now)
+            _write_audit(connection, "end silence", f"silence/{silence_id}", as_ack, now)
+        return view
 
     def _check(self, request: AckRequest) -> None:
         for name, text, least in (("by", request.by, 1), ("reason", request.reason, 0)):
@@ -273,15 +372,20 @@ class Inbox:
 
     def untold(self) -> tuple[list[AlertView], list[AlertView]]:
         """Return what notifiers have not had yet, and what fires and was told; neither silenced."""
-        with self._store.read(settled=False) as connection:
-            quiet = _silences_now(connection, self._clock.time_ns())
+        with self._store.read() as connection:
+            quiet = silences_now(connection, self._clock.time_ns())
             query = select(alerts).where(
                 (alerts.c.state == "firing")
                 | (alerts.c.notified_unix_ns < alerts.c.updated_unix_ns)
             )
             entries = [entry_of(row) for row in connection.execute(query)]
-        loud = [e for e in entries if e.view.fingerprint not in quiet and e.view.state != "pending"]
-        new = [e.view for e in loud if e.life.settled != e.view.state]
+        loud = [e for e in entries if quiet.of(e.view) is None and e.view.state != "pending"]
+        new = [
+            e.view
+            for e in loud
+            if e.life.settled != e.view.state
+            and not (e.view.state == "firing" and e.view.acknowledged_by)
+        ]
         return new, [e.view for e in loud if e.view.state == "firing" and e.view not in new]
 
     def fired(self) -> dict[tuple[str, str], int]:
@@ -295,15 +399,19 @@ class Inbox:
             return
         with self._lock:
             self._fired.update((v.name, v.severity) for v in views if v.state == "firing")
-        with self._store.read(settled=False) as connection:
-            quiet = _silences_now(connection, self._clock.time_ns())
+        with self._store.read() as connection:
+            quiet = silences_now(connection, self._clock.time_ns())
         for view in views:
-            if view.state != "pending" and view.fingerprint not in quiet:
+            if view.state != "pending" and quiet.of(view) is None:
                 self._tell(view)
 
 
 def _nobody(_what: object) -> None:
     """Tell nobody: an inbox that is only read."""
+
+
+def _nobody_at_all(fingerprint: str, *, keep_posting: bool = False) -> None:
+    """Withdraw nothing: an inbox that tells nobody."""
 
 
 def settle(store: Store, view: AlertView) -> None:
@@ -395,7 +503,7 @@ def entry_of(row: Row[Any]) -> Entry:
     view = AlertView(
         fingerprint=row.fingerprint,
         name=row.name,
-        run_id=row.run_id,
+        run_id=row.run_id or "",
         severity=row.severity,
         state=row.state,
         summary=row.summary,
@@ -411,7 +519,10 @@ def entry_of(row: Row[Any]) -> Entry:
 
 def _load(connection: Connection, fingerprint: str) -> Entry | None:
     """Return one alert, or None."""
-    row = connection.execute(select(alerts).where(alerts.c.fingerprint == fingerprint)).first()
+    query = select(alerts).where(alerts.c.fingerprint == fingerprint)
+    if connection.get_execution_options().get("vitals_write"):  # it is written back whole
+        query = query.with_for_update()
+    row = connection.execute(query).first()
     return None if row is None else entry_of(row)
 
 
@@ -420,8 +531,13 @@ def _load_open(connection: Connection) -> dict[str, dict[str, Entry]]:
     open_entries: dict[str, dict[str, Entry]] = defaultdict(dict)
     query = select(alerts).where(alerts.c.state.in_(("pending", "firing")))
     for row in connection.execute(query):
-        open_entries[row.run_id][row.fingerprint] = entry_of(row)
+        open_entries[row.run_id or ""][row.fingerprint] = entry_of(row)
     return open_entries
+
+
+def _open_views(connection: Connection) -> list[AlertView]:
+    open_entries = _load_open(connection)
+    return [e.view for entries in open_entries.values() for e in entries.values()]
 
 
 def _save(connection: Connection, entry: Entry) -> None:
@@ -429,7 +545,7 @@ def _save(connection: Connection, entry: Entry) -> None:
     view = entry.view
     key = {"fingerprint": view.fingerprint}
     values = {
-        "run_id": view.run_id,
+        "run_id": view.run_id or None,
         "name": view.name,
         "severity": view.severity,
         "state": view.state,
@@ -454,41 +570,25 @@ def _move_cursor(connection: Connection, name: str, seq: int, *, now_unix_ns: in
     connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
 
 
-def _silences_now(connection: Connection, now: int) -> dict[str, Row[Any]]:
-    """Return the silence in force of each fingerprint, the one that ends last."""
-    query = select(silences).where(silences.c.ends_unix_ns > now).order_by(silences.c.ends_unix_ns)
-    return {row.fingerprint: row for row in connection.execute(query)}
-
-
-def _silenced(view: AlertView, quiet: dict[str, Row[Any]]) -> AlertView:
+def _silenced(view: AlertView, quiet: Silences) -> AlertView:
     """Return the view with the silence that is in force on it."""
-    silence = quiet.get(view.fingerprint)
+    silence = quiet.of(view)
     if silence is None:
         return view
     return replace(view, silenced_until_unix_ns=silence.ends_unix_ns, silence_reason=silence.reason)
 
 
-def _add_silence(connection: Connection, fingerprint: str, request: AckRequest, now: int) -> None:
-    """Store a silence from now on; earlier ones stay as they are."""
-    values = {
-        "fingerprint": fingerprint,
-        "created_by": request.by,
-        "reason": request.reason,
-        "starts_unix_ns": now,
-        "ends_unix_ns": now + int(request.silence_seconds * 1e9),
-    }
-    connection.execute(silences.insert().values(values))
-
-
-def _write_audit(connection: Connection, fingerprint: str, request: AckRequest, now: int) -> None:
+def _write_audit(
+    connection: Connection, action: str, subject: str, request: AckRequest, now: int
+) -> None:
     """Append who ordered what to the audit."""
-    detail = f"{request.silence_seconds:g} s: {request.reason}" if request.silence_seconds else ""
+    length = f"{request.silence_seconds:g} s: " if request.silence_seconds else ""
     values = {
         "time_unix_ns": now,
         "actor": request.by,
-        "action": "silence" if request.silence_seconds else "acknowledge",
-        "subject": f"alert/{fingerprint}",
-        "detail": detail or request.reason,
+        "action": action,
+        "subject": subject,
+        "detail": f"{length}{request.reason}",
     }
     connection.execute(audit.insert().values(values))
 
@@ -504,4 +604,5 @@ __all__ = [
     "entry_of",
     "listed",
     "settle",
+    "silences_listed",
 ]

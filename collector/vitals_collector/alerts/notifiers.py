@@ -1,21 +1,26 @@
-"""Where an alert goes: one-method notifiers that answer ``(recoverable, error)``.
+"""Where an alert goes: one-method notifiers that answer with a ``Result``.
 
 Addresses come from the local configuration or the command line only, never from the network; the
 address a name leads to is checked at each delivery and redirects are not followed, so no receiver
-can turn the collector against its own network. ``delivery.Dispatcher`` feeds them.
+can turn the collector against its own network. All but the log run in ``worker``'s process.
 
 The webhook's body, documented and versioned::
 
-    {"version": 1, "alerts": [AlertView, ...]}        (see ``trainvitals.views.AlertView``)
+    {"version": 1, "alerts": [AlertView, "delivery_id" and "ack_url", ...]}
+
+AlertView is in ``trainvitals.views``; ``ack_url`` is there where a link to acknowledge can be.
 """
 
 import contextlib
+import hashlib
+import hmac
 import ipaddress
 import logging
+import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -33,21 +38,14 @@ _METADATA = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotifierSettings:
-    """Where alerts go beside the log: all that ``build_notifiers`` is told, whole."""
-
-    webhooks: tuple[str, ...] = ()
-    """Addresses that alerts are posted to as JSON."""
-    alertmanager: str = ""
-    """Address of an Alertmanager, which then alone routes: webhooks are not used beside it."""
-
-
 class Result(NamedTuple):
     """What became of one delivery; an empty ``error`` is success."""
 
     recoverable: bool
+    """False where the receiver refuses, rather than is away: it needs somebody's attention."""
     error: str
+    retry_after: float = 0.0
+    """Seconds that the receiver asked to be left alone for."""
 
 
 DELIVERED = Result(recoverable=False, error="")
@@ -65,6 +63,12 @@ class Notifier(Protocol):
     def notify(self, alerts: Sequence[AlertView]) -> Result:
         """Deliver the alerts; never raises for what the other side does."""
         ...
+
+
+def delivery_id(alert: AlertView, receiver: str) -> str:
+    """Return the id of a state's delivery to a receiver: the same on every try, by any process."""
+    words = f"{alert.fingerprint}/{alert.started_unix_ns}/{alert.state}/{receiver}"
+    return hashlib.sha256(words.encode()).hexdigest()[:32]
 
 
 class LogNotifier:
@@ -87,24 +91,55 @@ class LogNotifier:
 
 
 class WebhookNotifier:
-    """Posts alerts as JSON to one address from the local configuration."""
+    """Posts alerts as JSON to one address from the local configuration.
+
+    With a secret, ``Vitals-Signature: t=SECONDS,v1=HEX`` is the HMAC-SHA256 of ``SECONDS.BODY``:
+    the receiver knows who sent it, and when.
+    """
 
     reposts = False
     takes_log = False
 
-    def __init__(self, url: str, *, name: str = "webhook", timeout: float = 10.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        clock: Clock,
+        name: str = "webhook",
+        secret: str = "",
+        timeout: float = 10.0,
+    ) -> None:
         self.name = name
         self._url = check_url(url)
+        self._clock = clock
+        self._secret = secret
         self._client = _client(timeout)
+        self.ack_links: dict[str, str] = {}
 
     def notify(self, alerts: Sequence[AlertView]) -> Result:
         """POST ``{"version": 1, "alerts": [...]}``."""
-        body = msgspec.json.encode({"version": WEBHOOK_VERSION, "alerts": list(alerts)})
-        return _post(self._client, self._url, body)
+        ids = [delivery_id(alert, self.name) for alert in alerts]
+        views = [self._body_of(a, i) for a, i in zip(alerts, ids, strict=True)]
+        body = msgspec.json.encode({"version": WEBHOOK_VERSION, "alerts": views})
+        headers = {"Vitals-Delivery-Id": ",".join(ids)}
+        if self._secret:
+            time = str(self._clock.time_ns() // 10**9)
+            headers["Vitals-Signature"] = f"t={time},v1={sign(self._secret, time, body)}"
+        return _post(self._client, self._url, body, headers)
+
+    def _body_of(self, alert: AlertView, delivery: str) -> dict[str, object]:
+        link = self.ack_links.get(alert.fingerprint, "")
+        extra = {"delivery_id": delivery} | ({"ack_url": link} if link else {})
+        return {**msgspec.to_builtins(alert), **extra}
 
     def close(self) -> None:
         """Close kept connections."""
         self._client.close()
+
+
+def sign(secret: str, time: str, body: bytes) -> str:
+    """Return the signature of a webhook's body, sent at ``time``."""
+    return hmac.new(secret.encode(), time.encode() + b"." + body, hashlib.sha256).hexdigest()
 
 
 class AlertmanagerNotifier:
@@ -115,7 +150,7 @@ class AlertmanagerNotifier:
     takes_log = False
 
     def __init__(
-        self, url: str, *, clock: Clock, hold_seconds: float = 300.0, timeout: float = 10.0
+        self, url: str, *, clock: Clock, hold_seconds: float = 86_400.0, timeout: float = 10.0
     ) -> None:
         self._url = check_url(url).rstrip("/") + "/api/v2/alerts"
         self._client = _client(timeout)
@@ -123,10 +158,15 @@ class AlertmanagerNotifier:
         self._hold_ns = int(hold_seconds * 1e9)
 
     def notify(self, alerts: Sequence[AlertView]) -> Result:
-        """POST the alerts; one that fires ends ``hold_seconds`` from now unless posted again."""
+        """POST the alerts; one that fires ends ``hold_seconds`` from now unless posted again.
+
+        That is long: an end is posted as such, and a collector that died ends no page.
+        """
         until = self._clock.time_ns() + self._hold_ns
         posted = [_alertmanager_alert(a, until) for a in alerts if a.state != "pending"]
-        return _post(self._client, self._url, msgspec.json.encode(posted)) if posted else DELIVERED
+        return (
+            _post(self._client, self._url, msgspec.json.encode(posted), {}) if posted else DELIVERED
+        )
 
     def close(self) -> None:
         """Close kept connections."""
@@ -161,24 +201,37 @@ def check_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         _ = parts.port
-    except ValueError as error:
-        raise ConfigError(f"notifier address {_redacted(url)!r} is no URL: {error}") from error
+    except ValueError:  # its words may be a part of a password
+        raise ConfigError(
+            f"notifier address {redacted(url)!r} is no URL",
+            hint="in a user or a password, write / ? # @ and : as %2F %3F %23 %40 and %3A",
+        ) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
-            f"notifier address {_redacted(url)!r} must be http://HOST/... or https://HOST/..."
+            f"notifier address {redacted(url)!r} must be http://HOST/... or https://HOST/..."
         )
     with contextlib.suppress(ValueError):  # a name is looked up when it is used
-        _refuse_address(str(ipaddress.ip_address(parts.hostname)))
+        refuse_address(str(ipaddress.ip_address(parts.hostname)))
     return url
 
 
-def _redacted(url: str) -> str:
+def redacted(url: str) -> str:
     """Return ``url`` without user, password, path and query: those are where secrets are."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}" if rest else url[:16]
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return "..."
+    authority, *others = re.split(r"[/?#\\]", rest, maxsplit=1)
+    if "@" in "".join(others):  # a password may hold such a mark: where it ends nobody knows
+        return f"{scheme}://..."
+    return f"{scheme}://{authority.rpartition('@')[2]}"
 
 
-def _refuse_address(text: str) -> None:
+def refuse_address(text: str) -> None:
+    """Refuse an address that is nobody's, or every machine's own.
+
+    Raises:
+        ConfigError: it is one.
+    """
     address = ipaddress.ip_address(text.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None) or address
     if (
@@ -202,7 +255,7 @@ class _PinnedTransport(httpx.HTTPTransport):
         except OSError as error:
             raise httpx.ConnectError(f"{host}: {error}", request=request) from error
         for entry in address_infos:
-            _refuse_address(str(entry[4][0]))
+            refuse_address(str(entry[4][0]))
         # The Host header is already set from the name; certificates are checked against it too.
         request.extensions = {**request.extensions, "sni_hostname": host}
         refused: httpx.ConnectError | None = None
@@ -219,31 +272,31 @@ def _client(timeout: float) -> httpx.Client:
     return httpx.Client(transport=_PinnedTransport(), timeout=timeout, follow_redirects=False)
 
 
-def _post(client: httpx.Client, url: str, body: bytes) -> Result:
+def _post(client: httpx.Client, url: str, body: bytes, headers: dict[str, str]) -> Result:
+    headers = {"Content-Type": "application/json", **headers}
     try:
         # The answer's body is never read: a receiver cannot fill our memory.
-        with client.stream(
-            "POST", url, content=body, headers={"Content-Type": "application/json"}
-        ) as answer:
-            status = answer.status_code
+        with client.stream("POST", url, content=body, headers=headers) as answer:
+            status, retry_after = answer.status_code, answer.headers.get("Retry-After", "")
     except httpx.HTTPError as error:
-        return Result(recoverable=True, error=f"{_redacted(url)}: {type(error).__name__}: {error}")
+        return Result(recoverable=True, error=f"{redacted(url)}: {type(error).__name__}: {error}")
     except ConfigError as error:
         return Result(recoverable=False, error=error.text)
     if 200 <= status < 300:
         return DELIVERED
     return Result(
         recoverable=status >= 500 or status in (408, 429),
-        error=f"{_redacted(url)} answered {status}",
+        error=f"{redacted(url)} answered {status}",
+        retry_after=_seconds_of(retry_after),
     )
 
 
-def build_notifiers(settings: NotifierSettings, *, clock: Clock) -> tuple[Notifier, ...]:
-    """Return the notifiers of the settings; where an Alertmanager is given, it alone routes."""
-    if settings.alertmanager:
-        return (LogNotifier(), AlertmanagerNotifier(settings.alertmanager, clock=clock))
-    hooks = [
-        WebhookNotifier(url, name="webhook" if i == 0 else f"webhook-{i + 1}")
-        for i, url in enumerate(settings.webhooks)
-    ]
-    return (LogNotifier(), *hooks)
+def _seconds_of(retry_after: str) -> float:
+    """Return the seconds of a ``Retry-After``, which may be a moment; 0 where it says nothing."""
+    try:
+        if retry_after.isascii() and retry_after.isdigit():
+            return float(retry_after)
+        moment = parsedate_to_datetime(retry_after)
+        return max(0.0, (moment - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return 0.0

@@ -5,10 +5,11 @@ missing folder is an error on the terminal and not in a log. The app closes it w
 """
 
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -23,7 +24,10 @@ from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.views import Problem
 from trainvitals.wire import IngestReply
-from vitals_collector.alerts.notifiers import NotifierSettings, build_notifiers
+from vitals_collector.alerts.ack_links import AckLinks
+from vitals_collector.alerts.receivers import NotifierSettings
+from vitals_collector.alerts.worker import build_notifiers
+from vitals_collector.api.ack_page import ack_router
 from vitals_collector.api.auth import (
     INGEST_PATH,
     Gate,
@@ -32,23 +36,21 @@ from vitals_collector.api.auth import (
     require,
 )
 from vitals_collector.api.control import control_router
+from vitals_collector.api.discovery import discovery_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
 from vitals_collector.api.ingest_route import IngestApp
 from vitals_collector.api.questions import question_router
+from vitals_collector.api.remote_write import remote_writer
 from vitals_collector.api.web import answers, bug, document, problem, problem_of, reply, takes
+from vitals_collector.cluster.leases import UPKEEP, Lease
+from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.folder import FolderIngest
-from vitals_collector.ingest.staging import (
-    WAIT_SECONDS,
-    WriteAheadBuffer,
-    WriteAheadConfig,
-    recover,
-)
+from vitals_collector.ingest.group_commit import COMMIT_SECONDS
 from vitals_collector.live.engine import Acting, EngineConfig, assemble
 from vitals_collector.queries.query import Query
-from vitals_collector.retention.maintenance import Upkeep
-from vitals_collector.retention.rollup import VolumeSettings
-from vitals_collector.storage.compactor import Compactor
-from vitals_collector.storage.store import Store, ensure_data_dir, open_data_store, open_store
+from vitals_collector.retention.settings import VolumeSettings
+from vitals_collector.retention.upkeep import Upkeep
+from vitals_collector.storage.store import Store, ensure_data_dir, open_data_store
 
 TOKENS_FILE = "tokens.json"
 
@@ -61,6 +63,9 @@ class CollectorSettings:
     """Its own directory, 0700: database, tokens, address."""
     database: str = ""
     """SQLAlchemy URL; "" is an SQLite file in ``data``."""
+    lake: str = ""
+    """Where the rows lie, a folder or ``s3://BUCKET/PREFIX``; "" is in ``data``. All collectors on
+    one PostgreSQL share it."""
     folders: tuple[Path, ...] = ()
     """Folders with run directories that are read as well."""
     folder_interval_seconds: float = 0.5
@@ -73,8 +78,14 @@ class CollectorSettings:
     """Foreign origins whose pages may call it."""
     notifiers: NotifierSettings = field(default_factory=NotifierSettings)
     """Where alerts go."""
+    remote_write: str = ""
+    """Where run metrics are pushed to; "" is nowhere."""
     lost_after_seconds: float = 60.0
     """A run that is silent for longer, and its agent too, is lost."""
+    url: str = ""
+    """This collector's address as agents know it, for those whose run another one takes."""
+    commit_seconds: float = COMMIT_SECONDS
+    """From one commit of rows to the next; events and full commits do not wait."""
     volumes: VolumeSettings = field(default_factory=VolumeSettings)
     """What is kept of runs, and for how long."""
 
@@ -92,8 +103,15 @@ class _App(FastAPI):
             await super().__call__(scope, receive, send)
 
 
-def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> FastAPI:
+def create_app(
+    settings: CollectorSettings, *, clock: Clock | None = None, place: str = ""
+) -> FastAPI:
     """Return the app, its store open and migrated; the app's shutdown closes it.
+
+    Args:
+        settings: what it needs to know.
+        clock: when "now" is.
+        place: what ``serve.only_one`` gives, where its lock is held.
 
     Raises:
         UsageError: a folder or URL is wrong.
@@ -102,20 +120,41 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
     clock = clock or SystemClock()
     ensure_data_dir(settings.data)
     tokens = load_or_create_tokens(settings.data / TOKENS_FILE)
-    store = open_store(settings.database) if settings.database else open_data_store(settings.data)
+    store = open_data_store(settings.data, settings.database, lake=settings.lake)
     try:
         folder = FolderIngest(store, settings.folders)
-        acting = _acting(store, settings, clock)
-        ingest_app = IngestApp(store, clock=clock, buffer=_buffer(store, settings))
+        links = AckLinks(store, clock=clock, collector_url=settings.notifiers.links.collector_url)
+        acting = _acting(store, settings, clock, links, place)
+        lease = Lease(store, UPKEEP, clock=clock, is_shared=_is_shared(store), place=place)
+        ingest_app = IngestApp(store, clock=clock, commit_seconds=settings.commit_seconds)
+        upkeep = Upkeep(
+            store,
+            settings.volumes,
+            clock=clock,
+            lost_after_seconds=settings.lost_after_seconds,
+            is_mine=lease.is_held,
+        )
+        writer = remote_writer(
+            settings.remote_write,
+            _exposed(store, acting, clock, settings),
+            store.counters,
+            clock=clock,
+            leads=lambda: acting.lease.epoch() is not None,
+        )
+        owners = _owners(store, settings, clock, place)
+        parts: list[_Part] = [acting, *owners, ingest_app, lease, upkeep]
+        if writer is not None:
+            parts.append(writer)
         app = _App(
             title="Vitals collector",
             version=__version__,
             docs_url=None,  # their pages load scripts from elsewhere
             redoc_url=None,
-            lifespan=_lifespan(store, folder, acting, ingest_app, settings, clock),
+            lifespan=_lifespan(store, folder, parts, settings),
         )
         _add_routes(app, store, acting, clock, settings)
         app.include_router(_ingest_router(store, ingest_app))
+        app.include_router(ack_router(links, acting.inbox))
         _answer_errors(app)
         document(app)
         access = access_config(
@@ -129,26 +168,42 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
     return app
 
 
-def _buffer(store: Store, settings: CollectorSettings) -> WriteAheadBuffer | None:
-    """Return what lets rows wait: where nobody else may write, in our own data directory."""
-    if settings.database:
-        recover(store)
-        return None
-    # What tells that a run is silent must not be taken for silence.
-    seconds = min(WAIT_SECONDS, settings.lost_after_seconds / 6)
-    buffer = WriteAheadBuffer(store, WriteAheadConfig(seconds=seconds))
-    store.try_to_settle()  # what an earlier process left, before anybody looks
-    return buffer
+class _Part(Protocol):
+    """What works beside the requests, in threads of its own."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def close(self) -> None:
+        """End, with what is under way."""
 
 
-def _acting(store: Store, settings: CollectorSettings, clock: Clock) -> Acting:
+def _owners(store: Store, settings: CollectorSettings, clock: Clock, place: str) -> list[RunOwners]:
+    """Return who says which runs this collector owns; nobody where there can be no other one."""
+    if not _is_shared(store):
+        return []
+    owners = RunOwners(store, clock=clock, url=settings.url, place=place)
+    store.claims = owners
+    return [owners]
+
+
+def _acting(
+    store: Store, settings: CollectorSettings, clock: Clock, links: AckLinks, place: str
+) -> Acting:
     return assemble(
         store,
-        build_notifiers(settings.notifiers, clock=clock),
+        build_notifiers(settings.notifiers, ack_link=links.link_of),
         clock=clock,
         config=EngineConfig(lost_after_seconds=settings.lost_after_seconds),
         up_since_unix_ns=clock.time_ns(),
+        is_shared=_is_shared(store),
+        place=place,
     )
+
+
+def _is_shared(store: Store) -> bool:
+    """Return whether there may be other collectors on the store."""
+    return store.engine.dialect.name == "postgresql"
 
 
 def _add_routes(
@@ -162,26 +217,27 @@ def _add_routes(
         up_since_unix_ns=since,
         volumes=settings.volumes,
     )
-    exposed = StoreCollector(
-        store,
-        clock=clock,
-        acting=acting,
-        lost_after_seconds=lost_after,
-        up_since_unix_ns=since,
-    )
     app.state.store, app.state.query, app.state.acting = store, query, acting
     app.include_router(question_router(query))
     app.include_router(control_router(store, acting.inbox, clock=clock, folders=settings.folders))
-    app.include_router(metrics_router(exposed))
+    app.include_router(metrics_router(_exposed(store, acting, clock, settings)))
+    app.include_router(discovery_router(store, liveness=query.liveness))
+
+
+def _exposed(
+    store: Store, acting: Acting, clock: Clock, settings: CollectorSettings
+) -> StoreCollector:
+    return StoreCollector(
+        store,
+        clock=clock,
+        acting=acting,
+        lost_after_seconds=settings.lost_after_seconds,
+        up_since_unix_ns=clock.time_ns(),
+    )
 
 
 def _lifespan(
-    store: Store,
-    folder: FolderIngest,
-    acting: Acting,
-    ingest_app: IngestApp,
-    settings: CollectorSettings,
-    clock: Clock,
+    store: Store, folder: FolderIngest, parts: Sequence[_Part], settings: CollectorSettings
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -194,21 +250,16 @@ def _lifespan(
         )
         if settings.folders:
             follower.start()
-        lost_after = settings.lost_after_seconds
-        upkeep = Upkeep(store, settings.volumes, clock=clock, lost_after_seconds=lost_after)
-        compactor = Compactor(store, upkeep=upkeep)
-        acting.start()
-        ingest_app.start()
-        compactor.start()
+        for part in parts:
+            part.start()
         try:
             yield
         finally:
             stop.set()
-            await run_in_threadpool(ingest_app.close)
-            await run_in_threadpool(compactor.close)
             if settings.folders:
                 await run_in_threadpool(follower.join)
-            await run_in_threadpool(acting.close)
+            for part in reversed(parts):
+                await run_in_threadpool(part.close)
             store.close()
 
     return lifespan
@@ -236,7 +287,7 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
     @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))
     def healthz() -> Response:
         """Say that the database answers, or why it takes nothing now (503). Needs no token."""
-        with store.read(settled=False) as connection:
+        with store.read() as connection:
             connection.exec_driver_sql("SELECT 1")
         if store.no_room is not None:
             text = "the store has no disk space left; reading still works"

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trainvitals.errors import (
+    UNREADABLE,
     FormatError,
     InsecurePathError,
     StorageError,
@@ -35,6 +36,8 @@ from trainvitals.question import TokenScope
 from trainvitals.views import Problem
 
 OPEN_PATHS = frozenset({"/healthz"})
+ACK_PATH = "/ack/"
+"""Below it, the signed link itself is the permission."""
 INGEST_PATH = "/v1/ingest"
 MAX_INGEST_BYTES = 16 << 20
 """Of one request: several batches, each at most about 4 MB."""
@@ -111,7 +114,7 @@ def _read_tokens(path: Path) -> Tokens:
         )
     try:
         tokens = msgspec.json.decode(raw, type=Tokens)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise FormatError(
             f"{path} does not hold the three tokens: {error}",
             hint=f"rm {path}, then start again for new tokens",
@@ -241,7 +244,8 @@ class Gate:
         self._check_host(headers.getlist("host"))
         self._check_origin(headers)
         scope.setdefault("state", {})["scopes"] = self._scopes(headers)
-        if not scope["state"]["scopes"] and scope["path"] not in OPEN_PATHS:
+        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(ACK_PATH)
+        if not scope["state"]["scopes"] and not is_open:
             raise Refused(
                 401,
                 UnauthorizedError(
@@ -328,9 +332,11 @@ def _check_content_type(scope: Scope, headers: Headers) -> None:
     if scope["method"] in ("GET", "HEAD", "OPTIONS"):
         return
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    required_type = (
-        "application/octet-stream" if scope["path"] == INGEST_PATH else "application/json"
-    )
+    required_type = "application/json"
+    if scope["path"] == INGEST_PATH:
+        required_type = "application/octet-stream"
+    elif scope["path"].startswith(ACK_PATH):
+        required_type = "application/x-www-form-urlencoded"
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     if kind != required_type and (kind or has_body):
         raise Refused(

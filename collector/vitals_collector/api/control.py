@@ -16,6 +16,9 @@ from trainvitals.views import (
     AnnotationView,
     CommandRequest,
     CommandView,
+    EndSilenceRequest,
+    SilenceRequest,
+    SilenceView,
 )
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.annotations import annotate
@@ -102,6 +105,33 @@ def _add_alerts(router: APIRouter, inbox: Inbox) -> None:
     ) -> Response:
         """Acknowledge an alert, or silence it where ``silence_seconds`` is given."""
         return reply(inbox.acknowledge(fingerprint, body))
+
+    @router.post(
+        "/silences",
+        tags=["alerts"],
+        dependencies=[Depends(require("control"))],
+        responses=answers(SilenceView),
+        openapi_extra=takes(SilenceRequest),
+    )
+    def silence_alerts(
+        body: Annotated[SilenceRequest, Depends(body_of(SilenceRequest))],
+    ) -> Response:
+        """Silence all alerts that fit the matchers, now or in a maintenance window."""
+        return reply(inbox.silence(body))
+
+    @router.post(
+        "/silences/{silence_id}/end",
+        tags=["alerts"],
+        dependencies=[Depends(require("control"))],
+        responses=answers(SilenceView),
+        openapi_extra=takes(EndSilenceRequest),
+    )
+    def end_silence(
+        silence_id: Annotated[int, Path(ge=0, le=2**31 - 1)],
+        body: Annotated[EndSilenceRequest, Depends(body_of(EndSilenceRequest))],
+    ) -> Response:
+        """End a silence that is in force or to come."""
+        return reply(inbox.end_silence(silence_id, body))
 
 
 def _add_annotations(router: APIRouter, store: Store, clock: Clock) -> None:

@@ -6,39 +6,55 @@ name, cut short; runs that are not among the newest do not appear.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from fastapi import APIRouter, Depends
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, Select, func, select
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from trainvitals.alerting import ALERTS
 from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
 from trainvitals.clock import Clock
-from trainvitals.rows import Value
+from trainvitals.errors import VitalsError
 from trainvitals.views import RunSummary
 from vitals_collector.alerts import commands
+from vitals_collector.alerts.inbox import entry_of
+from vitals_collector.alerts.silences import silences_now
 from vitals_collector.api.auth import require
+from vitals_collector.ingest.group_commit import BUSY
 from vitals_collector.live import overview
 from vitals_collector.live.engine import Acting
 from vitals_collector.live.run_status import Liveness
-from vitals_collector.storage.read_rows import read_pages
-from vitals_collector.storage.schema import alerts, batches, decisions, findings, sources, streams
-from vitals_collector.storage.store import Store
+from vitals_collector.numbers.full_disk import FULL
+from vitals_collector.numbers.interface import Span
+from vitals_collector.storage.schema import alerts, decisions, findings, sources, streams
+from vitals_collector.storage.store import LOCKED, Moment, Store
+
+
+def _codes(of: type[VitalsError]) -> set[str]:
+    return {of.code}.union(*(_codes(error) for error in of.__subclasses__()))
+
 
 MAX_RUNS = 50
 """Runs that appear: the newest that run, or ended a short while ago."""
 SHOWN_AFTER_END_SECONDS = 3_600.0
 """How long a run that ended keeps its series, so that rules see how it ended."""
+_OF_RUN = tuple(metric for metric in STEP_METRICS if metric.scope == "run")
 MAX_REASONS = 20
 MAX_ALERTS = 500
+"""Series of alerts that page nobody. Those that page have no cap."""
+TOLD_AFTER_END_SECONDS = 86_400.0
+"""How long an alert that resolved is told as 0: rules believe an older 1 for as long, so that the
+death of this process resolves nothing."""
+_OUTCOMES = ("delivered", "dropped", "failed", "retried")
+_REJECTIONS = [(code,) for code in sorted(_codes(VitalsError) | {BUSY, FULL, LOCKED})]
 MAX_LABEL = 80
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Labels = tuple[str, ...]
 Samples = dict[Labels, float]
@@ -61,6 +77,8 @@ class StoreCollector(Collector):
         self._acting = acting
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
+        self._fired: dict[Labels, int] = {}
+        """What was told to fire, and when last: a run may be removed while an alert of it does."""
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: registration must not read the store."""
@@ -71,13 +89,13 @@ class StoreCollector(Collector):
         now = self._clock.time_ns()
         when = Liveness(
             now_unix_ns=now,
-            up_since_unix_ns=self._up_since_unix_ns,
+            up_since_unix_ns=max(self._up_since_unix_ns, self._store.hearing.since(now)),
             lost_after_seconds=self._lost_after_seconds,
         )
-        # As it is, without placing what waits: who watches must see it on a full disk as well.
-        with self._store.read(settled=False) as connection:
+        with self._store.read() as connection:
             shown = _shown(overview.summaries(connection, when), now)
-            families = _run_families(connection, shown) | _own_families(connection, self._store)
+            families = _run_families(self._store.moment(connection), shown)
+            families |= _own_families(self._store)
         families["collector_commands_total"] = {
             (status,): num for status, num in commands.counts(self._store).items()
         }
@@ -85,13 +103,55 @@ class StoreCollector(Collector):
         families["collector_unmerged_rows_total"] = {(): float(watching.num_unmerged)}
         families["collector_dropped_samples_total"] = {(): float(watching.num_dropped_samples)}
         families["collector_rows_left_to_store_total"] = {(): float(watching.num_left_to_store)}
-        fired, notifications = self._acting.inbox.fired(), self._acting.dispatcher.outcomes()
-        families["collector_alerts_total"] = {key: float(num) for key, num in fired.items()}
-        families["collector_notifications_total"] = {
-            key: float(num) for key, num in notifications.items()
-        }
+        families["collector_alert_firing"] = self._firing(now)
+        families["collector_alerts_total"] = _born(
+            ((alert.name, alert.severity) for alert in ALERTS), self._acting.inbox.fired().items()
+        )
+        families["collector_notifications_total"] = _born(
+            product(self._acting.receivers, _OUTCOMES), self._acting.dispatcher.outcomes().items()
+        )
         for name, samples in families.items():
             yield _family(spec(name), samples)
+
+    def _firing(self, now_unix_ns: int) -> Samples:
+        """Return 1 for what fires and 0 for what no longer does; what pages comes first."""
+        horizon = now_unix_ns - int(TOLD_AFTER_END_SECONDS * 1e9)
+        samples: Samples = {}
+        with self._store.read() as connection:
+            silences = silences_now(connection, now_unix_ns)
+            for row in connection.execute(_told_alerts(horizon)):
+                is_loud = row.state == "firing" and silences.of(entry_of(row).view) is None
+                key = (row.run_id or "", row.name, row.severity)
+                samples[key] = max(float(is_loud), samples.get(key, 0.0))
+        self._fired = {key: at for key, at in self._fired.items() if at >= horizon}
+        self._fired |= {key: now_unix_ns for key, value in samples.items() if value}
+        every = dict.fromkeys(self._fired, 0.0) | samples
+        quiet = [item for item in every.items() if item[0][2] != "page"]
+        quiet.sort(key=lambda item: -item[1])
+        pages = [item for item in every.items() if item[0][2] == "page"]
+        return dict(pages + quiet[:MAX_ALERTS])
+
+
+def _told_alerts(horizon_unix_ns: int) -> Select[Any]:
+    """Return what fires, and what resolved since; the newest first."""
+    is_new = alerts.c.updated_unix_ns >= horizon_unix_ns
+    return (
+        select(alerts)
+        .where(
+            (alerts.c.state == "firing")
+            | ((alerts.c.state == "resolved") & is_new & (alerts.c.severity != "log"))
+        )
+        .order_by(alerts.c.updated_unix_ns.desc())
+    )
+
+
+def _born(labels: Iterable[Labels], counts: Iterable[tuple[Labels, float]]) -> Samples:
+    """Return the counts, and 0 for what did not happen yet: so that its first time is an increase.
+
+    A counter that appears with its first event has none.
+    """
+    zeros: Samples = dict.fromkeys(labels, 0.0)
+    return zeros | {key: float(num) for key, num in counts}
 
 
 def metrics_router(collector: Collector) -> APIRouter:
@@ -101,9 +161,10 @@ def metrics_router(collector: Collector) -> APIRouter:
     router = APIRouter(tags=["metrics"], dependencies=[Depends(require("read"))])
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    def metrics() -> Response:
-        """Return every metric in Prometheus' text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE)
+    def metrics(request: Request) -> Response:
+        """Return every metric, in OpenMetrics where that is asked for, else in Prometheus' text."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), media_type=content_type)
 
     return router
 
@@ -136,15 +197,15 @@ def _shown(every: Iterable[RunSummary], now_unix_ns: int) -> list[RunSummary]:
 # --------------------------------------------------------------------------------------- runs
 
 
-def _run_families(connection: Connection, shown: list[RunSummary]) -> dict[str, Samples]:
+def _run_families(moment: Moment, shown: list[RunSummary]) -> dict[str, Samples]:
+    connection = moment.sql
     ids = [run.run_id for run in shown]
-    families: dict[str, Samples] = {m.name: {} for m in STEP_METRICS if m.scope == "run"}
+    families: dict[str, Samples] = {metric.name: {} for metric in _OF_RUN}
     for run_id in ids:
-        row = _last_row(connection, run_id)
-        for metric in STEP_METRICS:
-            value = row.get(metric.column) if metric.scope == "run" else None
-            if isinstance(value, int | float):
-                families[metric.name][run_id,] = float(value)
+        row = _last_row(moment, run_id)
+        for metric in _OF_RUN:
+            if metric.column in row:
+                families[metric.name][run_id,] = row[metric.column]
     families["train_step"] = {(r.run_id,): float(r.last_step) for r in shown if r.last_step >= 0}
     families["train_steps_total"] = _step_counts(connection, ids)
     families["train_skipped_steps_total"] = _reasons(connection, ids, "skip_step")
@@ -155,31 +216,34 @@ def _run_families(connection: Connection, shown: list[RunSummary]) -> dict[str, 
     return families
 
 
-def _last_row(connection: Connection, run_id: str) -> dict[str, Value]:
-    """Return the newest row of rank 0's newest start."""
+def _last_row(moment: Moment, run_id: str) -> dict[str, float]:
+    """Return the numbers of the newest row of rank 0's newest start."""
     newest = (
-        select(batches.c.id)
+        select(streams.c.incarnation, streams.c.last_seq)
         .join(
             sources,
-            (sources.c.run_id == batches.c.run_id)
-            & (sources.c.incarnation == batches.c.incarnation),
+            (sources.c.run_id == streams.c.run_id)
+            & (sources.c.incarnation == streams.c.incarnation),
         )
         .where(
-            batches.c.run_id == run_id,
-            batches.c.stream == "steps",
-            batches.c.source == "rank:0",
+            streams.c.run_id == run_id,
+            streams.c.stream == "steps",
+            streams.c.num_rows > 0,
+            sources.c.source == "rank:0",
         )
-        .order_by(sources.c.started_unix_ns.desc(), batches.c.first_seq.desc())
+        .order_by(sources.c.started_unix_ns.desc())
         .limit(1)
     )
-    newest_id = connection.execute(newest).scalar()
-    for page in read_pages(connection, batches.c.id == newest_id, pick=_last_of):
-        return page.schema.unpack(bytes(page.rows[-1]))
-    return {}
-
-
-def _last_of(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
-    return np.array([len(steps) - 1])
+    row = moment.sql.execute(newest).first()
+    if row is None:
+        return {}
+    span = Span(run_id, "steps", seqs={row.incarnation: (row.last_seq, row.last_seq + 1)})
+    columns = moment.numbers.scan(span, [metric.column for metric in _OF_RUN])
+    return {
+        name: float(column.values[0])
+        for name, column in columns.items()
+        if len(column.values) and not column.is_missing[0] and column.values.dtype != object
+    }
 
 
 def _step_counts(connection: Connection, ids: list[str]) -> Samples:
@@ -231,15 +295,9 @@ def _nonfinite_counts(connection: Connection, ids: list[str]) -> Samples:
 # ---------------------------------------------------------------------------------- collector
 
 
-def _own_families(connection: Connection, store: Store) -> dict[str, Samples]:
+def _own_families(store: Store) -> dict[str, Samples]:
     counters = store.counters
-    query = (
-        select(alerts.c.run_id, alerts.c.name, alerts.c.severity)
-        .where(alerts.c.state == "firing")
-        .order_by(alerts.c.updated_unix_ns.desc())
-        .limit(MAX_ALERTS)
-    )
-    rejected = counters.rejected.items()
+    rejected = {(code,): float(num) for code, num in counters.rejected.items()}
     removed = counters.removed_runs.items()
     failures = counters.failures.items()
     return {
@@ -248,15 +306,17 @@ def _own_families(connection: Connection, store: Store) -> dict[str, Samples]:
         "collector_lost_rows_total": {(): float(counters.num_lost)},
         "collector_damaged_stretches_total": {(): float(counters.num_damaged)},
         "collector_damaged_batches_total": {(): float(store.damage.num)},
-        "collector_rejected_batches_total": {(code,): float(num) for code, num in rejected},
+        "collector_rejected_batches_total": _born(_REJECTIONS, rejected.items()),
         "collector_thinned_rows_total": {key: float(n) for key, n in counters.thinned.items()},
         "collector_removed_runs_total": {(reason,): float(num) for reason, num in removed},
         "collector_forgotten_rows_total": {(): float(counters.num_forgotten)},
         "collector_runs_over_cap": {(): float(len(counters.over_cap or ()))},
         "collector_deferred_bodies_total": {(): float(counters.num_deferred)},
+        "collector_remote_writes_total": {
+            (outcome,): float(num) for outcome, num in counters.remote_writes.items()
+        },
         "collector_part_failures_total": {(part,): float(num) for part, num in failures},
-        "collector_alert_firing": {tuple(row): 1.0 for row in connection.execute(query)},
     }
 
 
-__all__ = ["CONTENT_TYPE", "StoreCollector", "metrics_router"]
+__all__ = ["StoreCollector", "metrics_router"]

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from trainvitals.clock import Clock
 from trainvitals.errors import FormatError, StorageError, UsageError, VitalsError
-from trainvitals.wire import split_batches
+from trainvitals.wire import ASK_HEADER, split_batches
 from vitals_collector.api.auth import (
     MAX_INGEST_BYTES,
     Refused,
@@ -28,17 +28,20 @@ from vitals_collector.api.auth import (
 from vitals_collector.api.web import bug, problem, reply
 from vitals_collector.ingest.group_commit import (
     BUSY,
+    COMMIT_SECONDS,
     CommitLimits,
     CommitQueue,
     Outcome,
     PendingBody,
 )
-from vitals_collector.ingest.staging import WriteAheadBuffer
 from vitals_collector.storage.store import Store
 
 _MAX_BYTES = 64 << 20
 """Of bodies that are being read or stored."""
 _MAX_WAITING = 4_096
+_EVENTS, _HEAD_BYTES = b"\xa6events", 1_024
+"""How msgpack writes a header's name of that stream, and where."""
+_ASKS = ASK_HEADER.lower().encode()
 _WAIT_SECONDS = 3.0
 """For room, before the client is told to come back: less than it waits for an answer."""
 
@@ -101,28 +104,23 @@ class IngestApp:
         store: Store,
         *,
         clock: Clock,
-        buffer: WriteAheadBuffer | None = None,
         max_bytes: int = _MAX_BYTES,
         wait_seconds: float = _WAIT_SECONDS,
+        commit_seconds: float = COMMIT_SECONDS,
     ) -> None:
         self._store = store
         self._room = ByteBudget(max_bytes, max_waiting=_MAX_WAITING, wait_seconds=wait_seconds)
         # What got room here always finds some there.
-        limits = CommitLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING)
-        self._buffer = buffer
-        self.commits = CommitQueue(store, clock=clock, on_done=_tell, limits=limits, buffer=buffer)
+        limits = CommitLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING, seconds=commit_seconds)
+        self.commits = CommitQueue(store, clock=clock, on_done=_tell, limits=limits)
 
     def start(self) -> None:
         """Start to store."""
         self.commits.start()
-        if self._buffer is not None:
-            self._buffer.start()
 
     def close(self) -> None:
         """Store what waits, and end."""
         self.commits.close()
-        if self._buffer is not None:
-            self._buffer.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request that the gate has let through."""
@@ -137,8 +135,12 @@ class IngestApp:
             response = bug(scope["path"], error)
         await response(scope, receive, hardened(send))
 
-    async def answer(self, body: bytes) -> Response:
+    async def answer(self, body: bytes, *, asks: bool = False) -> Response:
         """Store a body's batches; return the answer once they are durable.
+
+        Args:
+            body: the batches.
+            asks: whether one behind a hole is answered by ``from_seq``, and not stored.
 
         Raises:
             FormatError: no batch of it can be stored.
@@ -150,7 +152,8 @@ class IngestApp:
             self._store.counters.reject(error.code)
             raise
         turn: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.commits.put(PendingBody(raws, len(body), turn))
+        is_urgent = any(map(_is_event, raws))
+        self.commits.put(PendingBody(raws, len(body), turn, is_urgent, asks))
         outcome = await turn
         if isinstance(outcome, Exception):
             raise outcome
@@ -165,7 +168,8 @@ class IngestApp:
             self._store.counters.defer()
             raise
         try:
-            return await self.answer(await read_body(receive, MAX_INGEST_BYTES))
+            body = await read_body(receive, MAX_INGEST_BYTES)
+            return await self.answer(body, asks=(_ASKS, b"ask") in scope["headers"])
         finally:
             self._room.release(num_bytes)
 
@@ -190,6 +194,11 @@ def _resolve(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> None:
     for turn, outcome in turns:
         if not turn.done():  # else its client has gone
             turn.set_result(outcome)
+
+
+def _is_event(raw: bytes) -> bool:
+    """Return whether it is a batch of events: looked at, not checked."""
+    return _EVENTS in raw[:_HEAD_BYTES]
 
 
 def _busy() -> StorageError:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import resource
@@ -17,12 +18,13 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 
-from trainvitals.errors import StorageError, UsageError
+from trainvitals.errors import UNREADABLE, StorageError, UsageError
 from trainvitals.io.rundir import replace_file
 from vitals_collector.storage.store import ensure_data_dir
 
 ADDRESS_FILE = "collector.json"
 LOCK_FILE = "collector.lock"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHUTDOWN_SECONDS = 3
 _BACKLOG = 2_048
 """Connections that wait to be accepted: all agents of a fleet, after an outage."""
@@ -70,8 +72,12 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def only_one(data: Path) -> Iterator[None]:
+def only_one(data: Path) -> Iterator[str]:
     """Hold the data directory's lock; it ends with the process, however that ends.
+
+    Gives what names the lock: of two processes that are given the same, one is no more. A copy of
+    the directory has another one, and so has the same directory after a reboot, or seen from
+    another machine; "" where this system does not tell.
 
     Raises:
         StorageError: another collector has it.
@@ -85,7 +91,17 @@ def only_one(data: Path) -> Iterator[None]:
                 f"another collector runs on {data}{_address_of(data)}",
                 hint="use that one, stop it, or give another directory with --data",
             ) from error
-        yield
+        yield _name_of(file.fileno())
+
+
+def _name_of(lock: int) -> str:
+    try:
+        boot = _BOOT_ID.read_text()
+    except OSError:  # not Linux
+        return ""
+    of_file = os.fstat(lock)
+    words = f"{boot}/{of_file.st_dev}/{of_file.st_ino}"
+    return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
 def bind(listen: ListenSettings) -> socket.socket:
@@ -113,9 +129,18 @@ def bind(listen: ListenSettings) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket, listen: ListenSettings) -> str:
-    """Return the address that programs use."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)
+def url_of(bound: socket.socket, listen: ListenSettings, *, of_this_machine: bool = False) -> str:
+    """Return the address that programs use.
+
+    Args:
+        bound: the socket.
+        listen: where it listens.
+        of_this_machine: where it listens everywhere, name the machine, for programs on others.
+    """
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    host = everywhere.get(listen.host, listen.host)
+    if of_this_machine and listen.host in everywhere:
+        host = socket.gethostname()
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if listen.tls_cert else 'http'}://{shown}:{bound.getsockname()[1]}"
 
@@ -207,6 +232,6 @@ class _Server(uvicorn.Server):
 def _address_of(data: Path) -> str:
     try:
         collector_file = msgspec.json.decode((data / ADDRESS_FILE).read_bytes(), type=CollectorFile)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return ""
     return f": {collector_file.url}, process {collector_file.pid}"

@@ -13,8 +13,10 @@ from starlette.responses import Response
 
 from trainvitals import __version__
 from trainvitals.errors import (
+    UNREADABLE,
     FormatError,
     NewerVersionError,
+    NotOwnerError,
     StorageError,
     UnauthorizedError,
     UsageError,
@@ -23,6 +25,7 @@ from trainvitals.errors import (
 from trainvitals.jsonable import to_json
 from trainvitals.records import Decision, Finding
 from trainvitals.views import Problem, RunSummary
+from trainvitals.wire import OWNED_ELSEWHERE, OWNER_HEADER
 
 T = TypeVar("T")
 _LOG = logging.getLogger("vitals.collector")
@@ -32,6 +35,7 @@ _STATUS: tuple[tuple[type[VitalsError], int], ...] = (
     (NewerVersionError, 422),
     (FormatError, 400),
     (UnauthorizedError, 403),
+    (NotOwnerError, OWNED_ELSEWHERE),
     (UsageError, 400),
     (StorageError, 503),
 )
@@ -53,7 +57,9 @@ def problem(error: VitalsError) -> Response:
     )
     soonest, latest = _RETRY_SECONDS.get(status, (0, 0))
     # Not the same for all: what was sent away together must not come back together.
-    headers = {"Retry-After": str(random.randint(soonest, latest))} if latest else None
+    headers = {"Retry-After": str(random.randint(soonest, latest))} if latest else {}
+    if isinstance(error, NotOwnerError) and error.owner:
+        headers[OWNER_HEADER] = error.owner
     body = msgspec.json.encode(Problem(code=error.code, text=error.text, hint=error.hint))
     return Response(body, status, headers, "application/json")
 
@@ -90,7 +96,7 @@ def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
     async def decode(request: Request) -> T:
         try:
             decoded: T = decoder.decode(await request.body())
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise UsageError(f"the body is no {kind.__name__}: {error}") from error
         return decoded
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitals_collector.cli import control, read, replay, store
+from vitals_collector.cli import control, read, replay, sql, store
 from vitals_collector.cli.store import CapGigabytes, LostAfter, data_dir
 
 if TYPE_CHECKING:
@@ -19,8 +19,16 @@ Data = Annotated[
 Database = Annotated[
     str,
     typer.Option(
-        help="postgresql://USER@HOST/DB [default: an SQLite file in --data].",
+        help="postgresql://USER@HOST/DB for all but the rows' files [default: SQLite in --data].",
         envvar="VITALS_COLLECTOR_DATABASE",  # a password belongs there, not on a command line
+    ),
+]
+Lake = Annotated[
+    str,
+    typer.Option(
+        help="Folder or s3://BUCKET/PREFIX of the rows, one for all collectors on a database "
+        "[default: lake in --data].",
+        envvar="VITALS_DATA",
     ),
 ]
 Listen = Annotated[str, typer.Option(help="HOST:PORT; port 0 picks a free port.")]
@@ -56,6 +64,20 @@ Alertmanager = Annotated[
         envvar="VITALS_COLLECTOR_ALERTMANAGER",
     ),
 ]
+Receivers = Annotated[
+    Path | None,
+    typer.Option(
+        help="TOML file of receivers, readable by its owner only (docs/guides/alerts.md).",
+        envvar="VITALS_COLLECTOR_RECEIVERS",
+    ),
+]
+RemoteWrite = Annotated[
+    str,
+    typer.Option(
+        help="Push run metrics to this remote-write address of a Prometheus-compatible store.",
+        envvar="VITALS_REMOTE_WRITE",  # a password belongs there, not on a command line
+    ),
+]
 KeepHours = Annotated[
     float,
     typer.Option(help="Hours that every row of ranks and hosts is kept before thinning.", min=0.0),
@@ -73,11 +95,13 @@ def register(app: typer.Typer) -> None:
     control.register(app)
     replay.register(app)
     store.register(app)
+    sql.register(app)
 
 
 def collector(
     data: Data = None,
     database: Database = "",
+    lake: Lake = "",
     listen: Listen = "127.0.0.1:0",
     folder: Folders = None,
     allow_host: AllowHosts = None,
@@ -87,17 +111,19 @@ def collector(
     tls_key: TlsKey = None,
     webhook: Webhooks = None,
     alertmanager: Alertmanager = "",
+    receivers: Receivers = None,
+    remote_write: RemoteWrite = "",
     lost_after: LostAfter = 60.0,
     keep_hours: KeepHours = 24.0,
     cap_gb: CapGigabytes = 5.0,
     keep_days: KeepDays = 0.0,
 ) -> None:
     """Run the server: ingest, storage, alerts, commands, API."""
-    from vitals_collector.alerts.notifiers import NotifierSettings
+    from vitals_collector.alerts.receivers import notifier_settings
     from vitals_collector.api.app import CollectorSettings
     from vitals_collector.api.auth import check_bind
     from vitals_collector.api.serve import ListenSettings, parse_listen
-    from vitals_collector.retention.rollup import VolumeSettings
+    from vitals_collector.retention.settings import VolumeSettings
 
     host, port = parse_listen(listen)
     check_bind(host, allow_remote=allow_remote, tls=tls_cert is not None, allow_plain=allow_plain)
@@ -106,10 +132,14 @@ def collector(
     settings = CollectorSettings(
         data=data_dir(data),
         database=database,
+        lake=lake,
         folders=tuple(folder or ()),
         bound=host,
         hosts=tuple(allow_host or ()),
-        notifiers=NotifierSettings(webhooks=tuple(webhook or ()), alertmanager=alertmanager),
+        notifiers=notifier_settings(
+            webhooks=webhook or (), alertmanager=alertmanager, file=receivers
+        ),
+        remote_write=remote_write,
         lost_after_seconds=lost_after,
         volumes=VolumeSettings(keep_hours=keep_hours, max_run_bytes=cap, keep_days=keep_days),
     )
@@ -118,9 +148,12 @@ def collector(
 
 def _serve(settings: "CollectorSettings", where: "ListenSettings") -> None:
     """Serve until told to stop; the one collector on its data directory."""
+    from dataclasses import replace
+
     from vitals_collector.api.app import create_app
-    from vitals_collector.api.serve import bind, log_to_stderr, only_one, serve
+    from vitals_collector.api.serve import bind, log_to_stderr, only_one, serve, url_of
 
     log_to_stderr()
-    with only_one(settings.data), bind(where) as bound:
-        serve(create_app(settings), bound, where, settings.data)
+    with only_one(settings.data) as place, bind(where) as bound:
+        settings = replace(settings, url=url_of(bound, where, of_this_machine=True))
+        serve(create_app(settings, place=place), bound, where, settings.data)

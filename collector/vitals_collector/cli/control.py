@@ -30,7 +30,11 @@ from trainvitals.views import (
     CommandRequest,
     CommandsQuestion,
     CommandView,
+    EndSilenceRequest,
     RunSummary,
+    SilenceRequest,
+    SilencesQuestion,
+    SilenceView,
 )
 from vitals_collector.cli.opening import as_folder, choose_run
 from vitals_collector.cli.replay import folder_here
@@ -48,6 +52,13 @@ Which = Annotated[
     str,
     typer.Argument(
         metavar="ALERT", help="Its fingerprint, or its name (of your own alerts the name you gave)."
+    ),
+]
+Matchers = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="FIELD=VALUE or FIELD=~PATTERN, where FIELD is name, run, severity or a label; "
+        "repeatable, all must fit."
     ),
 ]
 OfRun = Annotated[str, typer.Option("--run", help="Of which run, where a name is of several.")]
@@ -76,8 +87,11 @@ def register(app: typer.Typer) -> None:
             silence,
             'vitals alerts silence "reward hacked" --hours 2 --reason "known"',
         ),
+        "silences": (list_silences, "vitals alerts silences"),
+        "unsilence": (unsilence, "vitals alerts unsilence 3"),
+        "test": (send_test_messages, "vitals alerts test --receivers receivers.toml"),
     }
-    about = "List alerts; acknowledge or silence one."
+    about = "List, acknowledge or silence alerts; test who is told of them."
     example = "vitals alerts list --state firing"
     alerts = add_group(app, "alerts", commands, about=about, example=example)
     alerts.callback(invoke_without_command=True, no_args_is_help=False)(_alerts)
@@ -249,20 +263,128 @@ def ack(
 
 
 def silence(
-    alert: Which,
-    reason: Annotated[str, typer.Option(help="Reason.")],
+    alert: Annotated[
+        str,
+        typer.Argument(metavar="[ALERT]", help="Its fingerprint or name; or give --match."),
+    ] = "",
+    reason: Annotated[str, typer.Option(help="Reason.")] = "",
     hours: Annotated[float, typer.Option(help="For how long.", min=0.01)] = 1.0,
+    match: Matchers = None,
+    starts_in: Annotated[
+        float, typer.Option(help="Hours until it starts; for a maintenance window.", min=0.0)
+    ] = 0.0,
     by: By = "",
     run: OfRun = "",
     collector: Collector = "",
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Silence the notifications of an alert for some hours; it stays listed."""
-    request = AckRequest(by=by or _user(), reason=reason, silence_seconds=hours * 3600.0)
+    """Silence the notifications of some alerts for some hours; they stay listed.
+
+    With --match, of all alerts that fit, those to come included.
+    """
+    if bool(alert) == bool(match) or (starts_in and not match):
+        raise UsageError("give one ALERT, or --match for several; --starts-in goes with --match")
     with _control(collector, token_file, needs="control") as client:
-        fingerprint = _fingerprint(client, alert, run)
-        _write_alerts((client.ack_alert(fingerprint, request),), form)
+        if not match:
+            request = AckRequest(by=by or _user(), reason=reason, silence_seconds=hours * 3600.0)
+            fingerprint = _fingerprint(client, alert, run)
+            _write_alerts((client.ack_alert(fingerprint, request),), form)
+            return
+        matchers = (*match, f"run={find_run(client, run).run_id}") if run else tuple(match)
+        view = client.silence(
+            SilenceRequest(
+                matchers=matchers,
+                by=by or _user(),
+                reason=reason,
+                seconds=hours * 3600.0,
+                starts_unix_ns=time.time_ns() + int(starts_in * 3600e9) if starts_in else 0,
+            )
+        )
+    _write_silences((view,), form)
+
+
+def list_silences(
+    collector: Collector = "", token_file: TokenFile = None, form: Form = Format.TABLE
+) -> None:
+    """List the silences that are in force or to come."""
+    with _control(collector, token_file, needs="read") as client:
+        _write_silences(client.ask(SilencesQuestion()), form)
+
+
+def unsilence(
+    number: Annotated[int, typer.Argument(help="The silence's number.", min=0)],
+    by: By = "",
+    reason: Annotated[str, typer.Option(help="Reason.")] = "",
+    collector: Collector = "",
+    token_file: TokenFile = None,
+    form: Form = Format.TABLE,
+) -> None:
+    """End a silence now. Alerts it hid that still fire are sent within a minute."""
+    request = EndSilenceRequest(by=by or _user(), reason=reason)
+    with _control(collector, token_file, needs="control") as client:
+        _write_silences((client.end_silence(number, request),), form)
+
+
+def _write_silences(views: tuple[SilenceView, ...], form: Format) -> None:
+    if form is Format.JSON:
+        write_json(views)
+        return
+    rows = [
+        (
+            v.id,
+            " ".join(v.matchers) or v.fingerprint,
+            moment(v.starts_unix_ns),
+            moment(v.ends_unix_ns),
+            v.by,
+            v.reason,
+            v.num_firing,
+        )
+        for v in views
+    ]
+    header = ("number", "matchers", "starts", "ends", "by", "reason", "silenced now")
+    write_rows(header, rows, form)
+
+
+def send_test_messages(
+    receivers: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of receivers, as for `vitals collector`.",
+            envvar="VITALS_COLLECTOR_RECEIVERS",
+        ),
+    ] = None,
+    receiver: Annotated[str, typer.Option(help="Only the receiver of this name.")] = "",
+    form: Form = Format.TABLE,
+) -> None:
+    """Send a test message to each receiver and show what became of it.
+
+    Addresses come from the file and from the environment (VITALS_COLLECTOR_WEBHOOK,
+    VITALS_COLLECTOR_ALERTMANAGER), as they do for the collector.
+    """
+    from vitals_collector.alerts.receivers import notifier_settings
+    from vitals_collector.alerts.worker import send_test
+
+    settings = notifier_settings(
+        webhooks=os.environ.get("VITALS_COLLECTOR_WEBHOOK", "").split(),
+        alertmanager=os.environ.get("VITALS_COLLECTOR_ALERTMANAGER", ""),
+        file=receivers,
+    )
+    names = [each.name for each in settings.receivers]
+    if not names or (receiver and receiver not in names):
+        raise UsageError(
+            f"there is no receiver {receiver!r}" if receiver else "no receiver is configured",
+            hint=f"configured are {', '.join(names)}" if names else "give --receivers FILE",
+        )
+    results = send_test(settings, receiver, now_unix_ns=time.time_ns())
+    header = ("receiver", "outcome", "error")
+    rows = [(name, "failed" if r.error else "delivered", r.error) for name, r in results]
+    if form is Format.JSON:
+        write_json([dict(zip(header, row, strict=True)) for row in rows])
+    else:
+        write_rows(header, rows, form)
+    if any(result.error for _, result in results):
+        raise typer.Exit(1)
 
 
 def _fingerprint(client: CollectorClient, alert: str, run: str) -> str:

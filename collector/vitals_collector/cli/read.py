@@ -19,7 +19,7 @@ from trainvitals.views import (
     SeriesQuestion,
     StepQuestion,
 )
-from vitals_collector.cli import postmortem, query, show
+from vitals_collector.cli import export, postmortem, query, show
 from vitals_collector.cli.follow import follow as show_progress
 from vitals_collector.cli.opening import (
     Collector,
@@ -52,6 +52,7 @@ def register(app: typer.Typer) -> None:
     app.command("runs", epilog="Example: vitals runs --format csv")(list_runs)
     show.register(app)
     query.register(app)
+    export.register(app)
     postmortem.register(app)
     app.command("why", epilog="Example: vitals why my-run 31219")(why)
     app.command("tail", epilog="Example: vitals tail my-run --follow")(tail)

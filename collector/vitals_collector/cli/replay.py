@@ -225,7 +225,6 @@ def _replay_run(
 ) -> None:
     from vitals_collector.cli.opening import choose_run
     from vitals_collector.ingest.folder import FolderIngest
-    from vitals_collector.ingest.staging import recover
     from vitals_collector.queries.open import Opened
     from vitals_collector.queries.query import Query
     from vitals_collector.report.replay import replay as judge_again
@@ -237,7 +236,6 @@ def _replay_run(
     where = data or default_data_dir(os.environ)
     store = open_data_store(where) if folder is None else open_store("sqlite://")
     with contextlib.closing(store):
-        recover(store)
         opened = Opened(Query(store, clock=SystemClock()), refresh=lambda: None)
         if folder is not None:
             spools = FolderIngest(store, [folder])

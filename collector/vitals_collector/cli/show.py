@@ -236,6 +236,7 @@ def _facts(detail: RunDetail, rates: str) -> list[tuple[str, object]]:
         ("tags", ", ".join(summary.tags)),
         ("state", summary.state),
         ("health", summary.health),
+        ("missing", ", ".join(summary.missing)),
         ("mode", summary.mode),
         ("ranks", summary.world_size),
         ("started", moment(summary.started_unix_ns)),

@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
     commands: Commands = {
         "size": (size, "vitals store size --format json"),
         "check": (check, "vitals store check"),
-        "backup": (copy, "vitals store backup /backup/vitals-monday.db"),
+        "backup": (copy, "vitals store backup /backup/vitals-monday"),
         "compact": (compact, "vitals store compact"),
         "delete": (delete, "vitals store delete 01JD00 --yes"),
         "pin": (pin, "vitals store pin 01JD00"),
@@ -67,8 +67,9 @@ def size(
     form: Form = Format.TABLE,
 ) -> None:
     """Show the size of every run, what was thinned, and which runs are above the cap."""
-    from vitals_collector.retention.rollup import VolumeSettings
-    from vitals_collector.retention.sizes import measure, store_size
+    from vitals_collector.retention.checkup import store_size
+    from vitals_collector.retention.settings import VolumeSettings
+    from vitals_collector.retention.sizes import measure
 
     with _store(data, database) as store:
         volumes = measure(store, VolumeSettings(max_run_bytes=round(cap_gb * 1e9)))
@@ -98,70 +99,65 @@ def size(
 
 
 def check(data: Data = None, database: Database = "", form: Form = Format.TABLE) -> None:
-    """Verify the checksums of all rows; exits 1 if some are damaged.
+    """Verify the checksums of all rows and records; exits 1 if some are damaged.
 
-    Answers leave damaged rows out. The run directories may still have them: a new data folder that
-    reads them with --folder is complete again.
+    Answers leave damaged rows out. A collector takes damaged files out of the store by itself, and
+    agents send what they still have of it again.
     """
-    from vitals_collector.retention.fsck import Damaged
-    from vitals_collector.retention.fsck import check as check_all
+    from vitals_collector.retention.checkup import Damaged
+    from vitals_collector.retention.checkup import check as check_all
 
     with _store(data, database) as store:
-        checkup = check_all(store)
-    header = tuple(name.replace("_", " ") for name in Damaged._fields)
+        damaged = check_all(store)
     if form is Format.JSON:
-        write_json(
-            checkup._asdict() | {"damaged": [damage._asdict() for damage in checkup.damaged]}
-        )
+        write_json({"damaged": [each._asdict() for each in damaged]})
     else:
-        write_rows(header, checkup.damaged, form)
-    _say(f"{checkup.num_batches} batches read, {len(checkup.damaged)} are damaged")
-    if checkup.damaged:
+        rows = [(each.what, each.num_rows, " ".join(each.run_ids)) for each in damaged]
+        write_rows(tuple(name.replace("_", " ") for name in Damaged._fields), rows, form)
+    _say(f"everything was read; damaged: {len(damaged)}")
+    if damaged:
         raise typer.Exit(1)
 
 
 def copy(
-    file: Annotated[Path, typer.Argument(help="The copy's name; its folder must exist.")],
+    folder: Annotated[
+        Path, typer.Argument(help="The copy's name; the folder that it is made in must exist.")
+    ],
     data: Data = None,
     database: Database = "",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a consistent copy of the store; the collector may keep running.
+    """Write a consistent copy of the store to a new folder; the collector may keep running.
 
-    To restore, put the file as vitals.db into an empty data directory (mode 0700), and first run
-    `vitals collector --data DIR --folder RUNS` on a port that no agent knows, until it has read
-    the run directories: what came after the copy lies in them, and agents do not send it again.
-    PostgreSQL has its own: pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE".
+    The copy is a data directory: `vitals collector --data COPY` runs on it. Take it to another
+    disk first (`cp -a`): where it can, it shares the files of rows with the store. What came after
+    the copy, agents send again for a day (`vitals agent --retain-hours`).
+    PostgreSQL has its own: pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE", and
+    then copy the folder of the rows. Rows on S3 stay there: let the bucket keep versions.
     """
     from vitals_collector.retention.backup import backup
 
     if database:
         raise UsageError(
             "back up a PostgreSQL database with pg_dump instead of this command",
-            hint='pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE"; '
-            "restore with pg_restore --dbname=URL FILE",
+            hint='pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE", then copy the '
+            "folder of the rows; restore with pg_restore --dbname=URL FILE",
         )
-    made = backup(data_dir(data), file, force=force)
-    _say(f"{made.file}: {made.num_bytes} bytes, tables of version {made.version}")
+    made = backup(data_dir(data), folder)
+    _say(f"{made.folder}: {made.num_bytes} bytes, tables of version {made.version}")
 
 
 def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5.0) -> None:
-    """Compact and thin everything now and free disk space. Stop the collector first."""
-    import time
-
+    """Merge and thin everything now and free disk space. Stop the collector first."""
+    from trainvitals.clock import SystemClock
     from vitals_collector.api.serve import only_one
-    from vitals_collector.retention.quota import Volumes
-    from vitals_collector.retention.rollup import VolumeSettings
-    from vitals_collector.retention.sizes import store_size
-    from vitals_collector.storage import compaction
+    from vitals_collector.retention.checkup import store_size
+    from vitals_collector.retention.settings import VolumeSettings
+    from vitals_collector.retention.upkeep import Upkeep
 
     with only_one(data_dir(data)), _store(data, database) as store:
         before = store_size(store)
-        compaction.compact(store)
         settings = VolumeSettings(max_run_bytes=round(cap_gb * 1e9))
-        num_rows = Volumes(store, settings).maintain(time.time_ns())
-        while store.reclaim():
-            pass
+        num_rows = Upkeep(store, settings, clock=SystemClock(), pause=0.0).do_all()
         after = store_size(store)
     _say(f"{num_rows} rows thinned; {before.num_bytes} bytes before, {after.num_bytes} now")
 
@@ -186,7 +182,10 @@ def delete(
         when = Liveness(now_unix_ns=time.time_ns(), lost_after_seconds=lost_after)
         with _room_told():
             deleted = removal.delete_run(store, run_id, by=_user(), when=when)
-    _say(f"run {deleted.run_id} removed: {deleted.num_bytes} bytes")
+    _say(
+        f"run {deleted.run_id} removed: {deleted.num_bytes} bytes, which the collector gives back "
+        "within 10 minutes (`vitals store compact` at once)"
+    )
 
 
 def pin(
@@ -207,28 +206,15 @@ def pin(
 
 @contextmanager
 def _store(data: Path | None, database: str) -> "Iterator[Store]":
-    from vitals_collector.ingest.staging import recover
-    from vitals_collector.storage.store import (
-        DATABASE_FILE,
-        FULL,
-        LOCKED,
-        open_data_store,
-        open_store,
-    )
+    from vitals_collector.storage.store import DATABASE_FILE, open_data_store
 
     where = data_dir(data)
     if not database and not (where / DATABASE_FILE).is_file():
         raise UsageError(
             f"there is no store in {where}", hint="give the collector's --data or --database"
         )
-    store = open_store(database) if database else open_data_store(where)
+    store = open_data_store(where, database)
     try:
-        try:
-            recover(store)
-        except StorageError as error:
-            if error.code not in (FULL, LOCKED):
-                raise
-            _say(f"the newest rows are left out: {error.text}")
         yield store
     finally:
         store.close()
@@ -244,7 +230,7 @@ def _one_run(run: str, data: Path | None, database: str) -> "Iterator[tuple[Stor
 @contextmanager
 def _room_told() -> Iterator[None]:
     """Say what to do where there is no room even to remove the run."""
-    from vitals_collector.storage.store import FULL
+    from vitals_collector.numbers.full_disk import FULL
 
     try:
         yield

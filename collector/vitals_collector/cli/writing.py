@@ -5,7 +5,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -52,12 +52,10 @@ def write_columns(
         body: what JSON has in place of one object for each row.
     """
     if form is TableFormat.PARQUET:
-        if output is None:
-            raise UsageError(
-                "--format parquet is binary, so it cannot be written to stdout",
-                hint="add --output FILE.parquet",
-            )
-        write_file(output, _parquet(columns), force=force)
+        buffer = io.BytesIO()
+        path = parquet_file(output)
+        write_parquet([columns], buffer)
+        write_file(path, buffer.getvalue(), force=force)
         return
     with written_to(output, force=force) as to:
         rows = zip(*columns.values(), strict=True)
@@ -86,7 +84,7 @@ def write_file(path: Path, content: bytes, *, force: bool = False) -> None:
         UsageError: such a file is there.
         StorageError: it cannot be written; what was there before is as it was.
     """
-    try:
+    with _translated(path):
         if path.exists() and not path.is_file():  # such as /dev/stdout; a folder is an OSError
             path.write_bytes(content)
             return
@@ -95,7 +93,30 @@ def write_file(path: Path, content: bytes, *, force: bool = False) -> None:
                 f"{path} exists and its content differs",
                 hint="write to another file, or overwrite it with --force",
             )
-        _replace(path.resolve(), content)
+    with replaced(path.resolve()) as part, part.open("xb") as to:
+        to.write(content)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Give a file that takes the place of ``path`` in one move, once it is complete.
+
+    Raises:
+        StorageError: it cannot be written; what was there before is as it was.
+    """
+    part = path.with_name(f".{path.name[:40]}-{os.getpid()}")
+    with _translated(path):
+        try:
+            yield part
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error.strerror or error}",
@@ -103,34 +124,52 @@ def write_file(path: Path, content: bytes, *, force: bool = False) -> None:
         ) from error
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Put the content in the file's place in one move."""
-    part = path.with_name(f".{path.name[:40]}-{os.getpid()}")
-    try:
-        with part.open("xb") as to:
-            to.write(content)
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+def parquet_file(output: Path | None) -> Path:
+    """Return the file that a table goes to as Parquet, which is nothing for a terminal."""
+    if output is None:
+        raise UsageError(
+            "--format parquet is binary, so it cannot be written to stdout",
+            hint="add --output FILE.parquet",
+        )
+    return output
 
 
-def _parquet(columns: Mapping[str, Sequence[object]]) -> bytes:
+def write_parquet(
+    stretches: Iterable[Mapping[str, Sequence[object]]],
+    to: Path | io.BytesIO,
+    type_of: Callable[[Any, str, Sequence[object]], Any] | None = None,
+) -> None:
+    """Write columns, a stretch of them at a time, as one Parquet table.
+
+    Args:
+        stretches: each of the same columns.
+        to: where it goes.
+        type_of: the Arrow type of a column by its name and first values, since the next ones have
+            to have it as well; None is that of the values.
+    """
     try:
         arrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"--format parquet needs the package {error.name}, which is not installed",
-            hint="pip install 'trainvitals[parquet]'",
+            hint="pip install 'trainvitals[collector]', or --format csv",
         ) from None
-    arrays = {name: _typed(values) for name, values in columns.items()}
-    buffer = io.BytesIO()
-    parquet.write_table(arrow.table(arrays), buffer)
-    return buffer.getvalue()
+    with contextlib.ExitStack() as stack:
+        writer = schema = None
+        for columns in stretches:
+            arrays = {name: typed(values) for name, values in columns.items()}
+            if schema is None and type_of is not None:
+                schema = arrow.schema([(n, type_of(arrow, n, v)) for n, v in arrays.items()])
+            table = arrow.table(arrays, schema=schema)
+            if writer is None:
+                writer = stack.enter_context(parquet.ParquetWriter(to, table.schema))
+            writer.write_table(table)
+        if writer is None:
+            parquet.write_table(arrow.table({"step": arrow.array([], arrow.int64())}), to)
 
 
-def _typed(values: Sequence[object]) -> list[object]:
+def typed(values: Sequence[object]) -> list[object]:
     """Return the values as one type: numbers where all are, else texts where types are mixed."""
     non_null = [value for value in values if value is not None]
     numbers = [v for v in non_null if isinstance(v, int | float) and not isinstance(v, bool)]

@@ -17,7 +17,7 @@ from trainvitals.errors import NewerVersionError, StorageError, VitalsError
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
 from trainvitals.io.spool import Position, read_batches
 from trainvitals.io.spool_files import STATE_FILE
-from vitals_collector.ingest.ingest import Stored, announce, store_batches
+from vitals_collector.ingest.ingest import Stored, announce, runs_in, store_batches
 from vitals_collector.ingest.tail_loss import TailLoss
 from vitals_collector.ingest.validate import check_batches
 from vitals_collector.storage.schema import positions
@@ -155,11 +155,14 @@ class FolderIngest:
             checked = checked[:newer]
         if not checked:
             return [], True
-        with self._store.exclusive():
-            with self._store.write() as connection:
-                stored = store_batches(connection, checked)
-                _remember(connection, spool, group[len(checked) - 1][0])
-            self._store.note_stored([outcome.batch for outcome in stored if outcome.batch])
+        run_ids = runs_in(checked)
+        if elsewhere := self._store.claims.claim(run_ids):
+            self._log_once(f"{spool}: {next(iter(elsewhere.values()))}")
+            return [], True
+        with self._store.write() as connection:
+            stored = store_batches(connection, self._store.numbers, checked)
+            self._store.claims.confirm(run_ids)
+            _remember(connection, spool, group[len(checked) - 1][0])
         for outcome in stored:
             if outcome.error is not None:
                 self._log_once(f"{spool}: a batch is passed over: {outcome.error}")
@@ -167,7 +170,7 @@ class FolderIngest:
 
     def _position(self, spool: Path) -> Position:
         query = select(positions.c.position).where(positions.c.spool == str(spool))
-        with self._store.read(settled=False) as connection:
+        with self._store.read() as connection:
             body = connection.execute(query).scalar()
         if body is None:
             return Position()

@@ -1,7 +1,7 @@
 """One thread writes what all requests bring: what waits is stored together, then all are answered.
 
-A commit is fsynced, and statements cost more by the call than by the row. While one group is being
-written the next one queues up, so the more come at once the less each costs. The queue is bounded
+A commit costs by the call, hardly by the row: so there is one a second. Who comes after a pause is
+stored at once, and so are events, for people may be waiting for what they say. The queue is bounded
 by bytes and by number: what does not fit is refused at once, to be sent again, and nothing waits in
 memory that was not asked for. An answer is given after the commit, never before.
 """
@@ -18,15 +18,15 @@ from trainvitals.clock import Clock
 from trainvitals.errors import StorageError, VitalsError
 from trainvitals.wire import IngestReply
 from vitals_collector.ingest.ingest import ingest_bodies
-from vitals_collector.ingest.staging import WriteAheadBuffer
 from vitals_collector.storage.store import Store
 
 BUSY = "V304"
 """Error code: more came than is written; try again later."""
 
-_MAX_GATHER_SECONDS = 0.01
-_GROUP_BYTES = 8 << 20
+_GROUP_BYTES = 16 << 20
 """Taken into one transaction, beside a number of batches."""
+COMMIT_SECONDS = 1.0
+"""From one commit to the next: it costs by the commit, hardly by the row."""
 
 _LOG = logging.getLogger("vitals.collector.intake")
 
@@ -44,6 +44,10 @@ class PendingBody:
     raws: Sequence[bytes]
     num_bytes: int
     turn: "asyncio.Future[Outcome]"
+    is_urgent: bool = False
+    """Whether it must not wait for others: it may be what people are to be told."""
+    asks: bool = False
+    """Whether its sender would rather fill holes than have them counted as lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +57,10 @@ class CommitLimits:
     max_bytes: int = 64 << 20
     """Of bodies that wait or are being written; one body alone is always taken."""
     max_bodies: int = 4_096
-    group_batches: int = 4_096
+    group_batches: int = 32_768
     """Taken into one transaction, so that it does not take long."""
+    seconds: float = COMMIT_SECONDS
+    """From one transaction to the next, but for a full group and what is urgent."""
 
 
 class CommitQueue:
@@ -65,7 +71,6 @@ class CommitQueue:
         clock: says when a body was received.
         on_done: gives the answers on.
         limits: the bounds.
-        buffer: takes them in where not all are to be placed at once.
     """
 
     def __init__(
@@ -75,10 +80,8 @@ class CommitQueue:
         clock: Clock,
         on_done: OnDone,
         limits: CommitLimits | None = None,
-        buffer: WriteAheadBuffer | None = None,
     ) -> None:
         self._store = store
-        self._buffer = buffer
         self._clock = clock
         self._on_done = on_done
         self._limits = limits or CommitLimits()
@@ -86,8 +89,8 @@ class CommitQueue:
         self._waiting: deque[PendingBody] = deque()
         self._num_bytes = 0
         self._is_closed = False
-        self._closing = threading.Event()
-        self._gather_seconds = 0.0
+        self._is_urgent = False
+        self._next_at = 0.0
         self._thread = threading.Thread(target=self._run, name="vitals-intake")
 
     @property
@@ -123,7 +126,9 @@ class CommitQueue:
                 )
             self._num_bytes += waiting.num_bytes
             self._waiting.append(waiting)
-            if len(self._waiting) == 1:  # the thread waits only for the first; more take no wake-up
+            self._is_urgent = self._is_urgent or waiting.is_urgent
+            # The thread waits for the first, and for what ends its wait for others.
+            if len(self._waiting) == 1 or self._is_due():
                 self._changed.notify()
 
     def close(self) -> None:
@@ -131,18 +136,13 @@ class CommitQueue:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._closing.set()
         if self._thread.ident is not None:  # was started
             self._thread.join()
 
     def _run(self) -> None:
         while group := self._next_group():
-            began = time.monotonic()
+            self._next_at = time.monotonic() + self._limits.seconds
             outcomes = self._store_group(group)
-            took = time.monotonic() - began
-            # Where several come at once they do so again: the next group waits for all of them, no
-            # longer than this one took. A single client waits for nobody.
-            self._gather_seconds = min(took, _MAX_GATHER_SECONDS) if len(group) > 1 else 0.0
             with self._changed:  # before the answers: who has one sends again, and must find room
                 self._num_bytes -= sum(waiting.num_bytes for waiting in group)
             try:
@@ -152,13 +152,16 @@ class CommitQueue:
                 _LOG.exception("answers_not_given num=%d", len(group))
 
     def _next_group(self) -> list[PendingBody]:
-        """Wait for something, then take what is there up to the bounds; none when closed."""
+        """Wait for something, and for others; then take what is there up to the bounds.
+
+        None when closed. Who comes when nothing was written for a while waits for nobody.
+        """
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()
-        if self._gather_seconds:
-            self._closing.wait(self._gather_seconds)
-        with self._changed:
+            while not self._is_due() and (left := self._next_at - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._is_urgent = False
             group: list[PendingBody] = []
             num_bytes = num_batches = 0
             while self._waiting:
@@ -171,12 +174,16 @@ class CommitQueue:
                 group.append(self._waiting.popleft())
             return group
 
+    def _is_due(self) -> bool:
+        """Return whether what waits is to be written without waiting for more."""
+        return self._is_closed or self._is_urgent or self._num_bytes >= _GROUP_BYTES
+
     def _store_group(self, group: Sequence[PendingBody]) -> Sequence[Outcome]:
         try:
             bodies, now = [waiting.raws for waiting in group], self._clock.time_ns()
-            if self._buffer is not None:
-                return self._buffer.ingest_bodies(bodies, now)
-            return ingest_bodies(self._store, bodies, now)
+            asking = [waiting.asks for waiting in group]
+            with self._store.hearing.storing(self._clock):
+                return ingest_bodies(self._store, bodies, now, asking)
         except VitalsError as error:
             return [error] * len(group)
         except Exception as error:  # noqa: BLE001 - said to every asker, and this thread goes on

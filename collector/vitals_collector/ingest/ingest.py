@@ -1,55 +1,57 @@
 """Stores batches exactly once: the one way in, for HTTP and for folders alike.
 
-The order is the promise: decode and check, cut off what is stored already, store the bytes and what
-the events mean in one transaction, commit (which is fsynced), and only then answer. What came
-together is stored together, so that a commit and a statement cost once for all of it. A refused
-batch changes nothing and keeps no other back.
+The order is the promise: decode and check, cut off what is stored already, make the rows durable in
+one commit of the store of numbers, then in one of the database the events and what both mean, and
+only then answer. What came together is stored together, so that a commit and a statement cost once
+for all of it. A refused batch changes nothing and keeps no other back.
 
-How far each writer's stream is stored is what makes at-least-once exactly once. It is read and
-moved inside the transaction that stores the rows. Two collectors on one database take turns at a
-run, by a lock that ends with the transaction; SQLite has one writer at a time.
+How far each writer's stream is stored is what makes at-least-once exactly once. The database says
+it, and of rows the store of numbers too, from the commit that holds them. Who dies between the two
+commits has answered nobody: what comes again is new to the database, which then says all of it,
+and to the watchers, and the store of numbers takes none of it twice. Of several collectors on one
+database each run has one owner (``cluster.owners``); SQLite has one writer at a time.
 """
 
 import logging
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from sqlalchemy import (
+    ARRAY,
     BigInteger,
     ColumnElement,
     Connection,
+    String,
     and_,
     bindparam,
     case,
-    func,
+    literal_column,
     select,
+    text,
     update,
 )
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from trainvitals.errors import FormatError, VitalsError
+from trainvitals.errors import FormatError, NotOwnerError, VitalsError
 from trainvitals.identity import Identity
 from trainvitals.records import EventRow, decode_events
-from trainvitals.rows import Schema, rows_of
-from trainvitals.wire import Batch, IngestReply
+from trainvitals.rows import rows_of
+from trainvitals.wire import AskingBatch, Batch, IngestReply
 from vitals_collector.ingest import projections
 from vitals_collector.ingest.validate import (
     LAST,
-    LIMITS,
     Checked,
     Summary,
     check_batches,
     summarize,
 )
+from vitals_collector.numbers.interface import Numbers, StreamKey
 from vitals_collector.storage.prepared import Prepared
 from vitals_collector.storage.schema import (
-    batches,
     forgotten,
     measured_columns,
-    row_schemas,
     runs,
     sources,
     streams,
@@ -61,22 +63,15 @@ _FOREIGN_KEY = "23503"
 _LOG = logging.getLogger("vitals.collector.ingest")
 
 
-StreamKey = tuple[str, str, str]
-"""Run, incarnation and stream."""
-
-
 @dataclass(slots=True)
 class StreamOffset:
-    """How far one stream is stored, and what is known of its columns."""
+    """How far one stream is stored."""
 
     key: StreamKey
     source: str
     last_seq: int = -1
-    schema_digest: str = ""
-    measured: int = 0
-    num_rows: int = 0
-    """New in this transaction; so is the next."""
     num_lost: int = 0
+    """New in this transaction."""
     expected_seq: int = -1
     """Up to there, what is missing was counted already."""
 
@@ -95,8 +90,9 @@ class Stored(msgspec.Struct, frozen=True):
     error: FormatError | None = None
 
 
-Answer = tuple[IngestReply, ...] | FormatError
-"""To a body: one reply for each of its batches, or the first error where all were refused."""
+Answer = tuple[IngestReply, ...] | FormatError | NotOwnerError
+"""To a body: one reply for each of its batches, or the first error where all were refused, or where
+to send it instead."""
 
 
 def ingest(store: Store, raw: bytes, *, received_unix_ns: int = 0) -> IngestReply:
@@ -124,33 +120,78 @@ def ingest_all(
         StorageError: the database refused; nothing was stored, send it again.
     """
     (answer,) = ingest_bodies(store, [raws], received_unix_ns)
-    if isinstance(answer, FormatError):
+    if isinstance(answer, VitalsError):
         raise answer
     return answer
 
 
 def ingest_bodies(
-    store: Store, bodies: Sequence[Sequence[bytes]], received_unix_ns: int
+    store: Store,
+    bodies: Sequence[Sequence[bytes]],
+    received_unix_ns: int,
+    asking: Sequence[bool] = (),
 ) -> list[Answer]:
     """Store the batches of all bodies in one transaction; return each body's answer, in order.
+
+    Args:
+        store: where to.
+        bodies: the batches, by who sent them.
+        received_unix_ns: this collector's clock.
+        asking: of each body, whether its sender asks before a hole is counted as lost.
 
     Raises:
         StorageError: the database refused; nothing was stored.
     """
-    checked = check_batches([raw for body in bodies for raw in body])
+    checked = iter(check_bodies(bodies, asking))
+    by_body = [[next(checked) for _ in body] for body in bodies]
+    run_ids = {run_id for of_body in by_body for run_id in runs_in(of_body)}
+    elsewhere = store.claims.claim(run_ids)
+    away = [
+        next((elsewhere[run_id] for run_id in runs_in(of_body) if run_id in elsewhere), None)
+        for of_body in by_body
+    ]
+    own = [of_body for of_body, error in zip(by_body, away, strict=True) if error is None]
     with store.write() as connection:
-        stored = store_batches(connection, checked, received_unix_ns)
+        every = [batch for of_body in own for batch in of_body]
+        stored = store_batches(connection, store.numbers, every, received_unix_ns)
+        # Of a run whose lease has ended by now the rows may not count: the database says nothing.
+        store.claims.confirm(run_ids - elsewhere.keys())
     announce(store, stored)
-    return answers_of(bodies, stored)
+    answers = iter(answers_of(own, stored))
+    return [next(answers) if error is None else error for error in away]
+
+
+def runs_in(checked: Iterable[Checked]) -> set[str]:
+    """Return the runs of those batches that are fit to be stored."""
+    return {batch.header.identity.run_id for batch in checked if isinstance(batch, Batch)}
+
+
+def check_bodies(bodies: Sequence[Sequence[bytes]], asking: Sequence[bool] = ()) -> list[Checked]:
+    """Return each batch of the bodies decoded and verified, in order, or its error."""
+    checked = check_batches([raw for body in bodies for raw in body])
+    if not any(asking):
+        return checked
+    asks = [body_asks for body, body_asks in zip(bodies, asking, strict=True) for _ in body]
+    return [
+        AskingBatch(batch.header, batch.rows) if asks_it and isinstance(batch, Batch) else batch
+        for batch, asks_it in zip(checked, asks, strict=True)
+    ]
 
 
 def store_batches(
-    connection: Connection, checked: Sequence[Checked], received_unix_ns: int = 0
+    connection: Connection,
+    numbers: Numbers,
+    checked: Sequence[Checked],
+    received_unix_ns: int = 0,
 ) -> list[Stored]:
-    """Store what is fit for it inside the caller's transaction, who commits, then announces."""
+    """Store what is fit for it, who calls commits, then announces.
+
+    Rows are durable when this returns, whatever becomes of the caller's transaction: what it would
+    have said of them is written when they come again.
+    """
     good = [batch for batch in checked if isinstance(batch, Batch)]
-    _lock_runs(connection, good)
-    stored = iter(_store_or_halve(connection, good, received_unix_ns) if good else ())
+    lock_runs(connection, {batch.header.identity.run_id for batch in good})
+    stored = iter(_store_or_halve(connection, numbers, good, received_unix_ns) if good else ())
     return [
         _refused(batch_or_error) if isinstance(batch_or_error, FormatError) else next(stored)
         for batch_or_error in checked
@@ -184,7 +225,7 @@ def announce(store: Store, stored: Iterable[Stored]) -> None:
             _LOG.exception("after_ingest_failed run=%s", new[0][0].header.identity.run_id)
 
 
-def answers_of(bodies: Sequence[Sequence[bytes]], stored: Iterable[Stored]) -> list[Answer]:
+def answers_of(bodies: Sequence[Sequence[object]], stored: Iterable[Stored]) -> list[Answer]:
     """Return what is said to each body, from what all their batches came to, in order."""
     outcomes = iter(stored)
     return [_answer_of([next(outcomes) for _ in body]) for body in bodies]
@@ -205,13 +246,13 @@ def _refused(error: FormatError) -> Stored:
 
 
 def _store_or_halve(
-    connection: Connection, batches: Sequence[Batch], received_unix_ns: int
+    connection: Connection, numbers: Numbers, batches: Sequence[Batch], received_unix_ns: int
 ) -> list[Stored]:
     """Store the batches; where one cannot be stored, find it by halves and refuse it alone."""
     try:
         # A savepoint: what a refused batch began must go, and the transaction is everybody's.
         with connection.begin_nested():
-            return _store(connection, batches, received_unix_ns)
+            return _store(connection, numbers, batches, received_unix_ns)
     except (OverflowError, DataError) as error:
         if len(batches) == 1:
             text = f"the batch holds a value that no database stores: {error}"
@@ -225,8 +266,8 @@ def _store_or_halve(
             return [_refused(FormatError(text))]
     half = len(batches) // 2
     return [
-        *_store_or_halve(connection, batches[:half], received_unix_ns),
-        *_store_or_halve(connection, batches[half:], received_unix_ns),
+        *_store_or_halve(connection, numbers, batches[:half], received_unix_ns),
+        *_store_or_halve(connection, numbers, batches[half:], received_unix_ns),
     ]
 
 
@@ -240,15 +281,18 @@ def _is_of_a_batch(error: Exception) -> bool:
     return not isinstance(error, (MemoryError, VitalsError))
 
 
-def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: int) -> list[Stored]:
-    offsets = _read_offsets(connection, batches)
+def _store(
+    connection: Connection, numbers: Numbers, batches: Sequence[Batch], received_unix_ns: int
+) -> list[Stored]:
+    offsets = _read_offsets(connection, numbers, batches)
     keys = [key_of(batch) for batch in batches]
     # Whether the run was removed is asked of new streams alone: its removal took the known ones.
     unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
     removed = _forgotten_runs(connection, unknown)
-    _register_streams(connection, offsets, _without_forgotten(unknown, removed))
-    stored: list[Stored] = []
-    fresh: list[tuple[Batch, StreamOffset]] = []
+    _register_streams(connection, numbers, offsets, _without_forgotten(unknown, removed))
+    damaged = {run_id for run_id in {key[0] for key in keys} if numbers.has_holes(run_id)}
+    stored, rows = list[Stored](), list[Batch]()
+    accepted: list[tuple[Batch, StreamOffset]] = []
     for batch, key in zip(batches, keys, strict=True):
         if is_forgotten(batch, removed):
             stored.append(_pass_over(batch))
@@ -258,12 +302,27 @@ def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: i
         except FormatError as error:
             stored.append(_refused(error))
             continue
+        of_rows = batch.header.stream != EVENTS
+        missing = numbers.missing(key) if of_rows and key[0] in damaged else ()
+        if missing and isinstance(batch, AskingBatch):
+            wanted = numbers.wanted(key, batch.header.first_seq)
+            if wanted >= 0:
+                stored.append(_ask_for(offset, wanted))
+                continue
         outcome = cut_off_known(batch, offset)
+        if missing and outcome.batch is None:
+            outcome = _up_to_hole(outcome, batch, missing)
         stored.append(outcome)
-        if outcome.batch is not None:
-            fresh.append((outcome.batch, offset))
-    if fresh:
-        _place_batches(connection, fresh, received_unix_ns)
+        if outcome.reply.from_seq >= 0:
+            continue
+        accepted.append((batch, offset))
+        if of_rows:
+            # What damage took is taken again; the watchers have seen it.
+            is_again = missing and batch.header.first_seq <= missing[-1][1]
+            rows += [batch] if is_again else [outcome.batch] if outcome.batch else []
+    if accepted:
+        # Of what was stored before as well: who stored it may have died before it said so.
+        _note(connection, accepted, received_unix_ns)
         projections.apply(
             connection,
             [
@@ -272,6 +331,8 @@ def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: i
                 if outcome.batch and outcome.events
             ],
         )
+    if rows:
+        numbers.append(rows)  # at last: what refuses a batch has refused it by now
     return stored
 
 
@@ -287,6 +348,8 @@ def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
     header = batch.header
     num_ahead = header.first_seq - offset.last_seq - 1
     num_lost, num_known = max(0, num_ahead), min(header.num_rows, max(0, -num_ahead))
+    if isinstance(batch, AskingBatch) and num_lost > header.dropped:
+        return _ask_for(offset, offset.last_seq + 1)
     num_told = max(0, min(offset.expected_seq, header.first_seq - 1) - offset.last_seq)
     if num_known == header.num_rows:
         reply = IngestReply(durable_seq=offset.last_seq, num_new=0, num_duplicate=num_known)
@@ -298,9 +361,8 @@ def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
         batch = Batch(rest, batch.rows[num_known * header.stream_schema.row_size :])
     num_new = batch.header.num_rows
     offset.last_seq = header.last_seq
-    offset.num_rows += num_new
     offset.num_lost += num_lost
-    is_events = header.stream == "events"
+    is_events = header.stream == EVENTS
     events = list(decode_events(header.stream_schema, batch.rows)) if is_events else ()
     reply = IngestReply(durable_seq=header.last_seq, num_new=num_new, num_duplicate=num_known)
     return Stored(
@@ -312,9 +374,31 @@ def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
     )
 
 
+def _ask_for(offset: StreamOffset, first_seq: int) -> Stored:
+    """Ask for what is missing instead of storing what comes behind it.
+
+    A collector restored from a backup, or whose disk has damaged a file, lacks what agents still
+    have; a batch that was damaged on its way comes again.
+    """
+    reply = IngestReply(durable_seq=first_seq - 1, num_new=0, num_duplicate=0, from_seq=first_seq)
+    return Stored(reply, expected_seq=offset.expected_seq)
+
+
+def _up_to_hole(known: Stored, batch: Batch, missing: Sequence[tuple[int, int]]) -> Stored:
+    """Return the answer to known rows where rows behind them are missing: those are to come."""
+    last = batch.header.last_seq
+    first = min((max(low, last + 1) for low, end in missing if end - 1 > last), default=None)
+    if first is None:
+        return known
+    reply = msgspec.structs.replace(known.reply, durable_seq=first - 1)
+    return msgspec.structs.replace(known, reply=reply)
+
+
 # -------------------------------------------------------------------- how far each stream is stored
 
 
+EVENTS = "events"
+"""The stream whose rows lie in the database."""
 _MAX_INT64 = 2**63 - 1
 _LOCK_SEED = 7_460_211
 """Keeps our advisory locks apart from those of others in the same database."""
@@ -327,38 +411,50 @@ def key_of(batch: Batch) -> StreamKey:
 
 
 def _read_offsets(
-    connection: Connection, batches: Sequence[Batch]
+    connection: Connection, numbers: Numbers, batches: Sequence[Batch]
 ) -> dict[StreamKey, StreamOffset]:
     """Return the offsets of all streams in the batches; a stream that is not known has none."""
-    incarnations: dict[str, set[str]] = {}
+    by_run: dict[str, tuple[set[str], set[str]]] = {}
     for batch in batches:
         identity = batch.header.identity
-        incarnations.setdefault(identity.run_id, set()).add(identity.incarnation)
+        incarnations, names = by_run.setdefault(identity.run_id, (set(), set()))
+        incarnations.add(identity.incarnation)
+        names.add(batch.header.stream)
     offsets: dict[StreamKey, StreamOffset] = {}
-    for run_id, run_incarnations in incarnations.items():
+    for run_id, (incarnations, names) in by_run.items():
         mark_rows = connection.execute(
-            _OFFSETS, {"of_run": run_id, "of_writers": sorted(run_incarnations)}
+            _OFFSETS,
+            {"of_run": run_id, "of_writers": sorted(incarnations), "of_streams": sorted(names)},
         )
-        for incarnation, stream, last_seq, promised, digest, measured, source in mark_rows:
-            bits = int(measured, 16) if measured else 0
+        marks = numbers.marks(run_id)
+        for incarnation, stream, last_seq, promised, source in mark_rows:
+            # The store of numbers is ahead of the database where somebody died between the two; it
+            # is behind where it is the older backup.
+            mark = last_seq
+            if stream != EVENTS:
+                mark = min(last_seq, marks.get((incarnation, stream), -1))
             key = run_id, incarnation, stream
-            offsets[key] = StreamOffset(key, source, last_seq, digest, bits, expected_seq=promised)
+            offsets[key] = StreamOffset(key, source, mark, expected_seq=promised)
     return offsets
 
 
-def _lock_runs(connection: Connection, batches: Iterable[Batch]) -> None:
+def lock_runs(connection: Connection, run_ids: Iterable[str]) -> None:
     """Wait until no other collector writes to these runs; hold them until the transaction ends.
 
-    In order, so that two that want the same runs do not wait for each other.
+    In order, so that two that want the same runs do not wait for each other; and not for long, for
+    one that was stopped in between loses its transaction before its leases end.
     """
     if connection.dialect.name == "sqlite":
         return
-    for run_id in sorted({batch.header.identity.run_id for batch in batches}):
-        connection.execute(_LOCK, {"of_run": run_id})
+    connection.exec_driver_sql(_BOUNDED)
+    connection.execute(_LOCK, {"of_runs": sorted(run_ids)})
 
 
 def _register_streams(
-    connection: Connection, offsets: dict[StreamKey, StreamOffset], new: Sequence[Batch]
+    connection: Connection,
+    numbers: Numbers,
+    offsets: dict[StreamKey, StreamOffset],
+    new: Sequence[Batch],
 ) -> None:
     """Make the rows that new streams hang on, and add the streams' offsets.
 
@@ -386,7 +482,7 @@ def _register_streams(
         insert(connection, streams).on_conflict_do_nothing(),
         [{"run_id": run, "incarnation": inc, "stream": stream} for run, inc, stream in keys],
     )
-    offsets.update(_read_offsets(connection, new))
+    offsets.update(_read_offsets(connection, numbers, new))
 
 
 def _check_offset(batch: Batch, offset: StreamOffset | None) -> StreamOffset:
@@ -429,6 +525,7 @@ def _source_row(identity: Identity) -> dict[str, str | int]:
         "local_rank": identity.local_rank,
         "world_size": identity.world_size,
         "gpu_uuid": clean(identity.gpu_uuid),
+        "metrics_url": clean(identity.metrics_url),
         "started_unix_ns": identity.started_unix_ns,
     }
 
@@ -439,8 +536,6 @@ _OFFSETS = (
         streams.c.stream,
         streams.c.last_seq,
         streams.c.expected_seq,
-        streams.c.schema_digest,
-        streams.c.measured,
         sources.c.source,
     )
     .join(
@@ -450,12 +545,15 @@ _OFFSETS = (
     .where(
         streams.c.run_id == bindparam("of_run"),
         streams.c.incarnation.in_(bindparam("of_writers", expanding=True)),
+        streams.c.stream.in_(bindparam("of_streams", expanding=True)),
     )
 )
-_LOCK = select(
-    func.pg_advisory_xact_lock(
-        func.hashtextextended(bindparam("of_run"), bindparam("seed", _LOCK_SEED, BigInteger))
-    )
+_LOCK = text(
+    "SELECT pg_advisory_xact_lock(hashtextextended(run, :seed)) FROM unnest(:of_runs) AS run"
+).bindparams(bindparam("seed", _LOCK_SEED, BigInteger), bindparam("of_runs", type_=ARRAY(String())))
+_BOUNDED = (
+    "SELECT set_config('lock_timeout', '3s', true),"
+    " set_config('idle_in_transaction_session_timeout', '7s', true)"
 )
 
 
@@ -492,19 +590,17 @@ def _without_forgotten(new: Sequence[Batch], removed: Mapping[str, int]) -> list
     return [batch for batch in new if not is_forgotten(batch, removed)]
 
 
-# -------------------------------------------------------------- the rows, and what lies beside them
+# ------------------------------------------------------------------ what the database says of them
 
 
-def _place_batches(
-    connection: Connection, fresh: Sequence[tuple[Batch, StreamOffset]], received_unix_ns: int
+def _note(
+    connection: Connection, accepted: Sequence[tuple[Batch, StreamOffset]], received_unix_ns: int
 ) -> None:
-    """Store the rows as they came, move their streams' offsets, and say what the sources do."""
-    fresh_batches = [batch for batch, _ in fresh]
-    offsets = [offset for _, offset in fresh]
-    summaries, schemas = summarize(fresh_batches)
-    _note_columns(connection, offsets, summaries, schemas)
-    placed = [_row_of(*both) for both in zip(fresh_batches, summaries, strict=True)]
-    _PLACE.execute(connection, placed)
+    """Say how far the batches' streams are stored, which columns they have, what sources do."""
+    batches = [batch for batch, _ in accepted]
+    offsets = [offset for _, offset in accepted]
+    summaries = summarize(batches)
+    _note_columns(connection, batches, summaries)
     moved = {id(offset): offset for offset in offsets}  # a stream's batches share one: moved once
     _MOVE.execute(connection, [_moved(offset) for offset in moved.values()])
     _note_sources(connection, offsets, summaries, received_unix_ns)
@@ -512,76 +608,40 @@ def _place_batches(
         connection,
         (
             (header.identity.run_id, header.stream_schema, rows_of(header.stream_schema, rows))
-            for header, rows in ((batch.header, batch.rows) for batch in fresh_batches)
+            for header, rows in ((batch.header, batch.rows) for batch in batches)
             if header.stream == "process"
         ),
     )
 
 
 def _note_columns(
-    connection: Connection,
-    offsets: Sequence[StreamOffset],
-    summaries: Sequence[Summary],
-    schemas: Mapping[str, Schema],
+    connection: Connection, batches: Sequence[Batch], summaries: Sequence[Summary]
 ) -> None:
-    """Write down the schemas and the measured columns that are new in their streams."""
-    used: set[str] = set()
-    measured_bits: dict[tuple[str, str], int] = {}
-    for offset, summary in zip(offsets, summaries, strict=True):
-        digest = summary.schema_digest
-        if offset.schema_digest != digest:
-            offset.schema_digest, offset.measured = digest, 0
-            used.add(digest)
-        if summary.measured & ~offset.measured:
-            offset.measured |= summary.measured
-            about = offset.key[0], digest
-            measured_bits[about] = measured_bits.get(about, 0) | summary.measured
-    bodies = {digest: msgspec.msgpack.encode(schemas[digest]) for digest in sorted(used)}
-    if bodies:
-        schema_rows = [{"digest": digest, "body": body} for digest, body in bodies.items()]
-        connection.execute(insert(connection, row_schemas).on_conflict_do_nothing(), schema_rows)
-    names = [
-        {
-            "run_id": run_id,
-            "stream": schemas[digest].stream,
-            "name": clean(column.name),
-        }
-        for (run_id, digest), bits in measured_bits.items()
-        for i, column in enumerate(schemas[digest].columns)
-        if bits >> i & 1
-    ]
-    if names:
-        connection.execute(insert(connection, measured_columns).on_conflict_do_nothing(), names)
-
-
-def _row_of(batch: Batch, summary: Summary) -> tuple[Any, ...]:
-    header = batch.header
-    identity = header.identity
-    return (
-        identity.run_id,
-        identity.incarnation,
-        identity.source,
-        header.stream_schema.stream,
-        summary.schema_digest,
-        header.first_seq,
-        header.num_rows,
-        header.clock_offset_ns,
-        batch.rows,
-        zlib.crc32(batch.rows),
-        *summary.limits,
-    )
+    """Write down the columns that were measured: those are, mostly, and nothing happens."""
+    bits: dict[tuple[str, int], int] = {}
+    schemas = {id(batch.header.stream_schema): batch.header.stream_schema for batch in batches}
+    for batch, summary in zip(batches, summaries, strict=True):
+        about = batch.header.identity.run_id, id(batch.header.stream_schema)
+        bits[about] = bits.get(about, 0) | summary.measured
+    names = {
+        (run_id, schemas[which].stream, clean(column.name))
+        for (run_id, which), measured in bits.items()
+        for i, column in enumerate(schemas[which].columns)
+        if measured >> i & 1
+    }
+    table = measured_columns.c
+    query = select(table.run_id, table.stream, table.name)
+    about_runs = sorted({run_id for run_id, _ in bits})
+    named = connection.execute(query.where(table.run_id.in_(about_runs))).all()
+    if new := sorted(names.difference(map(tuple, named))):
+        connection.execute(
+            insert(connection, measured_columns).on_conflict_do_nothing(),
+            [dict(zip(("run_id", "stream", "name"), row, strict=True)) for row in new],
+        )
 
 
 def _moved(offset: StreamOffset) -> tuple[Any, ...]:
-    bits = f"{offset.measured:x}"
-    return (
-        *offset.key,
-        offset.last_seq,
-        offset.num_rows,
-        offset.num_lost,
-        offset.schema_digest,
-        bits,
-    )
+    return (*offset.key, offset.last_seq, offset.num_lost)
 
 
 def _note_sources(
@@ -609,22 +669,6 @@ def _note_sources(
     _STEPPED.execute(connection, stepped)
 
 
-_PLACE = Prepared(
-    batches.insert(),
-    (
-        "run_id",
-        "incarnation",
-        "source",
-        "stream",
-        "schema_digest",
-        "first_seq",
-        "num_rows",
-        "clock_offset_ns",
-        "row_bytes",
-        "row_crc",
-        *LIMITS,
-    ),
-)
 _MOVE = Prepared(
     update(streams)
     .where(
@@ -634,21 +678,14 @@ _MOVE = Prepared(
     )
     .values(
         last_seq=bindparam("new_last_seq"),
-        num_rows=streams.c.num_rows + bindparam("new_rows"),
         num_lost=streams.c.num_lost + bindparam("new_lost"),
-        schema_digest=bindparam("new_digest"),
-        measured=bindparam("new_measured"),
+        # What a collector stored and died before it said so counts, and not twice.
+        num_rows=bindparam("new_last_seq")
+        - streams.c.num_lost
+        - bindparam("new_lost")
+        + literal_column("1"),
     ),
-    (
-        "of_run",
-        "of_writer",
-        "of_stream",
-        "new_last_seq",
-        "new_rows",
-        "new_lost",
-        "new_digest",
-        "new_measured",
-    ),
+    ("of_run", "of_writer", "of_stream", "new_last_seq", "new_lost"),
 )
 # A spool may arrive late: an old batch must not make its writer look silent.
 _HEAR = (
@@ -672,10 +709,10 @@ _STEPPED = Prepared(_STEP, (*_HEARD_NAMES, *(f"new_{name}" for name in LAST)))
 __all__ = [
     "Answer",
     "Stored",
-    "StreamKey",
     "StreamOffset",
     "announce",
     "answers_of",
+    "check_bodies",
     "cut_off_known",
     "ingest",
     "ingest_all",
@@ -683,5 +720,7 @@ __all__ = [
     "is_being_removed",
     "is_forgotten",
     "key_of",
+    "lock_runs",
+    "runs_in",
     "store_batches",
 ]

@@ -23,7 +23,7 @@ from trainvitals.io.spool_files import (
     read_state,
     spool_files,
 )
-from vitals_collector.ingest.ingest import StreamKey
+from vitals_collector.numbers.interface import StreamKey
 from vitals_collector.storage.schema import forgotten, streams
 from vitals_collector.storage.store import Store, insert
 
@@ -83,21 +83,19 @@ class TailLoss:
         self._kept[spool] = version
 
     def _note(self, spool: Path, promised: dict[StreamKey, int]) -> None:
-        with self._store.exclusive():
-            with self._store.write() as connection:
-                lost = _lost(connection, promised) or {}
-                rows = [
-                    {"run_id": run, "incarnation": start, "stream": stream, "expected_seq": seq}
-                    for (run, start, stream), seq in promised.items()
-                    if (run, start, stream) in lost
-                ]
-                statement = insert(connection, streams)
-                new = {"expected_seq": statement.excluded.expected_seq}
-                keys = ["run_id", "incarnation", "stream"]
-                if rows:
-                    upsert = statement.on_conflict_do_update(index_elements=keys, set_=new)
-                    connection.execute(upsert, rows)
-            self._store.forget_marks(lost)
+        with self._store.write() as connection:
+            lost = _lost(connection, promised) or {}
+            rows = [
+                {"run_id": run, "incarnation": start, "stream": stream, "expected_seq": seq}
+                for (run, start, stream), seq in promised.items()
+                if (run, start, stream) in lost
+            ]
+            statement = insert(connection, streams)
+            new = {"expected_seq": statement.excluded.expected_seq}
+            keys = ["run_id", "incarnation", "stream"]
+            if rows:
+                upsert = statement.on_conflict_do_update(index_elements=keys, set_=new)
+                connection.execute(upsert, rows)
         num_rows = sum(lost.values())
         with self._store.counters.lock:
             self._store.counters.num_lost += num_rows

@@ -3,13 +3,11 @@
 Schemas are shared objects: numpy works once on all rows of a schema, not once for each batch.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -45,30 +43,16 @@ Checked = Batch | FormatError
 
 
 class Summary(NamedTuple):
-    """What the store's tables say of one batch's rows."""
+    """What the database says of one batch's rows."""
 
-    schema_digest: str
     measured: int
     """Validity bits: column i has a value in some row."""
-    limits: tuple[int, ...]
-    """As ``LIMITS`` names them."""
+    newest_unix_ns: int
+    """When the last row was made."""
     last: tuple[int | float | str | None, ...] | None
     """The newest row of a rank's steps as ``LAST`` names its numbers; None in other streams."""
 
-    @property
-    def newest_unix_ns(self) -> int:
-        """When the last row was made."""
-        return self.limits[-1]
 
-
-LIMITS = (
-    "min_step",
-    "max_step",
-    "min_attempt",
-    "max_attempt",
-    "min_time_unix_ns",
-    "max_time_unix_ns",
-)
 LAST = ("last_step", "last_attempt", "last_step_unix_ns", "loss", "grad_norm")
 
 
@@ -94,17 +78,13 @@ def check_batches(raws: Sequence[bytes]) -> list[Checked]:
     return checked
 
 
-def summarize(batches: Sequence[Batch]) -> tuple[list[Summary], dict[str, Schema]]:
-    """Return what is to be said of each batch's rows, and the schemas by their digests."""
-    ordered_summaries: list[Summary | None] = [None] * len(batches)
-    schemas: dict[str, Schema] = {}
+def summarize(batches: Sequence[Batch]) -> list[Summary]:
+    """Return what is to be said of each batch's rows."""
+    summaries: dict[int, Summary] = {}
     for schema, which in _by_schema(batches):
-        digest = hashlib.sha256(msgspec.msgpack.encode(schema)).hexdigest()
-        schemas[digest] = schema
-        summaries = _summaries(schema, digest, [batches[i] for i in which])
-        for i, summary in zip(which, summaries, strict=True):
-            ordered_summaries[i] = summary
-    return [summary for summary in ordered_summaries if summary is not None], schemas
+        of_schema = _summaries(schema, [batches[i] for i in which])
+        summaries |= zip(which, of_schema, strict=True)
+    return [summaries[i] for i in range(len(batches))]
 
 
 def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
@@ -116,20 +96,14 @@ def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
         yield batches[which[0]].header.stream_schema, which
 
 
-def _summaries(schema: Schema, digest: str, batches: Sequence[Batch]) -> list[Summary]:
+def _summaries(schema: Schema, batches: Sequence[Batch]) -> list[Summary]:
     rows, starts, counts = _joined(schema, batches)
     words = np.bitwise_or.reduceat(rows["validity"], starts, axis=0)
-    columns: list[list[int]] = []
-    for name in ("step", "attempt", "time_unix_ns"):
-        values = column_of(schema, rows, name)[0]
-        columns.append(np.minimum.reduceat(values, starts).tolist())
-        columns.append(np.maximum.reduceat(values, starts).tolist())
-    limits = zip(*columns, strict=True)
+    times = column_of(schema, rows, "time_unix_ns")[0]
+    newest = np.maximum.reduceat(times, starts).tolist()
     is_steps = schema.stream == "steps"
     last = _last_of(schema, rows[starts + counts - 1]) if is_steps else repeat(None, len(batches))
-    return [
-        Summary(digest, *fields) for fields in zip(_as_numbers(words), limits, last, strict=True)
-    ]
+    return [Summary(*fields) for fields in zip(_as_numbers(words), newest, last, strict=True)]
 
 
 def _last_of(
@@ -218,4 +192,4 @@ def _has_whole_rows(schema: Schema, rows: bytes) -> bool:
     )
 
 
-__all__ = ["LAST", "LIMITS", "Checked", "Summary", "check_batches", "summarize"]
+__all__ = ["LAST", "Checked", "Summary", "check_batches", "summarize"]

@@ -10,10 +10,10 @@ it was.
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from sqlalchemy import Connection, func, select
@@ -22,13 +22,14 @@ from trainvitals.alerting import (
     ALERTED_KINDS,
     Alert,
     alert_for_cap,
+    alerts_for_absence,
     alerts_for_decision,
     alerts_for_finding,
     alerts_for_run_state,
     is_answered,
 )
 from trainvitals.clock import Clock
-from trainvitals.errors import VitalsError
+from trainvitals.errors import UNREADABLE, VitalsError
 from trainvitals.records import (
     CheckpointChanged,
     Decision,
@@ -41,24 +42,29 @@ from trainvitals.records import (
 )
 from trainvitals.wire import Batch
 from vitals_collector.alerts import commands
-from vitals_collector.alerts.delivery import Dispatcher
+from vitals_collector.alerts.deliveries import SqlLedger
+from vitals_collector.alerts.delivery import Dispatcher, ended
 from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow, settle
 from vitals_collector.alerts.notifiers import Notifier
+from vitals_collector.cluster.leases import PAGER, Lease
 from vitals_collector.ingest.projections import loss_kind_of
 from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor
-from vitals_collector.live.run_status import Liveness, RunStatus, RunStatusCache
+from vitals_collector.live.run_status import Absent, Liveness, RunStatus, RunStatusCache
 from vitals_collector.live.tail_reader import WATCHED
-from vitals_collector.storage.schema import decisions, engine_state, findings
+from vitals_collector.storage.schema import decisions, engine_state, findings, sources
 from vitals_collector.storage.store import Store
 
 _AT_ONCE = 500
 _MAX_LOGGED = 100
 """Errors of our own that are logged whole; those beyond are only counted."""
+_Record = TypeVar("_Record")
 _PAUSE_SECONDS = 0.2
 """Time between two looks at what just arrived: a large run's rows arrive all the time."""
 _RESEND_SECONDS = 60.0
 """How often a change that no notifier has settled is handed out again: the end of a silence, and
 the start of this process."""
+_RECENT_NS = 60_000_000_000
+"""Within it, another collector may have received something of a run; its clock may be off, too."""
 _LOG = logging.getLogger("vitals.collector.engine")
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
@@ -89,9 +95,13 @@ class Engine:
         dispatcher: Dispatcher | None = None,
         config: EngineConfig | None = None,
         up_since_unix_ns: int = 0,
+        lease: Lease | None = None,
     ) -> None:
         self._store = store
         self._inbox = inbox
+        self._lease = lease or Lease(store, PAGER, clock=clock, is_shared=False)
+        self._epoch: int | None = None
+        """The time as the pager to which what is remembered belongs."""
         self._clock = clock
         self._dispatcher = dispatcher
         self._config = config or EngineConfig()
@@ -105,14 +115,17 @@ class Engine:
         self._has_more = False
         self._thread: threading.Thread | None = None
         self._resend_ns: int | None = None
-        self._is_first = True
         self._logged: set[str] = set()
+        self._gone: dict[str, set[str]] = {}
+        """By run the alerts that held, or may, when it was last seen to go on."""
         store.after_ingest.append(self.after_ingest)
 
     def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
         """Note who wrote what, and have it looked at soon; reads and writes nothing."""
         # Called by the thread that commits, before agents have their answers: all work is left to
         # the engine's own.
+        if self._lease.is_shared and self._lease.epoch() is None:
+            return  # who watches, or will, reads it from the store
         rows: list[Batch] = []
         run_ids: set[str] = set()
         changed: set[str] = set()
@@ -150,9 +163,66 @@ class Engine:
         Raises:
             StorageError: the store refused; nothing is lost, call again.
         """
-        if self._is_first:
+        if not self._lease.is_shared:
+            if self._epoch is None:
+                self._begin(1)
+            self._look(only_new=only_new)
+            return
+        epoch = self._lease.epoch()
+        if epoch is None:
+            self._store.hearing.rest()
+            self._has_more = False
+            return
+        with self._lease.fenced(epoch):
+            if epoch != self._epoch:
+                self._begin(epoch)
+            elif not only_new:
+                self._look_for_rows_of_others()
+            self._look(only_new=only_new)
+
+    def is_pager(self) -> bool:
+        """Return whether this collector watches runs and delivers alerts, and has begun to."""
+        if not self._lease.is_shared:
+            return True
+        return self._epoch is not None and self._lease.epoch() == self._epoch
+
+    def _begin(self, epoch: int) -> None:
+        """Become the one that watches and delivers, from what is stored: as after a restart."""
+        if self._epoch is not None:  # others did so meanwhile: what we remember is of before
+            self._watching = LiveMonitor(self._store)
+            self._runs = RunStatusCache()
+            self._resend_ns = None
+            if self._dispatcher is not None:
+                self._dispatcher.forget()
+        if self._lease.is_shared:
+            # Those who told another one, which is gone, may not have found this one yet.
+            self._store.hearing.begin(self._clock.time_ns())
+        self._epoch = epoch  # before reading what is stored: what is committed from now on is told
+        try:
             self._mark_unread()
-            self._is_first = False
+            self._adopt_receivers()
+        except BaseException:
+            self._epoch = None
+            raise
+
+    def _adopt_receivers(self) -> None:
+        """Go on from what was reported of receivers before; one that is no more has no alert."""
+        if self._dispatcher is not None:
+            for alert in self._dispatcher.adopt(self._inbox.reported()):
+                self._inbox.report(ended(alert, self._clock.time_ns()))
+
+    def _look_for_rows_of_others(self) -> None:
+        """Take up what other collectors have stored, which nobody here was told of."""
+        self._mark_unread()
+        since = self._clock.time_ns() - _RECENT_NS
+        query = select(sources.c.run_id).where(sources.c.last_received_unix_ns >= since).distinct()
+        with self._store.read() as connection:
+            run_ids = connection.execute(query).scalars().all()
+        for run_id in run_ids:
+            self._watching.note(run_id)
+        self._runs.touch(run_ids, at_once=True)
+
+    def _look(self, *, only_new: bool) -> None:
         with self._lock:
             dirty, self._dirty = self._dirty, set()
         try:
@@ -245,7 +315,7 @@ class Engine:
             .where(findings.c.kind.in_(ALERTED_KINDS))
             .group_by(findings.c.run_id, findings.c.incarnation),
         }
-        with self._store.read(settled=False) as connection:
+        with self._store.read() as connection:
             unread = {
                 (run_id, incarnation)
                 for what, query in queries.items()
@@ -260,7 +330,7 @@ class Engine:
         run_id, incarnation = writer
         name = _cursor_name(writer)
         while True:
-            with self._store.read(settled=False) as connection:
+            with self._store.read() as connection:
                 query = (
                     select(decisions.c.seq, decisions.c.time_unix_ns, decisions.c.body)
                     .where(
@@ -276,12 +346,26 @@ class Engine:
                 return
             occurrences = [
                 Occurrence(run_id, row.time_unix_ns, alert)
-                for row in rows
-                if row.body
-                for alert in alerts_for_decision(_decision(row.body), run_id=run_id)
+                for row, decision in self._readable(rows, _decision)
+                for alert in alerts_for_decision(decision, run_id=run_id)
                 if alert.point  # the others follow the run's state
             ]
             self._inbox.take(occurrences, cursors={name: rows[-1].seq})
+
+    def _readable(
+        self, rows: Iterable[Any], decode: Callable[[bytes], _Record]
+    ) -> Iterator[tuple[Any, _Record]]:
+        """Yield the rows whose record this version can read; the others keep nobody silent.
+
+        A newer collector on the same database may store what an older one, which pages, cannot.
+        """
+        for row in rows:
+            try:
+                if row.body:
+                    yield row, decode(row.body)
+            except UNREADABLE as error:
+                self._store.counters.fail("engine")
+                self._log_error(error)
 
     def _consume_findings(
         self, writers: Sequence[Writer], finished: Collection[str]
@@ -314,7 +398,7 @@ class Engine:
     ) -> tuple[int, int, list[Occurrence]]:
         """Return how many findings come next, the last one's number, and what they raise."""
         run_id, incarnation = writer
-        with self._store.read(settled=False) as connection:
+        with self._store.read() as connection:
             query = (
                 select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
                 .where(
@@ -329,7 +413,9 @@ class Engine:
             rows = connection.execute(query).all()
             decided = _decided_steps(connection, writer) if rows else {}
             loss_kind = loss_kind_of(connection, run_id) if rows else ""
-        timed_findings = [(row.time_unix_ns, _finding(row.body)) for row in rows if row.body]
+        timed_findings = [
+            (row.time_unix_ns, finding) for row, finding in self._readable(rows, _finding)
+        ]
         occurrences = [
             Occurrence(run_id, time_unix_ns, alert)
             for time_unix_ns, finding in timed_findings
@@ -342,14 +428,21 @@ class Engine:
     # -------------------------------------------------------------------------------------- runs
 
     def _refresh_runs(self, *, only_new: bool) -> set[str]:
+        now = self._clock.time_ns()
+        hearing = self._store.hearing
+        if self._store.no_room is not None:
+            hearing.begin(now)
         when = Liveness(
-            now_unix_ns=self._clock.time_ns(),
-            up_since_unix_ns=self._up_since_unix_ns,
+            now_unix_ns=now,
+            up_since_unix_ns=max(self._up_since_unix_ns, hearing.since(now)),
             lost_after_seconds=self._config.lost_after_seconds,
             is_reading_in=self._store.is_reading_in,
         )
-        with self._store.read(settled=self._runs.has_urgent) as connection:
-            return self._runs.refresh(connection, when, only_new=only_new)
+        with self._store.read() as connection:
+            refreshed = self._runs.refresh(connection, when, only_new=only_new)
+        if not only_new:
+            hearing.looked(now)
+        return refreshed
 
     def _run_now(self, run: RunStatus, fired: frozenset[str]) -> RunNow:
         conditions: list[Alert] = [
@@ -358,11 +451,29 @@ class Engine:
         since = {alert.fingerprint: run.ended_unix_ns for alert in conditions}
         lasting = set(fired)
         if run.state == "running":
+            absences = self._alerts_for_absent(run, run.absent)
+            conditions += absences
+            # This collector has just started: what was silent before may speak yet, or not.
+            unheard = self._alerts_for_absent(run, run.unheard)
+            if run.is_unheard:
+                unheard += alerts_for_run_state("lost", run_id=run.run_id)
+            lasting.update(alert.fingerprint for alert in unheard)
             for finding in self._watching.conditions(run.run_id):
-                conditions += alerts_for_finding(finding, run_id=run.run_id)
+                named = _named_alerts(finding, run)
+                if finding.kind == "stalled" and any(
+                    alert.severity == "page" for alert in absences
+                ):  # that is why it stalls, and it was told; where it was told before, it holds
+                    lasting.update(alert.fingerprint for alert in named)
+                    continue
+                conditions += named
             for finding in self._watching.lasting(run.run_id):
                 alerts = alerts_for_finding(finding, run_id=run.run_id)
                 lasting.update(alert.fingerprint for alert in alerts)
+            self._gone[run.run_id] = {alert.fingerprint for alert in conditions} | lasting
+        elif run.state == "lost":  # what was gone is not back for all the rest being gone as well
+            lasting |= self._gone.get(run.run_id, set())
+        else:
+            self._gone.pop(run.run_id, None)
         over_cap = self._store.counters.over_cap
         if over_cap is None:
             lasting.add(alert_for_cap(run.run_id).fingerprint)
@@ -379,9 +490,44 @@ class Engine:
             lasting=frozenset(lasting),
         )
 
+    def _alerts_for_absent(self, run: RunStatus, parts: Absent) -> list[Alert]:
+        seconds = self._config.lost_after_seconds
+        silent = f"silent for more than {seconds:g} s"
+        kinds = (
+            ("NodeLost", parts.nodes, f"{silent}, and no step passed without it"),
+            (
+                "RankLost",
+                [f"rank {rank}" for rank in parts.ranks],
+                "its process ended without a word while the job goes on",
+            ),
+            (
+                "AgentLost",
+                parts.agents,
+                f"{silent} while the run goes on: its agent does not report",
+            ),
+            (
+                "AgentLost",
+                ["unheard ranks"] if parts.never_heard else [],  # one agent reports for many
+                f"{_listed(parts.never_heard)}: no report for more than {seconds:g} s while the "
+                "run goes on",
+            ),
+        )
+        return [
+            alert
+            for name, names, what in kinds
+            for alert in alerts_for_absence(
+                name, names, run_id=run.run_id, step=run.last_step, what=what
+            )
+        ]
+
     def _resend(self) -> None:
         now = self._clock.monotonic_ns()
-        if self._dispatcher is None or (self._resend_ns is not None and now < self._resend_ns):
+        if self._dispatcher is None:
+            return
+        if not self._dispatcher.is_pager():
+            self._resend_ns = None  # at once when it becomes this one's turn
+            return
+        if self._resend_ns is not None and now < self._resend_ns:
             return
         self._resend_ns = now + int(_RESEND_SECONDS * 1e9)
         new, posted = self._inbox.untold()
@@ -397,16 +543,21 @@ class Acting(NamedTuple):
     inbox: Inbox
     engine: Engine
     dispatcher: Dispatcher
+    lease: Lease
+    receivers: tuple[str, ...] = ()
+    """The notifiers' names."""
 
     def start(self) -> None:
-        """Start both threads."""
+        """Start their threads."""
+        self.lease.start()
         self.dispatcher.start()
         self.engine.start()
 
     def close(self) -> None:
-        """Stop both; what was not delivered is handed out again at the next start."""
+        """Stop them; what was not delivered is handed out again at the next start."""
         self.engine.close()
         self.dispatcher.close()
+        self.lease.close()
 
 
 def assemble(
@@ -417,9 +568,33 @@ def assemble(
     config: EngineConfig | None = None,
     inbox_config: InboxConfig | None = None,
     up_since_unix_ns: int = 0,
+    is_shared: bool = False,
+    place: str = "",
+    is_pager: Callable[[], bool] | None = None,
 ) -> Acting:
-    """Return inbox, engine and dispatcher over one store; nothing runs yet."""
-    dispatcher = Dispatcher(notifiers, clock=clock, on_settled=partial(settle, store))
+    """Return inbox, engine and dispatcher over one store; nothing runs yet.
+
+    Args:
+        store: what they read and write.
+        notifiers: where alerts go.
+        clock: when "now" is.
+        config: how the engine looks at runs.
+        inbox_config: when alerts fire and resolve.
+        up_since_unix_ns: since when rows could be received.
+        is_shared: other collectors may use the store: one of them watches and delivers.
+        place: names what this process alone holds while it lives (``cluster.leases``).
+        is_pager: whether this collector delivers; None: while it watches.
+    """
+    lease = Lease(store, PAGER, clock=clock, is_shared=is_shared, place=place)
+    notifiers = list(notifiers)
+    dispatcher = Dispatcher(
+        notifiers,
+        clock=clock,
+        on_settled=partial(settle, store),
+        ledger=SqlLedger(store, clock=clock),
+        is_pager=is_pager or (lambda: engine.is_pager()),
+        report=lambda alert: inbox.report(alert),
+    )
     inbox = Inbox(
         store,
         clock=clock,
@@ -434,8 +609,28 @@ def assemble(
         dispatcher=dispatcher,
         config=config,
         up_since_unix_ns=up_since_unix_ns,
+        lease=lease,
     )
-    return Acting(inbox, engine, dispatcher)
+    receivers = tuple(notifier.name for notifier in notifiers)
+    return Acting(inbox, engine, dispatcher, lease, receivers)
+
+
+_MOST_NAMED = 16
+"""Ranks that a summary names."""
+
+
+def _named_alerts(finding: Finding, run: RunStatus) -> tuple[Alert, ...]:
+    """Return what a finding that holds raises; of a stall, with the ranks that are behind."""
+    raised = alerts_for_finding(finding, run_id=run.run_id)
+    if finding.kind != "stalled" or not run.behind:
+        return raised
+    behind = f"; behind the others: {_listed(run.behind)}"
+    return tuple(msgspec.structs.replace(alert, summary=alert.summary + behind) for alert in raised)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _MOST_NAMED} more" if ranks[_MOST_NAMED:] else ""
+    return f"rank {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
 def _decided_steps(connection: Connection, writer: Writer) -> dict[int, set[str]]:

@@ -47,7 +47,7 @@ from vitals_collector.live.tail_reader import (
     Taken,
 )
 from vitals_collector.storage.schema import checkpoints, engine_state, findings, streams
-from vitals_collector.storage.store import Store, clean, insert
+from vitals_collector.storage.store import Moment, Store, clean, insert
 
 _LOG = logging.getLogger("vitals.collector.watching")
 
@@ -188,37 +188,35 @@ class FollowedRun:
         """Say whether ``read`` is to be called: not all that there is was taken."""
         return taken.has_more or not self.is_read or self._is_due(now_ns)
 
-    def read(
-        self, connection: Connection, budget: int, now_ns: int, *, has_more: bool = True
-    ) -> int:
+    def read(self, moment: Moment, budget: int, now_ns: int, *, has_more: bool = True) -> int:
         """Read about ``budget`` rows that were not taken; return how many.
 
         Those that are behind are read first, so that a rank's rows which are stored are never
         taken for late.
 
         Args:
-            connection: one moment of the store, after what was taken was committed.
+            moment: of the store, after what was taken was committed.
             budget: how many to read from the store, about.
             now_ns: the clock of ``advance``.
             has_more: whether the store may have more than was ever taken.
         """
         fresh = self._fresh
         if has_more or self._is_due(now_ns):
-            fresh.find_streams(connection)
+            fresh.find_streams(moment.sql)
             self._looked_ns = now_ns
         self.steps.world_size = fresh.world_size
         num_read = 0
-        while num_read < budget and (blocks := fresh.read(connection, STEPS, budget)):
+        while num_read < budget and (blocks := fresh.read(*moment, STEPS, budget)):
             num_read += self._take_all(blocks, now_ns)
         # Hosts not before: they would be ahead of the steps they belong to.
         while (
             num_read < budget
             and not fresh.behind(("steps",))
-            and (blocks := fresh.read(connection, HOSTS, budget))
+            and (blocks := fresh.read(*moment, HOSTS, budget))
         ):
             num_read += self._take_all(blocks, now_ns)
         self.has_changed = self.has_changed or num_read > 0
-        self._saves = self._new_checkpoints(connection)
+        self._saves = self._new_checkpoints(moment.sql)
         return num_read
 
     def _is_due(self, now_ns: int) -> bool:
@@ -565,10 +563,9 @@ class LiveMonitor:
             followed = self._open.get(run_id) or self._opened(run_id)
             num = followed.take(taken, now_ns)
             if followed.needs_store(taken, now_ns):
-                # Where all was taken, only the writers are asked after.
-                is_settled = taken.has_more or not followed.is_read
-                with self._store.read(settled=is_settled) as connection:
-                    num += followed.read(connection, budget, now_ns, has_more=taken.has_more)
+                with self._store.read() as connection:
+                    moment = self._store.moment(connection)
+                    num += followed.read(moment, budget, now_ns, has_more=taken.has_more)
             before = followed.steps.absent
             records = followed.advance(now_ns, is_running=is_running)
             self.num_unmerged += followed.take_unmerged()
@@ -600,7 +597,7 @@ class LiveMonitor:
         return num, bool(records)
 
     def _opened(self, run_id: str) -> FollowedRun:
-        with self._store.read(settled=False) as connection:
+        with self._store.read() as connection:
             followed = self._open[run_id] = open_run(connection, run_id, watch=self._config.watch)
         return followed
 

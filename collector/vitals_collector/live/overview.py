@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Column, Connection, Row, Select, and_, func, select
 
+from trainvitals.alerting import ABSENCE_ALERTS
 from trainvitals.records import Decision, RunInfo
 from trainvitals.views import RunSummary
 from vitals_collector.ingest.ingest import is_being_removed
@@ -70,6 +71,13 @@ class _Counts:
             ),
             (alerts.c.run_id, alerts.c.severity),
         )
+        absences = _of(select(alerts.c.run_id, alerts.c.labels), alerts.c.run_id, run_id).where(
+            alerts.c.state == "firing", alerts.c.name.in_(ABSENCE_ALERTS)
+        )
+        self.missing: dict[str, list[str]] = defaultdict(list)
+        """By run, the nodes, agents and ranks that are gone."""
+        for of, labels in connection.execute(absences):
+            self.missing[of].append(msgspec.json.decode(labels, type=dict[str, str])["cause"])
         damaged = _of(
             select(findings.c.run_id, findings.c.attempt, func.max(findings.c.step)),
             findings.c.run_id,
@@ -125,6 +133,7 @@ def _summary(
     loss = None if head is None else _float(head.loss)
     last = decided.get(run_id)
     num_pages = counts.firing.get((run_id, "page"), 0)
+    missing = tuple(sorted(counts.missing.get(run_id, ())))
     return RunSummary(
         run_id=run_id,
         name=row.name,
@@ -140,6 +149,7 @@ def _summary(
             ended_in_trouble=head is not None and _is_recent(last, head.last_step, _LAST_STEPS),
             lr_factor=1.0 if last is None else last.lr_factor,
             firing_pages=num_pages,
+            is_partial=bool(missing),
             is_broken=(loss is not None and not math.isfinite(loss))
             or _is_damaged(run_id, head, counts),
         ),
@@ -153,6 +163,7 @@ def _summary(
         num_rollbacks=counts.actions.get((run_id, "rollback"), 0),
         num_attempts=max(1, counts.attempts.get((run_id,), 0)),
         num_firing_alerts=sum(num for key, num in counts.firing.items() if key[0] == run_id),
+        missing=missing,
         last_decision="" if last is None else f"{last.action} at step {last.step}: {last.reason}",
     )
 
@@ -181,12 +192,4 @@ def _is_recent(last: Decision | None, step: int, steps: int = RECENT_STEPS) -> b
 
 
 def _state_of(source: Row[Any]) -> SourceState:
-    return SourceState(
-        source=source.source,
-        started_unix_ns=source.started_unix_ns,
-        last_seen_unix_ns=source.last_seen_unix_ns,
-        last_received_unix_ns=source.last_received_unix_ns,
-        alive=source.alive,
-        ended_state=source.ended_state,
-        world_size=source.world_size,
-    )
+    return SourceState._make(getattr(source, name) for name in SourceState._fields)

@@ -6,16 +6,18 @@ decided by pure functions: ``now`` is handed in.
 """
 
 import threading
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, select
 
+from trainvitals.errors import UNREADABLE
 from trainvitals.records import Decision
 from trainvitals.views import Health, RunState
+from vitals_collector.live.step_join import MOST_RANKS
 from vitals_collector.storage.schema import decisions, events, runs, sources
 
 _FINAL: tuple[RunState, ...] = ("halted", "failed", "interrupted", "finished")
@@ -45,16 +47,52 @@ class SourceState(NamedTuple):
     alive: int
     ended_state: str
     world_size: int = 0
+    node: str = ""
+    last_step: int = -1
+    last_step_unix_ns: int = 0
+
+
+_Incarnation = TypeVar("_Incarnation", SourceState, Row[Any])
+
+
+def _latest(sources: Iterable[SourceState]) -> dict[str, SourceState]:
+    """Return the incarnation of each source that was heard of last."""
+    of_source: dict[str, list[SourceState]] = defaultdict(list)
+    for source in sources:
+        of_source[source.source].append(source)
+    return {name: _heard_last(incarnations) for name, incarnations in of_source.items()}
+
+
+def _heard_last(incarnations: Sequence[_Incarnation]) -> _Incarnation:
+    """Return the incarnation that was heard of last.
+
+    Not the one started last: it may be on another node, whose clock is behind. Of those that ended,
+    the one that ended last: what another left behind may have come after its end.
+    """
+    last = max(incarnations, key=lambda one: (one.last_received_unix_ns, one.started_unix_ns))
+    if not last.ended_state:
+        return last
+    return max(
+        (one for one in incarnations if one.ended_state), key=lambda one: one.last_seen_unix_ns
+    )
+
+
+def _is_rank_of(source: SourceState, head: SourceState | None) -> bool:
+    """Return whether this is a rank of the present world, not one a smaller relaunch left over."""
+    kind, _, number = source.source.partition(":")
+    if kind != "rank":
+        return False
+    return head is None or head.world_size < 1 or int(number) < head.world_size
 
 
 def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
-    """Return the run's state from the newest incarnation of each source.
+    """Return the run's state from the incarnation of each source that was heard of last.
 
     A run that said goodbye is what it said. One whose agents say that all its processes are gone is
     lost at once: an agent says so after the last row of the rank. A silent one is lost only when
     its agents are silent as well: a rank in a long evaluation is silent and fine.
     """
-    newest = _newest(sources)
+    newest = _latest(sources)
     head = newest.get("rank:0")
     ranks = [source for source in newest.values() if _is_rank_of(source, head)]
     agents = [source for name, source in newest.items() if not name.startswith("rank:")]
@@ -93,35 +131,22 @@ def health(
     firing_pages: int,
     ended_in_trouble: bool = False,
     is_broken: bool = False,
+    is_partial: bool = False,
 ) -> Health:
     """Return the one word a list of runs shows beside the state.
 
     A run that ended while its last steps were being skipped is not healthy for having ended; nor is
-    a broken one, whose last loss is not finite: critical, unless it is being acted on.
+    a broken one, whose last loss is not finite: critical, unless it is being acted on. Where a part
+    is not heard of, nobody knows.
     """
     if state in ("halted", "failed", "lost") or firing_pages:
         return "critical"
-    if not has_steps:
+    if not has_steps or (is_partial and state == "running"):
         return "unknown"
     is_acted_on = ended_in_trouble or (state == "running" and recent_action)
     if is_broken and not is_acted_on:
         return "critical"
     return "acting" if is_acted_on or (state == "running" and lr_factor < 1) else "healthy"
-
-
-def _newest(sources: Iterable[SourceState]) -> dict[str, SourceState]:
-    newest: dict[str, SourceState] = {}
-    for source in sorted(sources, key=lambda source: source.started_unix_ns):
-        newest[source.source] = source
-    return newest
-
-
-def _is_rank_of(source: SourceState, head: SourceState | None) -> bool:
-    """Return whether this is a rank of the present world, not one a smaller relaunch left over."""
-    kind, _, number = source.source.partition(":")
-    if kind != "rank":
-        return False
-    return head is None or head.world_size < 1 or int(number) < head.world_size
 
 
 def _is_silent(source: SourceState, when: Liveness) -> bool:
@@ -131,6 +156,159 @@ def _is_silent(source: SourceState, when: Liveness) -> bool:
     if source.last_received_unix_ns:
         heard = max(source.last_received_unix_ns, when.up_since_unix_ns)
     return when.now_unix_ns - heard > when.lost_after_seconds * 1e9
+
+
+# ------------------------------------------------------------------------------------- who is gone
+#
+# A node whose agent and ranks are all silent is lost, unless the others passed steps together with
+# its ranks since: then the ranks live, and only the agent is gone. A rank whose agent speaks is
+# lost where the agent says that its process is gone. Of a rank that is silent beside a living agent
+# nothing is said: it evaluates, or it waits for others, and then a stall tells.
+#
+# All times are the collector's own: the clocks of nodes may differ by minutes. What was heard
+# before the newest launch of any rank belongs to an earlier one, and is no loss of this.
+
+
+_MARGIN = 0.25
+"""How much later than the silent rank the others must have passed a step, in parts of the limit:
+rows on their way when a node dies arrive a few seconds after those of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Who is gone."""
+
+    ranks: tuple[int, ...] = ()
+    """Ranks whose process is gone without a goodbye, on nodes that speak."""
+    nodes: tuple[str, ...] = ()
+    """Nodes of which nothing is heard, while no step passed without them."""
+    agents: tuple[str, ...] = ()
+    """Nodes of which nothing is heard, though their ranks go on."""
+    never_heard: tuple[int, ...] = ()
+    """Ranks of this launch that never reported, while several others did."""
+
+
+NOBODY = Absent()
+
+
+class _Heard(NamedTuple):
+    """One rank of the present launch, by the collector's clock."""
+
+    rank: int
+    source: SourceState
+    last_ns: int
+    step_ns: int
+    """When its newest step arrived."""
+
+
+def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
+    """Return who is gone of a run that goes on; nobody while a folder is being read in."""
+    newest = _latest(sources)
+    head = newest.get("rank:0")
+    if when.is_reading_in or head is None:
+        return NOBODY
+    ranks = [_heard(source, when) for source in newest.values() if _is_rank_of(source, head)]
+    launched = max(_launched(rank.source) for rank in ranks)
+    relaunched = _relaunched(sources, ranks)
+    present = [rank for rank in ranks if rank.source.last_received_unix_ns >= relaunched]
+    expected = [rank for rank in present if not rank.source.ended_state]
+    is_silent = _silence(when)
+    speaking = _last_of_nodes(newest.values(), when)
+    ranks_of: dict[str, list[_Heard]] = defaultdict(list)
+    for rank in expected:
+        ranks_of[rank.source.node].append(rank)
+    silent = {
+        node: of_node
+        for node, of_node in ranks_of.items()
+        if node in speaking and is_silent(speaking[node])
+    }
+    return Absent(
+        ranks=tuple(
+            sorted(
+                rank.rank
+                for rank in expected
+                if rank.source.alive == 0
+                and rank.source.node not in silent
+                and is_silent(rank.last_ns)
+            )
+        ),
+        nodes=tuple(sorted(n for n in silent if not _is_passed(silent[n], present, when))),
+        agents=tuple(sorted(n for n in silent if _is_passed(silent[n], present, when))),
+        never_heard=_never_heard(head, present, is_silent(max(launched, when.up_since_unix_ns))),
+    )
+
+
+def _launched(source: SourceState) -> int:
+    """Return when it started by the collector's clock; later where its rows or clock are late."""
+    return source.last_received_unix_ns - max(0, source.last_seen_unix_ns - source.started_unix_ns)
+
+
+def _relaunched(sources: Sequence[SourceState], ranks: Sequence[_Heard]) -> int:
+    """Return when the newest of the ranks started that had started before; 0 where none had."""
+    num_starts = Counter(source.source for source in sources)
+    again = (rank.source for rank in ranks if num_starts[rank.source.source] > 1)
+    return max(map(_launched, again), default=0)
+
+
+def behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
+    """Return the ranks that have not passed the newest step of the others; none where all have."""
+    newest = _latest(sources)
+    head = newest.get("rank:0")
+    steps = {
+        _number(source): source.last_step
+        for source in newest.values()
+        if _is_rank_of(source, head) and not source.ended_state
+    }
+    furthest = max(steps.values(), default=-1)
+    return tuple(sorted(rank for rank, step in steps.items() if step < furthest))
+
+
+def _heard(source: SourceState, when: Liveness) -> _Heard:
+    last = max(source.last_received_unix_ns, when.up_since_unix_ns)
+    # Both of one clock, the sender's: how long after its newest step it was last heard of.
+    since_step = max(0, source.last_seen_unix_ns - source.last_step_unix_ns)
+    return _Heard(_number(source), source, last, source.last_received_unix_ns - since_step)
+
+
+def _number(source: SourceState) -> int:
+    return int(source.source.removeprefix("rank:"))
+
+
+def _silence(when: Liveness) -> Callable[[int], bool]:
+    limit = when.now_unix_ns - int(when.lost_after_seconds * 1e9)
+    return lambda heard_ns: heard_ns < limit
+
+
+def _last_of_nodes(sources: Iterable[SourceState], when: Liveness) -> dict[str, int]:
+    """Return when each node was last heard of, where an agent ever spoke for it."""
+    last: dict[str, int] = {}
+    spoke: set[str] = set()
+    for source in sources:
+        if not source.source.startswith("rank:"):
+            spoke.add(source.node)
+        heard = max(source.last_received_unix_ns, when.up_since_unix_ns)
+        last[source.node] = max(heard, last.get(source.node, 0))
+    return {node: heard for node, heard in last.items() if node in spoke}
+
+
+def _is_passed(silent: Sequence[_Heard], present: Sequence[_Heard], when: Liveness) -> bool:
+    """Say whether others passed steps after these fell silent: steps need every rank."""
+    step = max(rank.source.last_step for rank in silent)
+    heard = max(rank.source.last_received_unix_ns for rank in silent)
+    margin = int(when.lost_after_seconds * _MARGIN * 1e9)
+    return any(
+        rank.source.last_step > step and rank.step_ns > heard + margin
+        for rank in present
+        if rank not in silent
+    )
+
+
+def _never_heard(head: SourceState, present: Sequence[_Heard], is_due: bool) -> tuple[int, ...]:
+    # Where only rank 0 reports, the others are not monitored at all.
+    if not is_due or len(present) < 2:
+        return ()
+    expected = range(min(head.world_size, MOST_RANKS))
+    return tuple(sorted(set(expected) - {rank.rank for rank in present}))
 
 
 # -------------------------------------------------------------------------------------- of all runs
@@ -157,6 +335,14 @@ class RunStatus:
     """When it was last heard of, by its own clocks."""
     ended_unix_ns: int = 0
     """When it halted, or its ranks were last heard of; by its own clocks."""
+    absent: Absent = NOBODY
+    """Who is gone of a run that goes on."""
+    unheard: Absent = NOBODY
+    """Who would be gone, had this collector been there all the time: nobody knows yet."""
+    is_unheard: bool = False
+    """The run would be lost, had this collector been there all the time: nobody knows yet."""
+    behind: tuple[int, ...] = ()
+    """The ranks that have not passed the newest step; of a run that goes on."""
 
 
 class _Decided(NamedTuple):
@@ -173,6 +359,9 @@ class RunStatusCache:
         self._touched: dict[str, bool] = {}
         self._statuses: dict[str, RunStatus] = {}
         self._decided: dict[str, _Decided] = {}
+        self._moved: dict[str, dict[str, tuple[int, int]]] = {}
+        """By run and incarnation of a folder: its last word by its own clock, and when that was
+        first seen by ours."""
 
     def touch(self, run_ids: Iterable[str], *, at_once: bool) -> None:
         """Remember that something of these runs came; ``at_once``: what may change their state."""
@@ -211,6 +400,7 @@ class RunStatusCache:
                 for removed_id in self._statuses.keys() - every:
                     del self._statuses[removed_id]
                     self._decided.pop(removed_id, None)
+                    self._moved.pop(removed_id, None)
                 due_runs = (due_runs | self.running | (every - self._statuses.keys())) & every
             order = sorted(due_runs)
             for first in range(0, len(order), _RUNS_AT_ONCE):
@@ -235,26 +425,45 @@ class RunStatusCache:
         for row in connection.execute(select(*_COLUMNS).where(sources.c.run_id.in_(run_ids))):
             of_run[row.run_id].append(row)
         for run_id in run_ids:
-            self._statuses[run_id] = _status_of(
-                connection, run_id, of_run[run_id], self._decided[run_id], when
-            )
+            status = _status_of(connection, run_id, of_run[run_id], self._decided[run_id], when)
+            if status.state == "running":
+                parts = self._heard(run_id, of_run[run_id], when)
+                status = replace(status, absent=absent(parts, when), behind=behind(parts))
+                if when.now_unix_ns - when.up_since_unix_ns <= when.lost_after_seconds * 1e9:
+                    status = _with_unheard(status, parts, when)
+            else:
+                self._moved.pop(run_id, None)
+            self._statuses[run_id] = status
+
+    def _heard(self, run_id: str, rows: Sequence[Row[Any]], when: Liveness) -> list[SourceState]:
+        """Return the sources; of those in a folder, when this process saw their last word."""
+        before, moved = self._moved.get(run_id, {}), {}
+        parts = []
+        for row in rows:
+            state = _state_of(row)
+            if not state.last_received_unix_ns:
+                seen, at = before.get(row.incarnation, (-1, 0))
+                if seen != state.last_seen_unix_ns:
+                    seen, at = state.last_seen_unix_ns, when.now_unix_ns
+                moved[row.incarnation] = (seen, at)
+                state = state._replace(last_received_unix_ns=at)
+            parts.append(state)
+        self._moved[run_id] = moved
+        return parts
 
 
-_COLUMNS = tuple(
-    sources.c[name]
-    for name in (
-        "run_id",
-        "source",
-        "started_unix_ns",
-        "last_seen_unix_ns",
-        "last_received_unix_ns",
-        "alive",
-        "ended_state",
-        "world_size",
-        "last_step",
-        "last_step_unix_ns",
-    )
-)
+def _with_unheard(status: RunStatus, parts: Sequence[SourceState], when: Liveness) -> RunStatus:
+    """Add who was not heard of since this collector started, and had been silent before."""
+    always_up = replace(when, up_since_unix_ns=0)
+    is_unheard = run_state(parts, always_up) == "lost"
+    return replace(status, unheard=absent(parts, always_up), is_unheard=is_unheard)
+
+
+def _state_of(row: Row[Any]) -> SourceState:
+    return SourceState._make(getattr(row, name) for name in SourceState._fields)
+
+
+_COLUMNS = tuple(sources.c[name] for name in ("run_id", "incarnation", *SourceState._fields))
 
 
 def _status_of(
@@ -264,7 +473,7 @@ def _status_of(
     decided: _Decided,
     when: Liveness,
 ) -> RunStatus:
-    state = run_state([SourceState._make(row[1:8]) for row in rows], when)
+    state = run_state([_state_of(row) for row in rows], when)
     heads = [row for row in rows if row.source == "rank:0" and row.last_step >= 0]
     head = max(heads, key=lambda row: row.last_step_unix_ns, default=None)
     last_step = -1 if head is None else head.last_step
@@ -291,7 +500,8 @@ def _status_of(
             ended_unix_ns=decided.halted_unix_ns,
         )
     if state in ("failed", "lost"):
-        started = max((row.started_unix_ns for row in rows if row.source == "rank:0"), default=0)
+        starts = [row for row in rows if row.source == "rank:0"]
+        started = _heard_last(starts).started_unix_ns if starts else 0
         return replace(status, reason=_why(connection, run_id, state, started))
     return status
 
@@ -341,24 +551,16 @@ def _decided(connection: Connection, run_id: str) -> _Decided:
         .order_by(decisions.c.ledger_seq.desc())
         .limit(1)
     )
-    newest = (
-        select(func.max(sources.c.started_unix_ns))
-        .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
-        .scalar_subquery()
-    )
+    starts = connection.execute(
+        select(*_COLUMNS).where(sources.c.run_id == run_id, sources.c.source == "rank:0")
+    ).all()
     halts = (
         select(decisions.c.body, decisions.c.time_unix_ns)
-        .join(
-            sources,
-            (sources.c.run_id == decisions.c.run_id)
-            & (sources.c.incarnation == decisions.c.incarnation),
-        )
         .where(
             mine,
             decisions.c.action == "halt",
             decisions.c.acted,
-            sources.c.source == "rank:0",
-            sources.c.started_unix_ns == newest,
+            decisions.c.incarnation == (_heard_last(starts).incarnation if starts else ""),
         )
         .order_by(decisions.c.ledger_seq.desc())
         .limit(1)
@@ -368,7 +570,20 @@ def _decided(connection: Connection, run_id: str) -> _Decided:
     halt = connection.execute(halts).first()
     if halt is None or not halt.body:
         return _Decided(last_trouble)
-    return _Decided(last_trouble, _decision(halt.body), halt.time_unix_ns)
+    try:
+        return _Decided(last_trouble, _decision(halt.body), halt.time_unix_ns)
+    except UNREADABLE:  # of a newer version; its ranks say themselves that they ended
+        return _Decided(last_trouble)
 
 
-__all__ = ["Liveness", "RunStatus", "RunStatusCache", "SourceState", "health", "run_state"]
+__all__ = [
+    "Absent",
+    "Liveness",
+    "RunStatus",
+    "RunStatusCache",
+    "SourceState",
+    "absent",
+    "behind",
+    "health",
+    "run_state",
+]

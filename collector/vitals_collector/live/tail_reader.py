@@ -12,17 +12,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, ScalarSelect, func, select
+from sqlalchemy import Connection, select
 
-from trainvitals.rows import Schema, rows_of
+from trainvitals.catalog import ROW_COLUMNS
+from trainvitals.rows import Column, Schema, rows_of
 from trainvitals.wire import Batch, BatchHeader
 from vitals_collector.live.step_join import BEFORE_ALL, Key, Origin, Writer
-from vitals_collector.storage.read_rows import read_pages
-from vitals_collector.storage.schema import batches, names, sources, streams
+from vitals_collector.numbers.interface import Columns, NumbersReader, Span
+from vitals_collector.storage.schema import names, sources, streams
 
 _BATCH_BYTES = 512
 """What a batch costs beside its rows."""
@@ -218,7 +220,7 @@ class TailReader:
         self._streams: dict[Writer, Stream] = {}
         self._behind: dict[Writer, Stream] = {}
         self._nameless: dict[Writer, Stream] = {}
-        self._schemas: dict[str, Schema] = {}
+        self._schemas: dict[tuple[Column, ...], Schema] = {}
         self._head: tuple[int, int] = (-1, 0)
         self._largest = 0
 
@@ -319,7 +321,9 @@ class TailReader:
             if writer not in self._nameless:
                 self._store_has(stream, last_seq)
 
-    def read(self, connection: Connection, kinds: Sequence[str], budget: int) -> list[RowBlock]:
+    def read(
+        self, connection: Connection, numbers: NumbersReader, kinds: Sequence[str], budget: int
+    ) -> list[RowBlock]:
         """Return more rows of these kinds from the store, of the writers that are furthest behind.
 
         That is about ``budget`` of them; none where there are none.
@@ -329,7 +333,10 @@ class TailReader:
         while front := self._front(kinds):
             for kind in kinds:
                 kind_streams = [stream for stream in front if stream.writer[1] == kind]
-                self._read_kind(connection, kind, kind_streams, budget // len(front), blocks)
+                if kind_streams:
+                    window = budget // len(front)
+                    schema = self._schema(numbers, kind)
+                    self._read_kind(numbers, schema, kind_streams, window, blocks)
             for stream in front:
                 if stream.read_seq >= stream.last_seq:
                     self._behind.pop(stream.writer, None)
@@ -346,10 +353,16 @@ class TailReader:
             behind = [stream for stream in behind if stream.position < near]
         return behind[:_WRITERS_AT_ONCE]
 
+    def _schema(self, numbers: NumbersReader, kind: str) -> Schema:
+        """Return what rows of the kind are given out as: no watcher looks at texts."""
+        kinds = {c.name: c.kind for c in ROW_COLUMNS} | numbers.kinds(self._run_id, kind)
+        columns = tuple(Column(name, kinds[name]) for name in kinds if kinds[name] != "S")
+        return self._schemas.setdefault(columns, Schema(kind, columns))
+
     def _read_kind(
         self,
-        connection: Connection,
-        kind: str,
+        numbers: NumbersReader,
+        schema: Schema,
         kind_streams: Sequence[Stream],
         window: int,
         blocks: _Blocks,
@@ -360,61 +373,41 @@ class TailReader:
             until = left[0].read_seq + max(_LEAST_WINDOW, window)
             alike = [stream for stream in left if stream.read_seq < until]
             left = left[len(alike) :]
-            self._read_window(connection, kind, alike, until, blocks)
+            self._read_window(numbers, schema, alike, until, blocks)
 
     def _read_window(
         self,
-        connection: Connection,
-        kind: str,
+        numbers: NumbersReader,
+        schema: Schema,
         alike: Sequence[Stream],
         until: int,
         blocks: _Blocks,
     ) -> None:
         """Read rows of some streams of one kind, up to the number ``until``."""
-        of = {stream.writer[0]: stream for stream in alike}
-        first = alike[0].read_seq + 1
-        if first:  # a page may have begun before it
-            query = select(func.min(_page_at(first))).where(*self._where(streams.c, kind, of))
-            first = connection.execute(query).scalar() or 0
-        where = self._where(batches.c, kind, of)
-        between = (batches.c.first_seq >= first, batches.c.first_seq <= until)
-        empty = dict(of)
-        for page in read_pages(connection, *where, *between, schemas=self._schemas):
-            stream = of[page.incarnation]
-            begin = max(0, stream.read_seq + 1 - page.first_seq)
-            end = min(page.num_rows, until + 1 - page.first_seq)
-            if begin >= end:
-                continue
-            empty.pop(page.incarnation, None)
-            rows = page.rows[begin:end]
-            stream.read_seq = page.first_seq + end - 1
-            stream.position = max(stream.position, _position(kind, page.schema, rows))
-            blocks.add(stream, page.schema, rows.tobytes(), end - begin)
-        for stream in alike:
+        seqs = {stream.writer[0]: (stream.read_seq + 1, until + 1) for stream in alike}
+        span = Span(self._run_id, schema.stream, seqs=seqs)
+        columns = numbers.scan(span, [*schema.index, "seq", "incarnation"])
+        which_of = {stream.writer[0]: i for i, stream in enumerate(alike)}
+        incarnations = columns.pop("incarnation").values.tolist()
+        writer = np.array([which_of[name] for name in incarnations], dtype=np.int64)
+        order = np.lexsort((columns["seq"].values, writer))
+        rows = _packed(schema, columns)[order]
+        bounds = np.searchsorted(writer[order], np.arange(len(alike) + 1)).tolist()
+        for stream, (begin, end) in zip(alike, pairwise(bounds), strict=True):
+            if begin < end:
+                own = rows[begin:end]
+                stream.read_seq = int(own["seq"][-1])
+                stream.position = max(stream.position, _position(schema, own))
+                blocks.add(stream, schema, own.tobytes(), end - begin)
+            elif stream.last_seq > until:
+                self._pass_over(numbers, schema.stream, stream, until)
             stream.read_seq = max(stream.read_seq, min(until, stream.last_seq))
-        left = [inc for inc, stream in empty.items() if stream.read_seq < stream.last_seq]
-        if left:
-            self._pass_over(connection, kind, left, of)
 
-    def _pass_over(
-        self, connection: Connection, kind: str, left: Sequence[str], of: Mapping[str, Stream]
-    ) -> None:
+    def _pass_over(self, numbers: NumbersReader, kind: str, stream: Stream, until: int) -> None:
         """Go on where the next rows are, for what lay before is not in the store any more."""
-        for incarnation in left:
-            stream = of[incarnation]
-            query = select(func.min(batches.c.first_seq)).where(
-                *self._where(batches.c, kind, [incarnation]),
-                batches.c.first_seq > stream.read_seq,
-            )
-            first = connection.execute(query).scalar()
-            stream.read_seq = stream.last_seq if first is None else first - 1
-
-    def _where(self, table: Any, kind: str, incarnations: Iterable[str]) -> tuple[Any, ...]:
-        return (
-            table.run_id == self._run_id,
-            table.stream == kind,
-            table.incarnation.in_(list(incarnations)),
-        )
+        seqs = {stream.writer[0]: (until + 1, stream.last_seq + 1)}
+        left = numbers.scan(Span(self._run_id, kind, seqs=seqs), ["seq"])["seq"].values
+        stream.read_seq = int(left.min()) - 1 if len(left) else stream.last_seq
 
     def _learn_names(self, connection: Connection) -> None:
         """Let layers wait for their names: they come in another stream."""
@@ -434,19 +427,24 @@ class TailReader:
             has[writer] = stream
 
 
-def _page_at(seq: int) -> ScalarSelect[Any]:
-    """Return the number of the first row of the page that a row of a stream would be in."""
-    # One look into the index for each stream; to group would read all of its entries.
-    mine = (batches.c[key] == streams.c[key] for key in ("run_id", "incarnation", "stream"))
-    newest = select(func.max(batches.c.first_seq)).where(*mine, batches.c.first_seq <= seq)
-    return newest.correlate(streams).scalar_subquery()
+def _packed(schema: Schema, columns: Columns) -> npt.NDArray[np.void]:
+    """Return columns as rows of the schema; their checksums are zero."""
+    rows = np.zeros(len(columns["seq"].values), schema.dtype)
+    rows["seq"] = columns["seq"].values
+    for i, name in enumerate(schema.index):
+        rows[f"c{i}"] = columns[name].values
+        bit = np.uint64(1 << (i % 64))
+        rows["validity"][:, i // 64] |= np.where(columns[name].is_missing, np.uint64(0), bit)
+    return rows
 
 
-def _position(kind: str, schema: Schema, rows: npt.NDArray[np.void]) -> Key:
+def _position(schema: Schema, rows: npt.NDArray[np.void]) -> Key:
     def last(name: str) -> int:
         return int(rows[f"c{schema.index[name]}"][-1])
 
-    return (last("monotonic_ns"), 0) if kind in HOSTS else (last("attempt"), last("step"))
+    if schema.stream in HOSTS:
+        return last("monotonic_ns"), 0
+    return last("attempt"), last("step")
 
 
 __all__ = ["HOSTS", "STEPS", "WATCHED", "RecentRows", "RowBlock", "Stream", "TailReader", "Taken"]

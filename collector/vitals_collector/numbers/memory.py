@@ -2,28 +2,47 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.identity import Identity
 from trainvitals.rows import Schema, column_of
+from trainvitals.views import Branch
 from trainvitals.wire import Batch
+from vitals_collector.numbers.drawn import POINT, whole_curve
 from vitals_collector.numbers.interface import (
     ORDER,
+    RANKS,
     Column,
     Columns,
+    Curve,
+    Drawn,
+    Due,
+    Keyed,
+    Levelled,
+    Reason,
     Span,
     StreamKey,
+    Thinned,
+    Window,
+    common_type,
     in_order,
     none_of,
     rank_of,
     texts_of,
+    type_of,
 )
+from vitals_collector.numbers.levels import over_ranks, ranks_batch, worst
+from vitals_collector.numbers.points import AttemptRow
 
 _Rows = npt.NDArray[np.void]
+_DTYPES: dict[str, Any] = {"f8": np.float64, "i8": np.int64, "S": object}
+_OWN = {"rank": "i8", "seq": "i8", "source": "S", "incarnation": "S"}
+"""What a row has of its writer."""
 
 
 class _Part(NamedTuple):
@@ -42,6 +61,9 @@ class MemoryNumbers:
         self._parts: dict[tuple[str, str], list[_Part]] = defaultdict(list)
         """By run and stream."""
         self._marks: dict[StreamKey, int] = {}
+        self._levelled: dict[tuple[str, int], int] = {}
+        """By run and attempt the step behind the last that is a level."""
+        self._thinned: dict[str, list[Thinned]] = defaultdict(list)
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
         """Keep the rows that are new; nothing here survives the process."""
@@ -63,44 +85,222 @@ class MemoryNumbers:
         """Return the number of the last row that the stream has; -1 where it has none."""
         return self._marks.get(key, -1)
 
+    def marks(self, run_id: str) -> dict[tuple[str, str], int]:
+        """Return the marks of the run's streams by incarnation and stream."""
+        with self._lock:
+            return {key[1:]: mark for key, mark in self._marks.items() if key[0] == run_id}
+
+    def has_holes(self, run_id: str) -> bool:
+        """Return False: no disk holds these rows."""
+        return False
+
+    def missing(self, key: StreamKey) -> list[tuple[int, int]]:
+        """Return nothing: no disk holds these rows."""
+        return []
+
+    def wanted(self, key: StreamKey, before: int) -> int:
+        """Return -1: no disk holds these rows."""
+        return -1
+
+    def kinds(self, run_id: str, stream: str) -> dict[str, str]:
+        """Return the columns of the stream's rows, each with its type."""
+        kinds: dict[str, list[str]] = defaultdict(list)
+        for part in self._of(run_id, stream):
+            for column in part.schema.columns:
+                kinds[column.name].append(type_of(column))
+        return {name: common_type(of_name) for name, of_name in kinds.items()}
+
+    def sources(self, run_id: str, stream: str) -> list[str]:
+        """Return who wrote rows of the stream, in the order of their names."""
+        return sorted({part.identity.source for part in self._of(run_id, stream)})
+
+    def num_rows(self, span: Span) -> int:
+        """Return how many rows the span has."""
+        return sum(len(part.rows) for part in self._chosen(span))
+
     def scan(self, span: Span, names: Sequence[str]) -> Columns:
         """Return columns of the rows in the span, in order."""
-        with self._lock:
-            parts = list(self._parts.get((span.run_id, span.stream), ()))
         wanted = tuple(dict.fromkeys((*ORDER, *names)))
-        chosen = [
-            part._replace(rows=part.rows[_is_in(span, part.schema, part.rows)])
-            for part in parts
-            if not span.ranks or rank_of(part.identity) in span.ranks
-        ]
-        return in_order({name: _joined(name, chosen) for name in wanted}, names)
+        chosen, kinds = self._chosen(span), self.kinds(span.run_id, span.stream)
+        return in_order(
+            {n: _joined(n, kinds.get(n, _OWN.get(n, "f8")), chosen) for n in wanted}, names
+        )
 
-    def delete(self, run_id: str) -> None:
+    def curves(
+        self, curves: Sequence[Curve], attempts: Sequence[AttemptRow], branch: Branch
+    ) -> list[Drawn]:
+        """Return each curve's measured values on the branch; every one, however few are wanted."""
+        return [
+            whole_curve(
+                self.scan(curve.span, [*POINT, curve.column]),
+                curve.column,
+                curve.span.stream,
+                attempts,
+                branch,
+            )
+            for curve in curves
+        ]
+
+    def last_steps(self, run_id: str) -> dict[int, int]:
+        """Return the last step of each attempt that has rows of steps."""
+        rows = self.scan(Span(run_id, "steps"), ["attempt", "step"])
+        attempt, step = rows["attempt"].values, rows["step"].values
+        return {i: int(step[attempt == i].max()) for i in np.unique(attempt).tolist()}
+
+    def next_window(self, run_id: str, attempt: int, size: int) -> Due | None:
+        """Return the oldest steps that are no level yet."""
+        rows = self.scan(
+            Span(run_id, "steps", from_step=self._levelled.get((run_id, attempt))),
+            ["step", "attempt", "rank", "time_unix_ns", "incarnation", "seq"],
+        )
+        step, times = rows["step"].values, rows["time_unix_ns"].values
+        is_mine = (rows["attempt"].values == attempt) & (rows["rank"].values > 0)
+        if not is_mine.any():
+            return None
+        first = int(step[is_mine].min()) // size * size
+        is_in = is_mine & (step >= first) & (step < first + size)
+        last_seqs: dict[str, int] = {}
+        for writer, seq in zip(
+            rows["incarnation"].values[is_in].tolist(),
+            rows["seq"].values[is_in].tolist(),
+            strict=True,
+        ):
+            last_seqs[writer] = max(seq, last_seqs.get(writer, seq))
+        return Due(Window(attempt, first, first + size), int(times[is_in].max()), last_seqs)
+
+    def level(
+        self,
+        run_id: str,
+        window: Window,
+        num_worst: int,
+        *,
+        is_whole: bool = False,
+        reason: Reason = "age",
+    ) -> Levelled:
+        """Put numbers over the ranks in the place of most ranks' rows."""
+        own = {column.name for column in ROW_COLUMNS}
+        kinds = self.kinds(run_id, "steps")
+        names = [name for name, kind in kinds.items() if kind != "S" and name not in own]
+        span = Span(run_id, "steps", from_step=window.first_step, to_step=window.end_step)
+        rows = self.scan(span, ["step", "attempt", "rank", "source", "time_unix_ns", *names])
+        is_mine = (rows["attempt"].values == window.attempt) & (rows["rank"].values > 0)
+        if not is_mine.any():
+            return Levelled(0, ())
+        rows = {name: column.take(is_mine) for name, column in rows.items()}
+        sources = rows["source"].values
+        kept = sorted(set(sources)) if is_whole else worst(rows, names, num_worst)
+        first_seq = self.mark((run_id, RANKS, RANKS)) + 1
+        numbers = over_ranks(rows, names)
+        self.append([ranks_batch(run_id, window.attempt, names, numbers, first_seq)])
+        with self._lock:
+            parts = self._parts[run_id, "steps"]
+            parts[:] = [_without(part, window, kept) for part in parts]
+            self._levelled[run_id, window.attempt] = window.end_step
+        num_taken = int(np.sum(~np.isin(sources.astype(str), kept)))
+        if num_taken:
+            last = window.end_step - 1
+            self._thinned[run_id].append(Thinned("steps", reason, num_taken, last, 0))
+        return Levelled(num_taken, tuple(kept))
+
+    def thinned(self, run_id: str) -> list[Thinned]:
+        """Return what was taken away of the run, by stream and reason."""
+        of_reason: dict[tuple[str, Reason], list[Thinned]] = defaultdict(list)
+        for part in self._thinned[run_id]:
+            of_reason[part.stream, part.reason].append(part)
+        return [
+            Thinned(*key, sum(p.num_rows for p in parts), max(p.to_step for p in parts), 0)
+            for key, parts in sorted(of_reason.items())
+        ]
+
+    def _of(self, run_id: str, stream: str) -> list[_Part]:
+        with self._lock:
+            return list(self._parts.get((run_id, stream), ()))
+
+    def _chosen(self, span: Span) -> list[_Part]:
+        parts = [
+            part._replace(rows=part.rows[_is_in(span, part)])
+            for part in self._of(span.run_id, span.stream)
+            if not span.sources or part.identity.source in span.sources
+        ]
+        return [part for part in parts if len(part.rows)]
+
+    def num_bytes(self, run_id: str) -> int:
+        """Return how many bytes the run's rows have."""
+        with self._lock:
+            parts = [
+                part for key, of_key in self._parts.items() if key[0] == run_id for part in of_key
+            ]
+        return sum(part.rows.nbytes for part in parts)
+
+    def merge(self, max_seconds: float = 60.0) -> bool:
+        """Do nothing: rows stay as they came."""
+        return True
+
+    def close(self) -> None:
+        """Do nothing: the rows go with the process."""
+
+    def delete(self, run_id: str, but: Collection[str] = ()) -> None:
         """Forget the run's rows; its marks stay."""
         with self._lock:
             for key in [key for key in self._parts if key[0] == run_id]:
-                del self._parts[key]
+                left = [part for part in self._parts[key] if part.identity.incarnation in but]
+                if left:
+                    self._parts[key] = left
+                else:
+                    del self._parts[key]
+            self._thinned.pop(run_id, None)
 
 
-def _is_in(span: Span, schema: Schema, rows: _Rows) -> npt.NDArray[np.bool_]:
-    steps: npt.NDArray[Any] = column_of(schema, rows, "step")[0]
-    is_in = np.ones(len(rows), np.bool_)
-    if span.from_step is not None:
-        is_in &= steps >= span.from_step
-    if span.to_step is not None:
-        is_in &= steps < span.to_step
-    return is_in
+def _without(part: _Part, window: Window, kept: Sequence[str]) -> _Part:
+    """Return what is left of a part when a window has become a level."""
+    if part.identity.source in kept or rank_of(part.identity.source) <= 0:
+        return part
+    own: list[npt.NDArray[Any]] = [
+        column_of(part.schema, part.rows, name)[0] for name in ("step", "attempt")
+    ]
+    step, attempt = own
+    is_in = (step >= window.first_step) & (step < window.end_step) & (attempt == window.attempt)
+    return part._replace(rows=part.rows[~is_in])
 
 
-def _joined(name: str, parts: Sequence[_Part]) -> Column:
-    columns = [_column(name, *part) for part in parts]
-    if not columns:
+def _is_in(span: Span, part: _Part) -> npt.NDArray[np.bool_]:
+    is_in = np.ones(len(part.rows), np.bool_)
+    bounds = (
+        ("step", span.from_step, span.to_step),
+        ("time_unix_ns", span.from_unix_ns, span.to_unix_ns),
+    )
+    for name, first, end in bounds:
+        values: npt.NDArray[Any] = column_of(part.schema, part.rows, name)[0]
+        if first is not None:
+            is_in &= values >= first
+        if end is not None:
+            is_in &= values < end
+    if span.seqs is not None:
+        first, end = span.seqs.get(part.identity.incarnation, (0, 0))
+        is_in &= (part.rows["seq"] >= first) & (part.rows["seq"] < end)
+    return is_in if span.keyed is None else is_in & _has_key(span.keyed, part)
+
+
+def _has_key(keyed: Keyed, part: _Part) -> npt.NDArray[np.bool_]:
+    number: int | None
+    if isinstance(keyed.number_of, int):
+        number = keyed.number_of
+    else:
+        number = keyed.number_of.get(part.identity.incarnation)
+    column = _own_column(keyed.column, part.schema, part.rows)
+    if number is None or column.values.dtype == object:
+        return np.zeros(len(part.rows), np.bool_)
+    has_key: npt.NDArray[np.bool_] = ~column.is_missing & (column.values == number)
+    return has_key
+
+
+def _joined(name: str, kind: str, parts: Sequence[_Part]) -> Column:
+    if not parts:
         return none_of(0)
-    kinds = {column.values.dtype.kind for column in columns if not column.is_missing.all()}
-    dtype: Any = object if "O" in kinds else np.float64 if kinds != {"i"} else np.int64
+    columns = [_column(name, *part) for part in parts]
     return Column(
-        np.concatenate([_as(column, dtype) for column in columns]),
-        np.concatenate([_missing(column, dtype) for column in columns]),
+        np.concatenate([_as(column, _DTYPES[kind]) for column in columns]),
+        np.concatenate([_missing(column, _DTYPES[kind]) for column in columns]),
     )
 
 
@@ -110,9 +310,13 @@ def _column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> Colum
         texts = np.full(len(rows), of_writer[name], object)
         return Column(texts, np.zeros(len(rows), np.bool_))
     if name == "rank":
-        return Column(np.full(len(rows), rank_of(identity)), np.zeros(len(rows), np.bool_))
+        return Column(np.full(len(rows), rank_of(identity.source)), np.zeros(len(rows), np.bool_))
     if name == "seq":
         return Column(rows["seq"], np.zeros(len(rows), np.bool_))
+    return _own_column(name, schema, rows)
+
+
+def _own_column(name: str, schema: Schema, rows: _Rows) -> Column:
     if name not in schema.index:
         return none_of(len(rows))
     column: tuple[npt.NDArray[Any], npt.NDArray[np.bool_]] = column_of(schema, rows, name)

@@ -2,8 +2,8 @@
 
 from trainvitals.errors import UsageError
 from trainvitals.views import Branch, CurveReply
+from vitals_collector.numbers.points import Points
 from vitals_collector.queries.metrics import unit_of
-from vitals_collector.queries.series import Points
 
 MAX_POINTS = 4_000_000
 """In one answer: 32 bytes each."""

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from sqlalchemy import Connection
 
 from trainvitals.errors import UsageError
 from trainvitals.views import Along, DifferenceQuestion, DifferenceReply
+from vitals_collector.numbers.interface import HOST_STREAMS
+from vitals_collector.numbers.points import Floats, Points
 from vitals_collector.queries import metrics
 from vitals_collector.queries.ledger import attempt_rows
-from vitals_collector.queries.load_curve import HOST_STREAMS, load_curve
-from vitals_collector.queries.series import Floats, Points, downsample
+from vitals_collector.queries.series import downsample
+from vitals_collector.storage.store import Moment
 
 TOKENS = "steps.tokens_seen"
 
@@ -28,7 +29,7 @@ class Curve(NamedTuple):
     value: Floats
 
 
-def difference(connection: Connection, asked: DifferenceQuestion) -> DifferenceReply:
+def difference(moment: Moment, asked: DifferenceQuestion) -> DifferenceReply:
     """Return what ``other`` has more than ``base`` wherever both have steps.
 
     Raises:
@@ -37,7 +38,7 @@ def difference(connection: Connection, asked: DifferenceQuestion) -> DifferenceR
     base, other, metric, along = asked.run_id, asked.other, asked.metric, asked.along
     if metric.partition(".")[0] in HOST_STREAMS:
         raise UsageError(f"{metric[:200]!r} has no steps: runs can be compared by their steps only")
-    mine, theirs = (_curve(connection, run_id, metric, along) for run_id in (base, other))
+    mine, theirs = (_curve(moment, run_id, metric, along) for run_id in (base, other))
     delta = subtract(mine, theirs)
     place = np.rint(delta.x).astype(np.int64)
     zero = np.zeros(len(place), dtype=np.int64)
@@ -74,12 +75,13 @@ def subtract(base: Curve, other: Curve) -> Curve:
     return Curve(xs, values)
 
 
-def _curve(connection: Connection, run_id: str, metric: str, along: Along) -> Curve:
-    attempts = attempt_rows(connection, run_id)
+def _curve(moment: Moment, run_id: str, metric: str, along: Along) -> Curve:
+    attempts = attempt_rows(moment.sql, run_id)
 
     def load(name: str) -> Points:
-        _, selection = metrics.select_rows(connection, run_id, name, "")
-        return load_curve(connection, selection, attempts, "lineage")
+        _, curve = metrics.curve_of(moment, run_id, name, "")
+        (drawn,) = moment.numbers.curves([curve], attempts, "lineage")
+        return drawn.points
 
     points = load(metric)
     x = points.step.astype(np.float64)

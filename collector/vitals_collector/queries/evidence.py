@@ -5,23 +5,17 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-from sqlalchemy import Connection
 
 from trainvitals.detect.fleet.node import THROTTLES
 from trainvitals.views import DecisionView, MoverView, RunSummary, StepView
+from vitals_collector.numbers.interface import Columns, NumbersReader, Span
+from vitals_collector.numbers.points import Floats
 from vitals_collector.queries.ledger import data_of, step_rows
-from vitals_collector.queries.read_columns import (
-    KEYS,
-    ColumnBlock,
-    find_parts,
-    join_blocks,
-    read_blocks,
-)
-from vitals_collector.queries.series import Floats
+from vitals_collector.queries.metrics import behind
 from vitals_collector.queries.top_changes import MAX_SCORE, WINDOW_STEPS, Moved, judge, moved
-from vitals_collector.storage.schema import batches
+from vitals_collector.storage.store import Moment
 
-Span = tuple[int, int, int]
+Lost = tuple[int, int, int]
 """Attempt, first and last step."""
 
 AFTER_SECONDS = 60
@@ -35,6 +29,7 @@ _OF_GPU = (
 _RISING = ("ecc_corrected_errors", "ecc_uncorrected_errors", "last_xid")
 """Of these a new value is told, however small."""
 THROTTLED = "throttle_reasons"
+_GPUS_AT_ONCE = 64
 _MIN_SCORE = 6.0
 _MAX_TOLD = 8
 
@@ -58,7 +53,7 @@ class Evidence:
 
 
 def gather(
-    connection: Connection,
+    moment: Moment,
     run: RunSummary,
     attempt: int,
     onset: int,
@@ -70,7 +65,7 @@ def gather(
     """Return the numbers around an incident; without ``is_whole`` only what it cost."""
     spans = lost_spans(decided)
     cost = sum(high - low + 1 for _, low, high in spans)
-    seconds = _seconds(connection, run.run_id, spans) if is_whole or len(spans) == 1 else None
+    seconds = _seconds(moment.numbers, run.run_id, spans) if is_whole or len(spans) == 1 else None
     if not spans:
         seconds = 0.0
     if not is_whole:
@@ -78,30 +73,29 @@ def gather(
     view = StepView(
         run_id=run.run_id,
         step=onset,
-        rows=tuple(r for r in step_rows(connection, run.run_id, onset) if r.attempt == attempt),
+        rows=tuple(r for r in step_rows(moment, run.run_id, onset) if r.attempt == attempt),
         findings=(),
         decisions=(),
-        data=data_of(connection, run.run_id, onset),
+        data=data_of(moment.sql, run.run_id, onset),
     )
-    has_layers = bool(
-        find_parts(connection, run.run_id, "layers", from_step=onset - 500, to_step=onset)
-    )
-    gpus = _gpus(connection, run.run_id, attempt, onset, last)
+    near = Span(run.run_id, "layers", from_step=onset - 500, to_step=behind(onset))
+    has_layers = moment.numbers.num_rows(near) > 0
+    gpus = _gpus(moment.numbers, run.run_id, attempt, onset, last)
     return Evidence(
         cost,
         seconds,
         is_gathered=True,
         view=view,
-        movers=moved(connection, run.run_id, onset, attempt),
+        movers=moved(moment, run.run_id, onset, attempt),
         has_layers=has_layers,
         has_gpus=gpus is not None,
         gpus=gpus or (),
     )
 
 
-def lost_spans(decided: Iterable[DecisionView]) -> list[Span]:
+def lost_spans(decided: Iterable[DecisionView]) -> list[Lost]:
     """Return the steps trained in vain, each once: skipped ones, and what rollbacks left behind."""
-    spans: list[Span] = []
+    spans: list[Lost] = []
     for view in decided:
         decision = view.decision
         if not decision.acted:
@@ -110,7 +104,7 @@ def lost_spans(decided: Iterable[DecisionView]) -> list[Span]:
             spans.append((decision.attempt, decision.rollback_to_step, decision.decided_at_step))
         if decision.action == "skip_step":
             spans.append((decision.attempt, decision.step, decision.step))
-    merged: list[Span] = []
+    merged: list[Lost] = []
     for attempt, low, high in sorted(spans):
         if merged and merged[-1][0] == attempt and low <= merged[-1][2] + 1:
             merged[-1] = (attempt, merged[-1][1], max(high, merged[-1][2]))
@@ -119,62 +113,59 @@ def lost_spans(decided: Iterable[DecisionView]) -> list[Span]:
     return [span for span in merged if span[1] <= span[2]]
 
 
-def _seconds(connection: Connection, run_id: str, spans: Sequence[Span]) -> float | None:
+def _seconds(numbers: NumbersReader, run_id: str, spans: Sequence[Lost]) -> float | None:
     """Return how long rank 0 took for the steps; None where that is not stored."""
     total, num = 0.0, 0
-    of_rank = batches.c.source == "rank:0"
-    names = [*KEYS, "step_duration_seconds"]
     for attempt, low, high in spans:
-        parts = find_parts(connection, run_id, "steps", of_rank, from_step=low, to_step=high)
-        rows = join_blocks(
-            list(read_blocks(connection, parts, names, from_step=low, to_step=high)), names
-        )
-        cells = rows.column("step_duration_seconds")
-        took = cells.values.astype(np.float64)
-        is_there = np.isfinite(took) & (rows.whole("attempt") == attempt)
-        is_there &= True if cells.valid is None else cells.valid
-        _, first = np.unique(rows.whole("step")[is_there], return_index=True)
+        span = Span(run_id, "steps", ("rank:0",), from_step=low, to_step=behind(high))
+        rows = numbers.scan(span, ["step", "attempt", "step_duration_seconds"])
+        took, is_missing = rows["step_duration_seconds"]
+        took = took.astype(np.float64)
+        is_there = np.isfinite(took) & ~is_missing & (rows["attempt"].values == attempt)
+        _, first = np.unique(rows["step"].values[is_there], return_index=True)
         total += float(took[is_there][first].sum())
         num += len(first)
     return total if num else None
 
 
 def _gpus(
-    connection: Connection, run_id: str, attempt: int, onset: int, last: int
+    numbers: NumbersReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[MoverView, ...] | None:
     """Return what GPUs did between onset and end that they had not before; None: no samples."""
-    when = _times(connection, run_id, attempt, onset, last)
+    when = _times(numbers, run_id, attempt, onset, last)
     if when is None:
         return None
     early, begin = when[0] - BEFORE_SECONDS * 10**9, when[0]
     end = max(when[1], begin) + AFTER_SECONDS * 10**9
-    table = batches.c
-    near = (table.max_time_unix_ns >= early, table.min_time_unix_ns <= end)
-    parts = find_parts(connection, run_id, "gpu", *near)
-    names = ["time_unix_ns", *_OF_GPU]
+    near = Span(run_id, "gpu", from_unix_ns=early, to_unix_ns=behind(end))
+    if not numbers.num_rows(near):
+        return None
     by_gpu: dict[str, list[MoverView]] = {}
-    for source in dict.fromkeys(part.source for part in parts):
-        mine = [part for part in parts if part.source == source]
-        rows = join_blocks(list(read_blocks(connection, mine, names)), names)
-        times = rows.whole("time_unix_ns")
-        rows = rows.take((times >= early) & (times <= end))
-        if np.any(rows.whole("time_unix_ns") >= begin):
-            by_gpu[source] = _of_gpu(source, rows, begin)
+    sources = numbers.sources(run_id, "gpu")
+    for i in range(0, len(sources), _GPUS_AT_ONCE):
+        some = near._replace(sources=tuple(sources[i : i + _GPUS_AT_ONCE]))
+        rows = numbers.scan(some, ["time_unix_ns", "source", *_OF_GPU])
+        which_of: dict[str, list[int]] = {}
+        for row, source in enumerate(rows["source"].values.tolist()):
+            which_of.setdefault(source, []).append(row)
+        for source, which in which_of.items():
+            mine = {name: column.take(np.array(which)) for name, column in rows.items()}
+            if np.any(mine["time_unix_ns"].values >= begin):
+                by_gpu[source] = _of_gpu(source, mine, begin)
     if not by_gpu:
         return None
     movers = [view for views in by_gpu.values() for view in views]
     return tuple(sorted(movers, key=lambda view: (-view.score, view.row, view.metric))[:_MAX_TOLD])
 
 
-def _of_gpu(source: str, rows: ColumnBlock, begin: int) -> list[MoverView]:
-    order = np.argsort(rows.whole("time_unix_ns"), kind="stable")
+def _of_gpu(source: str, rows: Columns, begin: int) -> list[MoverView]:
+    times = rows["time_unix_ns"].values
+    order = np.argsort(times, kind="stable")
     views = []
     for name in _OF_GPU:
-        cells = rows.column(name)
-        is_there = np.ones(len(rows), bool) if cells.valid is None else cells.valid
-        which = order[is_there[order]]
-        values = cells.values.astype(np.float64)[which]
-        is_late = rows.whole("time_unix_ns")[which] >= begin
+        which = order[~rows[name].is_missing[order]]
+        values = rows[name].values.astype(np.float64)[which]
+        is_late = times[which] >= begin
         if name in _RISING:
             views += _risen(source, name, values[~is_late], values[is_late])
             continue
@@ -225,18 +216,13 @@ def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:
 
 
 def _times(
-    connection: Connection, run_id: str, attempt: int, onset: int, last: int
+    numbers: NumbersReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[int, int] | None:
     """Return when the steps ended on rank 0."""
-    of_rank = batches.c.source == "rank:0"
-    parts = find_parts(connection, run_id, "steps", of_rank, from_step=onset, to_step=last)
-    spans: list[tuple[int, int]] = []
-    for block in read_blocks(connection, parts, KEYS, from_step=onset, to_step=last):
-        mine = block.whole("time_unix_ns")[block.whole("attempt") == attempt]
-        spans += [(int(mine.min()), int(mine.max()))] if len(mine) else []
-    if not spans:
-        return None
-    return min(first for first, _ in spans), max(end for _, end in spans)
+    span = Span(run_id, "steps", ("rank:0",), from_step=onset, to_step=behind(last))
+    rows = numbers.scan(span, ["time_unix_ns", "attempt"])
+    mine = rows["time_unix_ns"].values[rows["attempt"].values == attempt]
+    return (int(mine.min()), int(mine.max())) if len(mine) else None
 
 
 __all__ = ["THROTTLED", "Evidence", "gather", "lost_spans"]

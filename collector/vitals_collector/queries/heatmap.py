@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from sqlalchemy import Connection, select
+from sqlalchemy import select
 
 from trainvitals import catalog
 from trainvitals.errors import UsageError
@@ -25,6 +25,16 @@ from trainvitals.views import (
     CellsQuestion,
     CellsReply,
 )
+from vitals_collector.numbers.interface import Curve, NumbersReader, Span
+from vitals_collector.numbers.points import (
+    AttemptRow,
+    Floats,
+    Points,
+    by_time,
+    ends,
+    is_of_lineage,
+    join,
+)
 from vitals_collector.queries import heatmap_layers, metrics
 from vitals_collector.queries.heatmap_cells import (
     Drawn,
@@ -35,18 +45,8 @@ from vitals_collector.queries.heatmap_cells import (
     starts_of,
 )
 from vitals_collector.queries.ledger import attempt_rows
-from vitals_collector.queries.load_curve import Selection, load_outline, load_outlines_by_source
-from vitals_collector.queries.series import (
-    AttemptRow,
-    Floats,
-    Points,
-    by_time,
-    ends,
-    is_of_lineage,
-    join,
-)
 from vitals_collector.storage.schema import measured_columns
-from vitals_collector.storage.store import UNKNOWN
+from vitals_collector.storage.store import UNKNOWN, Moment
 
 MAX_CELLS = 200_000
 STREAMS = ("steps", "gpu", "node", "layers")
@@ -55,7 +55,7 @@ _POINTS_A_COLUMN = 4
 _TIMED = ("loss", "step_duration_seconds", "grad_norm")
 
 
-def cells(connection: Connection, asked: CellsQuestion) -> CellsReply:
+def cells(moment: Moment, asked: CellsQuestion) -> CellsReply:
     """Return the heat map of one moment of the store.
 
     Raises:
@@ -63,19 +63,14 @@ def cells(connection: Connection, asked: CellsQuestion) -> CellsReply:
     """
     run_id, metric = asked.run_id, asked.metric
     _check(asked.points, asked.rows)
-    stream, column = _known(connection, run_id, metric)
-    attempts = attempt_rows(connection, run_id)
-    selection = Selection(
-        run_id=run_id,
-        stream=stream,
-        column=column,
-        from_step=asked.from_step,
-        to_step=asked.to_step,
+    stream, column = _known(moment, run_id, metric)
+    attempts = attempt_rows(moment.sql, run_id)
+    curve = Curve(
+        Span(run_id, stream, from_step=asked.from_step, to_step=metrics.behind(asked.to_step)),
+        column,
     )
     load = heatmap_layers.load if stream == "layers" else _of_sources
-    names, starts, extremes, rolled_back = load(
-        connection, selection, attempts, asked.branch, asked.points
-    )
+    names, starts, extremes, rolled_back = load(moment, curve, attempts, asked.branch, asked.points)
     value = furthest(extremes)
     chosen = _most(value, extremes, asked.rows, is_alike=stream != "layers")
     marks, left = (np.argwhere(mask[chosen]) for mask in (extremes.is_marked, extremes.is_left))
@@ -102,7 +97,7 @@ def _check(points: int, rows: int) -> None:
         raise UsageError(f"{points} points of {rows} rows; at most {MAX_CELLS} cells are drawn")
 
 
-def _known(connection: Connection, run_id: str, metric: str) -> tuple[str, str]:
+def _known(moment: Moment, run_id: str, metric: str) -> tuple[str, str]:
     """Return the stream and column of the metric."""
     table = measured_columns.c
     there = select(table.stream, table.name).where(
@@ -110,7 +105,7 @@ def _known(connection: Connection, run_id: str, metric: str) -> tuple[str, str]:
     )
     plain = {column.name for column in catalog.ROW_COLUMNS} | {"layer"}
     metric_names = sorted(
-        f"{s}.{name}" for s, name in connection.execute(there) if name not in plain
+        f"{s}.{name}" for s, name in moment.sql.execute(there) if name not in plain
     )
     if {"layers.update_norm", "layers.weight_norm"} <= set(metric_names):
         metric_names.append("layers.update_ratio")
@@ -129,36 +124,46 @@ def _known(connection: Connection, run_id: str, metric: str) -> tuple[str, str]:
 
 
 def _of_sources(
-    connection: Connection,
-    selection: Selection,
+    moment: Moment,
+    curve: Curve,
     attempts: Sequence[AttemptRow],
     branch: Branch,
     points: int,
 ) -> Drawn:
     """Return the rows of ranks, GPUs or nodes."""
-    num = _POINTS_A_COLUMN * points
-    if selection.stream == "steps":
-        curves = load_outlines_by_source(connection, selection, attempts, branch, num)
+    numbers, whole = moment.numbers, curve._replace(num_points=_POINTS_A_COLUMN * points)
+    if curve.span.stream == "steps":
+        curves = _by_source(numbers, whole, attempts, branch)
     else:
-        curves = _host(connection, selection, attempts, num)
+        curves = _host(numbers, whole, attempts)
     end_of = ends(attempts)
     names: list[str] = []
     kept: list[Points] = []
     left: list[Points] = []
     for name in _ordered(curves):
-        curve = curves[name]
-        is_kept = is_of_lineage(curve.attempt, curve.step, end_of)
-        of_lineage = curve.take(is_kept) if branch != "discarded" else join([])
-        discarded = curve.take(~is_kept) if branch != "lineage" else join([])
+        drawn = curves[name]
+        is_kept = is_of_lineage(drawn.attempt, drawn.step, end_of)
+        of_lineage = drawn.take(is_kept) if branch != "discarded" else join([])
+        discarded = drawn.take(~is_kept) if branch != "lineage" else join([])
         if len(of_lineage) or len(discarded):
             names.append(name)
             kept.append(of_lineage)
             left.append(discarded)
-    starts = starts_of([curve for curve in (*kept, *left) if len(curve)], points)
+    starts = starts_of([drawn for drawn in (*kept, *left) if len(drawn)], points)
     cells = of_curves(kept, starts).with_discarded(of_curves(left, starts))
     again = join(left).step
     rolled_back = (int(again.min()), int(again.max())) if len(again) else None
     return Drawn(names, starts, cells, rolled_back)
+
+
+def _by_source(
+    numbers: NumbersReader, curve: Curve, attempts: Sequence[AttemptRow], branch: Branch
+) -> dict[str, Points]:
+    """Return the curve of every source."""
+    sources = numbers.sources(curve.span.run_id, curve.span.stream)
+    curves = [curve._replace(span=curve.span._replace(sources=(source,))) for source in sources]
+    drawn = numbers.curves(curves, attempts, branch)
+    return {source: of_source.points for source, of_source in zip(sources, drawn, strict=True)}
 
 
 def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
@@ -199,38 +204,39 @@ def _most(value: Floats, extremes: Extremes, num: int, *, is_alike: bool) -> lis
 
 
 def _host(
-    connection: Connection, selection: Selection, attempts: Sequence[AttemptRow], num_points: int
+    numbers: NumbersReader, curve: Curve, attempts: Sequence[AttemptRow]
 ) -> dict[str, Points]:
     """Return the curves of GPUs or nodes with the steps that ran as they were measured.
 
     What was measured before the first step ended, or after the last, belongs to none.
     """
-    clock = _clock(connection, selection.run_id, attempts, num_points)
+    span = curve.span
+    clock = _clock(numbers, span.run_id, attempts, curve.num_points or 0)
     if not len(clock):
         return {}
-    of_host = Selection(run_id=selection.run_id, stream=selection.stream, column=selection.column)
-    outlines = load_outlines_by_source(connection, of_host, attempts, "all", num_points)
+    of_host = curve._replace(span=Span(span.run_id, span.stream))
     curves = {}
-    for name, curve in outlines.items():
-        with_steps = _with_steps(curve, clock)
+    for name, points in _by_source(numbers, of_host, attempts, "all").items():
+        with_steps = _with_steps(points, clock)
         is_in = np.ones(len(with_steps), dtype=np.bool_)
-        if selection.from_step is not None:
-            is_in &= with_steps.step >= selection.from_step
-        if selection.to_step is not None:
-            is_in &= with_steps.step <= selection.to_step
+        if span.from_step is not None:
+            is_in &= with_steps.step >= span.from_step
+        if span.to_step is not None:
+            is_in &= with_steps.step < span.to_step
         curves[name] = with_steps.take(is_in)
     return curves
 
 
 def _clock(
-    connection: Connection, run_id: str, attempts: Sequence[AttemptRow], num_points: int
+    numbers: NumbersReader, run_id: str, attempts: Sequence[AttemptRow], num_points: int
 ) -> Points:
     """Return steps of all attempts by the moments at which they ended."""
+    of_rank0 = Span(run_id, "steps", ("rank:0",))
     for column in _TIMED:
-        selection = Selection(run_id=run_id, stream="steps", column=column, source="rank:0")
-        curve, _ = load_outline(connection, selection, attempts, "all", max(num_points, 1_000))
-        if len(curve):
-            return by_time(curve)
+        curve = Curve(of_rank0, column, max(num_points, 1_000))
+        (drawn,) = numbers.curves([curve], attempts, "all")
+        if len(drawn.points):
+            return by_time(drawn.points)
     return join([])
 
 

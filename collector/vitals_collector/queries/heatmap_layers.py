@@ -1,9 +1,7 @@
-"""Reads one column of all layers at once: layers have no summaries, so their rows are decoded.
+"""Reads one column of all layers at once, in windows of steps: it has no overview.
 
-What is decoded goes into the map's cells at once, some thousand rows at a time, so that neither
-time nor memory grows with the number of pieces. That is right only for rows that no other row of
-the same layer and step replaces: most batches overlap no other one, and of a step that a writer's
-next batch goes on with, the rows wait. These, and all that does overlap, are stitched at the end.
+What a window holds is stitched in itself, for no row outside of it is of one of its steps, and goes
+into the map's cells at once: so memory grows neither with the steps nor with the layers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,334 +12,248 @@ import numpy as np
 from sqlalchemy import Connection, select
 
 from trainvitals.views import Branch
-from vitals_collector.queries.heatmap_cells import Drawn, Grid, even_starts
-from vitals_collector.queries.load_curve import Selection
-from vitals_collector.queries.read_columns import KEYS, ColumnBlock, Part, find_parts, read_blocks
-from vitals_collector.queries.series import AttemptRow, Floats, Ints, Mask, ends, is_of_lineage
-from vitals_collector.storage.schema import names
+from vitals_collector.numbers.interface import Columns, Curve, NumbersReader, Span
+from vitals_collector.numbers.points import AttemptRow, Floats, Ints, Mask, ends, is_of_lineage
+from vitals_collector.queries.heatmap_cells import Drawn, Extremes, Grid, even_starts
+from vitals_collector.storage.schema import names, streams
+from vitals_collector.storage.store import Moment
 
 RATIO = "update_ratio"
-_MAX_NUMBER = 4_096
-"""Layers of lower numbers, which is all in practice, are looked up in an array."""
+MAX_ROWS = 1 << 18
+"""Rows of one window, about."""
+_MOST_CODES = 1 << 22
+_MIN_APART = 1_024
+"""Values from which a map's column is filled by itself."""
 
 
 def load(
-    connection: Connection,
-    selection: Selection,
-    attempts: Sequence[AttemptRow],
-    branch: Branch,
-    points: int,
+    moment: Moment, curve: Curve, attempts: Sequence[AttemptRow], branch: Branch, points: int
 ) -> Drawn:
     """Return the layers in the model's own order."""
-    named = layer_names(connection, selection.run_id)
-    spans = _spans(connection, selection, attempts, branch)
-    families = _families(named, spans)
-    calm, others, shared = _sorted_out(_clusters(spans, families, _lines(spans, branch)))
-    source = _Source(connection, selection, attempts, branch, named)
-    filling = _Filling(source, calm, points)
-    for rows in source.read(others):
-        filling.wait(rows)
-    for rows in source.read(calm, is_timed=False):
-        span = rows.span
-        if not _is_rising(rows.step, rows.layer):
-            filling.wait(rows)
-        elif span.low in shared or span.high in shared:
-            is_shared = np.isin(rows.step, [s for s in (span.low, span.high) if s in shared])
-            filling.wait(rows.take(is_shared))
-            filling.add(rows.take(~is_shared))
-        else:
-            filling.add(rows)
-    names, starts, extremes, rolled_back = filling.finish()
-    is_there = [
-        i for i in source.rows.order() if (extremes.is_marked[i] | ~np.isnan(extremes.low[i])).any()
+    source = _Source(moment, curve, attempts, branch)
+    filling = _Filling(points)
+    windows = _windows(moment.numbers, curve.span)
+    last: _Rows | None = None
+    while windows:
+        filling.add(source.read(windows.pop(0)))
+        if filling.is_full:
+            while windows and not (last and len(last.step)):
+                last = source.read(windows.pop())
+            filling.begin(last)
+    if last:
+        filling.add(last)
+    layers = source.layers
+    starts, extremes, rolled_back = filling.finish(len(layers.names))
+    is_there = np.any(extremes.is_marked | ~np.isnan(extremes.low), axis=1)
+    chosen = [i for i in layers.order() if is_there[i]]
+    return Drawn([layers.names[i] for i in chosen], starts, extremes.take(chosen), rolled_back)
+
+
+def _windows(numbers: NumbersReader, span: Span) -> list[Span]:
+    """Return the span in windows of few rows each, by step."""
+    num = numbers.num_rows(span)
+    if num <= MAX_ROWS:
+        return [span]
+    low = span.from_step or 0
+    newest = max(numbers.last_steps(span.run_id).values(), default=0)
+    high = newest + 1 if span.to_step is None else min(span.to_step, newest + 1)
+    # Where writers' rows lie together by thousands of steps, a window counts more than it has.
+    least = max(1, (high - low) * MAX_ROWS // (4 * num))
+    return _halves(numbers, span, low, high, least)
+
+
+def _halves(numbers: NumbersReader, span: Span, low: int, high: int, least: int) -> list[Span]:
+    if high - low <= least or numbers.num_rows(span) <= MAX_ROWS:
+        return [span]
+    middle = (low + high) // 2
+    before, after = span._replace(to_step=middle), span._replace(from_step=middle)
+    return [
+        *_halves(numbers, before, low, middle, least),
+        *_halves(numbers, after, middle, high, least),
     ]
-    return Drawn([names[i] for i in is_there], starts, extremes.take(is_there), rolled_back)
-
-
-# ------------------------------------------------------------------------------ which overlap
-
-
-class _Span(NamedTuple):
-    """The wanted steps of a batch, as far as the batch itself tells."""
-
-    low: int
-    high: int
-    place: int
-    """Among all, by writer and as they were written: of rows of one time the last one stays."""
-    part: Part
-
-
-def _spans(
-    connection: Connection, selection: Selection, attempts: Sequence[AttemptRow], branch: Branch
-) -> list[_Span]:
-    """Return the batches that may have rows of the branch, by step."""
-    low, high = selection.from_step, selection.to_step
-    end_of = ends(attempts)
-    spans = []
-    parts = find_parts(connection, selection.run_id, "layers", from_step=low, to_step=high)
-    for place, part in enumerate(parts):
-        first = part.min_step if low is None else max(part.min_step, low)
-        last = part.max_step if high is None else min(part.max_step, high)
-        end = end_of(part.min_attempt)
-        if part.min_attempt == part.max_attempt and branch == "lineage" and last >= end:
-            last = int(max(end, first)) - 1
-        elif part.min_attempt == part.max_attempt and branch == "discarded" and first < end:
-            first = int(min(end, last + 1))
-        if first <= last:
-            spans.append(_Span(first, last, place, part))
-    return sorted(spans)
-
-
-def _families(named: Mapping[tuple[str, int], str], spans: Sequence[_Span]) -> dict[str, int]:
-    """Return a number for each writer: those of one number may have layers in common."""
-    layers_of: dict[str, set[str]] = {span.part.incarnation: set() for span in spans}
-    for (incarnation, _), name in named.items():
-        if incarnation in layers_of:
-            layers_of[incarnation].add(name)
-    families: list[tuple[set[str], set[str]]] = []
-    for writer, layers in layers_of.items():
-        writers, common = {writer}, set(layers)
-        apart = []
-        for family in families:
-            if layers and family[1].isdisjoint(layers):
-                apart.append(family)
-            else:
-                writers |= family[0]
-                common |= family[1]
-        families = [*apart, (writers, common)]
-    if not all(layers_of.values()):
-        return dict.fromkeys(layers_of, 0)
-    return {writer: i for i, (writers, _) in enumerate(families) for writer in writers}
-
-
-def _lines(spans: Sequence[_Span], branch: Branch) -> dict[int, int]:
-    """Return a number for each attempt: rows of those of one number may replace each other.
-
-    Of the lineage the newer attempt's row stays; else each attempt has its own, and only batches
-    with rows of several attempts keep these together.
-    """
-    lines: dict[int, int] = {}
-    number, end = 0, -1
-    for first, last in sorted({(s.part.min_attempt, s.part.max_attempt) for s in spans}):
-        if branch != "lineage" and first > end:
-            number += 1
-        lines[first] = number
-        end = max(end, last)
-    return lines
-
-
-def _sorted_out(
-    clusters: Sequence[Sequence[_Span]],
-) -> tuple[list[_Span], list[_Span], set[int]]:
-    """Return the columnar batches that overlap none, the others, and steps at which some touch."""
-    calm: list[_Span] = []
-    others: list[_Span] = []
-    shared: set[int] = set()
-    for cluster in clusters:
-        writers = {(s.part.incarnation, s.part.min_attempt, s.part.max_attempt) for s in cluster}
-        pairs = list(pairwise(cluster))
-        _, first_attempt, last_attempt = min(writers)
-        if (
-            len(writers) > 1
-            or first_attempt != last_attempt
-            or any(b.low < a.high for a, b in pairs)
-        ):
-            others += cluster
-            continue
-        shared |= {b.low for _, b in pairs}
-        for span in cluster:
-            (calm if span.part.is_columnar else others).append(span)
-    return calm, sorted(others, key=lambda span: span.place), shared
-
-
-def _clusters(
-    spans: Sequence[_Span], family_of: Mapping[str, int], line_of: Mapping[int, int]
-) -> list[list[_Span]]:
-    """Return together what has steps in common with another batch of the family and the line."""
-    clusters: list[list[_Span]] = []
-    newest: dict[tuple[int, int], tuple[list[_Span], int]] = {}
-    for span in spans:
-        family = family_of[span.part.incarnation], line_of[span.part.min_attempt]
-        cluster, end = newest.get(family, ([], span.low - 1))
-        if span.low > end:
-            cluster = []
-            clusters.append(cluster)
-        cluster.append(span)
-        newest[family] = cluster, max(end, span.high)
-    return clusters
 
 
 # ------------------------------------------------------------------------------------ reading
 
 
 class _Rows(NamedTuple):
-    """Measured values of one batch, of the branch and the wanted steps."""
+    """Measured values of a window, of the branch and by step: of each layer one a step."""
 
-    span: _Span
     row: Ints
-    layer: Ints
     step: Ints
-    attempt: Ints
-    time_unix_ns: Ints
     value: Floats
-
-    def take(self, which: Mask | Ints) -> "_Rows":
-        """Return the chosen ones."""
-        row, layer, step = self.row[which], self.layer[which], self.step[which]
-        attempt, time = self.attempt[which], self.time_unix_ns[which]
-        return _Rows(self.span, row, layer, step, attempt, time, self.value[which])
+    is_kept: Mask
+    """Which are of the lineage."""
 
 
-class _Numbering:
+class _Layers:
     """Gives each layer its row in the map, as layers are met."""
 
-    def __init__(self, named: Mapping[tuple[str, int], str]) -> None:
+    def __init__(self, connection: Connection, run_id: str) -> None:
         self.names: list[str] = []
-        self._named = named
         self._row_of: dict[str, int] = {}
-        self._places: list[tuple[int, str, int]] = []
-        self._known: dict[str, Ints] = {}
+        self._places: list[tuple[int, int]] = []
+        self._names_of: dict[str, dict[int, str]] = {}
+        for (incarnation, number), name in layer_names(connection, run_id).items():
+            self._names_of.setdefault(incarnation, {})[number] = name
+        table = streams.c
+        query = select(table.incarnation).where(table.run_id == run_id, table.stream == "layers")
+        writers = list(connection.execute(query).scalars())
+        first = self._names_of.get(writers[0], {}) if writers else {}
+        self._common = (
+            first if all(self._names_of.get(writer, {}) == first for writer in writers) else None
+        )
 
-    def rows(self, source: str, incarnation: str, layer: Ints) -> Ints:
-        """Return the row of each of the layers' numbers."""
-        if layer.min() < 0 or layer.max() >= _MAX_NUMBER:
-            numbers, which = np.unique(layer, return_inverse=True)
-            of_numbers = [self._row(source, incarnation, number) for number in numbers.tolist()]
-            return np.array(of_numbers, dtype=np.int64)[which]
-        row_of = self._known.get(incarnation)
-        if row_of is None:
-            row_of = self._known[incarnation] = np.full(_MAX_NUMBER, -1, dtype=np.int64)
-        rows = row_of[layer]
-        if rows.min() >= 0:
-            return rows
-        for number in np.unique(layer[rows < 0]).tolist():
-            row_of[number] = self._row(source, incarnation, number)
-        return row_of[layer]
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The columns that name a layer; mostly all writers have the same numbers for them."""
+        return ("layer", *(("rank", "incarnation") if self._common is None else ("rank",)))
+
+    def rows(self, columns: Columns) -> tuple[Ints, bool]:
+        """Return the row of each value, and whether it is sure that no row has a step twice."""
+        layer, rank = (
+            columns[name].values.astype(np.int64, copy=False) for name in ("layer", "rank")
+        )
+        if self._common is not None:
+            writer, names_of = rank, None
+        else:
+            incarnations = columns["incarnation"].values.tolist()
+            number_of = {name: i for i, name in enumerate(dict.fromkeys(incarnations))}
+            writer = np.array([number_of[name] for name in incarnations], dtype=np.int64)
+            names_of = [self._names_of.get(name, {}) for name in number_of]
+        code, distinct, first = _coded(writer, layer)
+        row_of = np.zeros(len(distinct), dtype=np.int64)
+        for i, at in enumerate(first.tolist()):
+            known = self._common if names_of is None else names_of[int(writer[at])]
+            row_of[i] = self._row(known or {}, int(rank[at]), int(layer[at]))
+        is_apart = len(set(row_of.tolist())) == len(row_of)
+        return row_of[code], is_apart and _is_rising(columns["step"].values, code)
 
     def order(self) -> list[int]:
-        """Return the rows by source, then by the lowest number that the layer had."""
+        """Return the rows by rank, then by the lowest number that the layer had."""
         return sorted(range(len(self.names)), key=self._places.__getitem__)
 
-    def _row(self, source: str, incarnation: str, number: int) -> int:
-        name = self._named.get((incarnation, number), f"layer {number}")
-        place = (len(source), source, number)  # rank:2 before rank:10
+    def _row(self, known: Mapping[int, str], rank: int, number: int) -> int:
+        name = known.get(number, f"layer {number}")
         row = self._row_of.setdefault(name, len(self.names))
         if row == len(self.names):
             self.names.append(name)
-            self._places.append(place)
-        self._places[row] = min(self._places[row], place)
+            self._places.append((rank, number))
+        self._places[row] = min(self._places[row], (rank, number))
         return row
 
 
+def _coded(writer: Ints, layer: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return a number for each pair, by writer then layer; the pairs, and where one of each is."""
+    width, num = int(layer.max()) + 1, int(writer.max()) + 1
+    if layer.min() < 0 or writer.min() < 0 or width * num > _MOST_CODES:
+        pairs, first, code = np.unique(
+            np.stack([writer, layer]), axis=1, return_index=True, return_inverse=True
+        )
+        return code.ravel(), pairs[0], first
+    pair = writer * width + layer
+    place = np.full(width * num, -1, dtype=np.int64)
+    place[pair] = np.arange(len(pair))  # any of them
+    distinct = np.flatnonzero(place >= 0)
+    first = place[distinct]
+    place[distinct] = np.arange(len(distinct))
+    return place[pair], distinct, first
+
+
 class _Source:
-    """Reads the values of batches."""
+    """Reads the values of windows."""
 
     def __init__(
-        self,
-        connection: Connection,
-        selection: Selection,
-        attempts: Sequence[AttemptRow],
-        branch: Branch,
-        named: Mapping[tuple[str, int], str],
+        self, moment: Moment, curve: Curve, attempts: Sequence[AttemptRow], branch: Branch
     ) -> None:
-        self.rows = _Numbering(named)
-        self.branch = branch
-        self.end_of = ends(attempts)
-        self._connection = connection
-        self._selection = selection
+        self.layers = _Layers(moment.sql, curve.span.run_id)
+        self._numbers = moment.numbers
+        self._end_of = ends(attempts)
+        self._branch = branch
+        ratio = ["update_norm", "weight_norm"]
+        self._columns = ratio if curve.column == RATIO else [curve.column]
 
-    def read(self, spans: Sequence[_Span], *, is_timed: bool = True) -> Iterator[_Rows]:
-        """Yield the values of some batches at a time, in the order given; none is empty.
+    def read(self, window: Span, *, is_timed: bool = False) -> _Rows:
+        """Return the window's values.
 
-        The times are as much to read as all the rest. Without them rows have their batch's first
-        time, at its last step its last one: that says which batch of a writer is the newer one.
+        The times are as much to read as all the rest: only rows of which some may replace others
+        need them.
         """
-        keys = KEYS if is_timed else ("step", "attempt")
-        selection, span_of = self._selection, {span.part.id: span for span in spans}
-        columns = (
-            ["update_norm", "weight_norm"] if selection.column == RATIO else [selection.column]
+        keys = ("step", "attempt", *self.layers.needs, *(("time_unix_ns",) if is_timed else ()))
+        columns = self._numbers.scan(window, [*keys, *self._columns])
+        value, is_wanted = value_of(columns, self._columns)
+        step, attempt = (
+            columns[name].values.astype(np.int64, copy=False) for name in ("step", "attempt")
         )
-        for block in read_blocks(
-            self._connection,
-            [span.part for span in spans],
-            [*keys, "layer", *columns],
-            from_step=selection.from_step,
-            to_step=selection.to_step,
-        ):
-            value, is_kept = value_of(block, columns)
-            span = span_of[int(block.batch[0])]
-            if not self._is_whole(span):
-                is_kept &= self._is_of_branch(block)
-            if not is_kept.all():
-                block, value = block.take(is_kept), value[is_kept]
-            if len(block):
-                yield self._rows(block, span, value, is_timed=is_timed)
+        is_kept = is_of_lineage(attempt, step, self._end_of)
+        if self._branch != "all":
+            is_wanted &= is_kept if self._branch == "lineage" else ~is_kept
+        if not is_wanted.all():
+            columns = {name: column.take(is_wanted) for name, column in columns.items()}
+            step, attempt, is_kept = step[is_wanted], attempt[is_wanted], is_kept[is_wanted]
+            value = value[is_wanted]
+        if not len(step):
+            return _Rows(step, step, value, is_kept)
+        row, is_rising = self.layers.rows(columns)
+        if is_rising:
+            return _Rows(row, step, value, is_kept)
+        if not is_timed:
+            return self.read(window, is_timed=True)
+        which = self._newest(row, step, attempt, columns["time_unix_ns"].values)
+        return _Rows(row[which], step[which], value[which], is_kept[which])
 
-    def _rows(self, block: ColumnBlock, span: _Span, value: Floats, *, is_timed: bool) -> _Rows:
-        step, attempt, layer = (block.whole(name) for name in ("step", "attempt", "layer"))
-        row = self.rows.rows(block.source, block.incarnation, layer)
-        if is_timed:
-            time = block.whole("time_unix_ns")
-        else:
-            first, last = span.part.min_time_unix_ns, span.part.max_time_unix_ns
-            time = np.where(step == span.part.max_step, last, first)
-        return _Rows(span, row, layer, step, attempt, time, value)
+    def _newest(self, row: Ints, step: Ints, attempt: Ints, time: Ints) -> Ints:
+        """Return of a layer's step (and attempt, but of a lineage) the newest row, by step."""
+        order = np.lexsort((time, attempt, row, step))
+        keys = [step[order], row[order]]
+        if self._branch != "lineage":
+            keys.append(attempt[order])
+        is_last = np.ones(len(order), dtype=np.bool_)
+        is_last[:-1] = np.any([key[:-1] != key[1:] for key in keys], axis=0)
+        return order[is_last]
 
-    def _is_whole(self, span: _Span) -> bool:
-        """Return whether all rows of the span's block are of the branch."""
-        part = span.part
-        is_uncut = (span.low, span.high) == (part.min_step, part.max_step)
-        is_pure = part.is_columnar and part.min_attempt == part.max_attempt
-        return self.branch == "all" or (is_pure and is_uncut)
 
-    def _is_of_branch(self, block: ColumnBlock) -> Mask:
-        is_kept = is_of_lineage(block.whole("attempt"), block.whole("step"), self.end_of)
-        return ~is_kept if self.branch == "discarded" else is_kept
+# ------------------------------------------------------------------------------------ filling
 
 
 class _Filling:
     """Puts values into cells, as soon as it is known which steps a column has."""
 
-    def __init__(self, source: _Source, calm: Sequence[_Span], points: int) -> None:
-        self._source = source
-        self._calm = calm
+    def __init__(self, points: int) -> None:
         self._points = points
         self._steps = np.zeros(0, dtype=np.int64)
         self._held: list[_Rows] = []
         """What came before there were more steps than columns."""
-        self._waiting: list[_Rows] = []
         self._grids: tuple[Grid, Grid] | None = None
         """Of the lineage, and of what was rolled back."""
         self._rolled_back: tuple[int, int] | None = None
 
-    def wait(self, rows: _Rows) -> None:
-        """Take in values that others of the same layer and step may replace."""
-        if len(rows.step):
-            self._waiting.append(rows)
+    @property
+    def is_full(self) -> bool:
+        """Whether there are more steps than columns, and nobody said where the last one ends."""
+        return self._grids is None and len(self._steps) > self._points
 
     def add(self, rows: _Rows) -> None:
-        """Take in values that none replaces."""
-        if not len(rows.step):
-            return
-        if self._grids is None:
-            self._held.append(rows)
-            self._steps = np.union1d(self._steps, rows.step)
-            if len(self._steps) <= self._points:
-                return
-            self._begin(even_starts(self._end(1), self._end(-1), self._points))
-        else:
+        """Take in the values of further steps."""
+        if self._grids is not None:
             self._put(rows, self._grids)
+        elif len(rows.step):
+            self._held.append(rows)
+            is_new = np.append(True, rows.step[1:] != rows.step[:-1])
+            self._steps = np.concatenate([self._steps, rows.step[is_new]])
 
-    def finish(self) -> Drawn:
-        """Return all layers, in the order in which they were met."""
-        for rows in self._stitched():
-            self.add(rows)
-        kept, left = self._grids or self._begin(self._steps)
-        names = self._source.rows.names
-        extremes = kept.extremes(len(names)).with_discarded(left.extremes(len(names)))
-        return Drawn(names, kept.starts, extremes, self._rolled_back)
+    def begin(self, last: _Rows | None) -> None:
+        """Draw equally wide columns up to the end of the last rows, if any are left."""
+        steps = last.step if last and len(last.step) else self._steps
+        self._draw(even_starts(int(self._steps[0]), int(steps[-1]), self._points))
 
-    def _begin(self, starts: Ints) -> tuple[Grid, Grid]:
+    def finish(self, num_rows: int) -> tuple[Ints, Extremes, tuple[int, int] | None]:
+        """Return the columns' first steps, the cells, and which steps were rolled back."""
+        kept, left = self._grids or self._draw(self._steps)
+        extremes = kept.extremes(num_rows).with_discarded(left.extremes(num_rows))
+        return kept.starts, extremes, self._rolled_back
+
+    def _draw(self, starts: Ints) -> tuple[Grid, Grid]:
         self._grids = grids = Grid(starts), Grid(starts)
         for rows in self._held:
             self._put(rows, grids)
@@ -349,55 +261,25 @@ class _Filling:
         return grids
 
     def _put(self, rows: _Rows, grids: tuple[Grid, Grid]) -> None:
-        is_kept = is_of_lineage(rows.attempt, rows.step, self._source.end_of)
+        row, step, value, is_kept = rows
         if not is_kept.all():
-            again, rows = rows.take(~is_kept), rows.take(is_kept)
-            grids[1].add(again.row, again.step, again.value)
-            low, high = int(again.step.min()), int(again.step.max())
+            again = ~is_kept
+            grids[1].add(row[again], step[again], value[again])
+            low, high = int(step[again].min()), int(step[again].max())
             before = self._rolled_back or (low, high)
             self._rolled_back = min(low, before[0]), max(high, before[1])
-        grids[0].add(rows.row, rows.step, rows.value)
-
-    def _end(self, sign: int) -> int:
-        """Return the first step that has a value, or with -1 the last one."""
-        edges = [int((sign * rows.step).min()) for rows in (*self._waiting, *self._held)]
-        best = min(edges)
-        sides = [(span.low if sign > 0 else -span.high, span) for span in self._calm]
-        sides.sort(key=lambda side: side[0])
-        nearest = {span.part.id: side for side, span in sides}
-        candidates = [span for side, span in sides if side < best]
-        for rows in self._source.read(candidates, is_timed=False):
-            if nearest[rows.span.part.id] >= best:
-                break
-            best = min(best, int((sign * rows.step).min()))
-        return sign * best
-
-    def _stitched(self) -> list[_Rows]:
-        """Return what waited, of a layer's step (and attempt, but of a lineage) the newest row."""
-        waiting, self._waiting = sorted(self._waiting, key=lambda rows: rows.span.place), []
-        if not waiting:
-            return []
-        rows = _join(waiting)
-        if _is_rising(rows.step, rows.row):
-            return [rows]
-        rows = rows.take(np.lexsort((rows.time_unix_ns, rows.attempt, rows.step, rows.row)))
-        is_last = np.ones(len(rows.step), dtype=np.bool_)
-        is_last[:-1] = (rows.row[:-1] != rows.row[1:]) | (rows.step[:-1] != rows.step[1:])
-        if self._source.branch != "lineage":
-            is_last[:-1] |= rows.attempt[:-1] != rows.attempt[1:]
-        return [rows.take(is_last)]
+            row, step, value = row[is_kept], step[is_kept], value[is_kept]
+        for begin, end in _by_column(step, grids[0].starts):
+            grids[0].add(row[begin:end], step[begin:end], value[begin:end])
 
 
-def _join(pieces: Sequence[_Rows]) -> _Rows:
-    return _Rows(
-        pieces[0].span,
-        np.concatenate([rows.row for rows in pieces]),
-        np.concatenate([rows.layer for rows in pieces]),
-        np.concatenate([rows.step for rows in pieces]),
-        np.concatenate([rows.attempt for rows in pieces]),
-        np.concatenate([rows.time_unix_ns for rows in pieces]),
-        np.concatenate([rows.value for rows in pieces]),
-    )
+def _by_column(step: Ints, starts: Ints) -> Iterator[tuple[int, int]]:
+    """Yield where the rows of each of the map's columns lie, or where all of them do: few are."""
+    bounds = np.unique(np.searchsorted(step, starts))
+    if len(step) < _MIN_APART * len(bounds):
+        yield 0, len(step)
+        return
+    yield from pairwise([0, *bounds[(bounds > 0) & (bounds < len(step))].tolist(), len(step)])
 
 
 def _is_rising(step: Ints, layer: Ints) -> bool:
@@ -407,17 +289,14 @@ def _is_rising(step: Ints, layer: Ints) -> bool:
     return bool(np.all(is_next | is_same))
 
 
-def value_of(block: ColumnBlock, columns: Sequence[str]) -> tuple[Floats, Mask]:
-    """Return a block's values, of two columns their ratio, and which rows have one."""
-    masks = [block.column(name).valid for name in columns]
-    is_there = np.ones(len(block), dtype=bool)
-    for mask in masks:
-        is_there &= True if mask is None else mask
-    value = block.numbers(columns[0])
-    if len(columns) > 1:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            value = value / block.numbers(columns[1])
-    return value, is_there
+def value_of(columns: Columns, wanted: Sequence[str]) -> tuple[Floats, Mask]:
+    """Return a column's values, of two columns their ratio, and which rows have one."""
+    values = [columns[name].values.astype(np.float64, copy=False) for name in wanted]
+    if len(wanted) == 1:
+        return values[0], ~columns[wanted[0]].is_missing
+    is_there = ~np.logical_or.reduce([columns[name].is_missing for name in wanted])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return values[0] / values[1], is_there
 
 
 def layer_names(connection: Connection, run_id: str) -> dict[tuple[str, int], str]:

@@ -44,6 +44,7 @@ from vitals_collector.queries.ledger import (
     event_view,
 )
 from vitals_collector.storage.schema import events, findings
+from vitals_collector.storage.store import Moment
 
 HEALTHY_STEPS = 100
 """Steps without trouble after which an incident is over."""
@@ -101,12 +102,12 @@ class Records:
         return alerts_for_finding(finding, run_id=view.run_id, loss_kind=self.loss_kind)
 
 
-def incidents(connection: Connection, run: RunSummary) -> tuple[IncidentView, ...]:
+def incidents(moment: Moment, run: RunSummary) -> tuple[IncidentView, ...]:
     """Return what went wrong in a run, the newest first."""
-    records = read_records(connection, run.run_id)
+    records = read_records(moment.sql, run.run_id)
     items, raised = items_of(records)
     groups = group(items)
-    attempts = attempt_rows(connection, run.run_id)
+    attempts = attempt_rows(moment.sql, run.run_id)
     ordinals = {row.id: ordinal for ordinal, row in enumerate(attempts, start=1)}
     names = incident_ids(groups, ordinals)
     bundles = [
@@ -120,7 +121,7 @@ def incidents(connection: Connection, run: RunSummary) -> tuple[IncidentView, ..
     detailed = {id(bundle) for bundle in gravest[:MAX_EVIDENCE]}
     return tuple(
         _view(
-            connection,
+            moment,
             run,
             bundle,
             records,
@@ -380,7 +381,7 @@ def _is_open(bundle: Bundle, records: Records, run: RunSummary) -> bool:
 
 
 def _view(
-    connection: Connection,
+    moment: Moment,
     run: RunSummary,
     bundle: Bundle,
     records: Records,
@@ -394,7 +395,7 @@ def _view(
     data = tuple(records.data[i] for i in bundle.data)
     is_open = _is_open(bundle, records, run)
     evidence = gather(
-        connection, run, bundle.attempt, bundle.onset, bundle.last, decided, is_whole=is_whole
+        moment, run, bundle.attempt, bundle.onset, bundle.last, decided, is_whole=is_whole
     )
     incident = story.StoryFacts(
         run=run,

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, select
 
 from trainvitals.catalog import TURN_METRICS
 from trainvitals.identity import Source
 from trainvitals.records import BatchNoted, Decision, Finding, StateRead
-from trainvitals.rows import Schema
 from trainvitals.views import (
     AlertView,
     AttemptView,
@@ -27,14 +25,14 @@ from trainvitals.views import (
 from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.queries import series
-from vitals_collector.retention.rollup import RANKS
-from vitals_collector.storage.columns import whole
-from vitals_collector.storage.read_rows import read_pages, rows_at_step
+from vitals_collector.numbers.interface import NumbersReader, Span
+from vitals_collector.numbers.points import AttemptRow
+from vitals_collector.queries.metrics import behind
+from vitals_collector.queries.series import kind_of
 from vitals_collector.storage.schema import (
+    RANKS,
     alerts,
     attempts,
-    batches,
     checkpoints,
     decisions,
     events,
@@ -44,7 +42,7 @@ from vitals_collector.storage.schema import (
     sources,
     streams,
 )
-from vitals_collector.storage.store import unknown_run
+from vitals_collector.storage.store import Moment, unknown_run
 
 MAX_EVENTS = 10_000
 UNREAD = "unread"
@@ -68,18 +66,18 @@ def run_row(connection: Connection, run_id: str) -> Row[Any]:
     return row
 
 
-def attempt_rows(connection: Connection, run_id: str) -> list[series.AttemptRow]:
+def attempt_rows(connection: Connection, run_id: str) -> list[AttemptRow]:
     """Return what stitching needs to know of the run's branches."""
     table = attempts.c
     query = select(table.id, table.parent, table.fork_step).where(table.run_id == run_id)
-    return [series.AttemptRow(*row) for row in connection.execute(query.order_by(table.id))]
+    return [AttemptRow(*row) for row in connection.execute(query.order_by(table.id))]
 
 
-def attempts_of(connection: Connection, run_id: str) -> tuple[AttemptView, ...]:
+def attempts_of(moment: Moment, run_id: str) -> tuple[AttemptView, ...]:
     """Return every branch of the lineage, the oldest first."""
     query = select(attempts).where(attempts.c.run_id == run_id).order_by(attempts.c.id)
-    rows = connection.execute(query).all()
-    last = _last_steps(connection, run_id)
+    rows = moment.sql.execute(query).all()
+    last = moment.numbers.last_steps(run_id)
     return tuple(
         AttemptView(
             id=row.id,
@@ -92,21 +90,6 @@ def attempts_of(connection: Connection, run_id: str) -> tuple[AttemptView, ...]:
         )
         for ordinal, row in enumerate(rows, start=1)
     )
-
-
-def _last_steps(connection: Connection, run_id: str) -> dict[int, int]:
-    """Return each attempt's last step; only the few batches that hold two attempts are decoded."""
-    table = batches.c
-    of_steps = (table.run_id == run_id, table.stream == "steps")
-    is_pure = table.min_attempt == table.max_attempt
-    query = select(table.min_attempt, func.max(table.max_step)).where(*of_steps, is_pure)
-    last = {row[0]: row[1] for row in connection.execute(query.group_by(table.min_attempt))}
-    for page in read_pages(connection, *of_steps, ~is_pure):
-        steps, ids = (whole(page.schema, page.rows, name) for name in ("step", "attempt"))
-        for attempt in np.unique(ids).tolist():
-            step = int(steps[ids == attempt].max())
-            last[attempt] = max(last.get(attempt, -1), step)
-    return last
 
 
 def sources_of(connection: Connection, run_id: str) -> tuple[SourceView, ...]:
@@ -259,20 +242,17 @@ def alerts_of(connection: Connection, run_id: str) -> tuple[AlertView, ...]:
     return tuple(entry_of(row).view for row in connection.execute(query))
 
 
-def step_rows(
-    connection: Connection, run_id: str, step: int, stream: str = "steps"
-) -> tuple[StepRow, ...]:
+def step_rows(moment: Moment, run_id: str, step: int, stream: str = "steps") -> tuple[StepRow, ...]:
     """Return the sources' rows of a step; of one written again, the newest.
 
     Rank 0's row has the numbers of an optimizer that was stepped alone as well, which are scalars:
     ``loss/NAME`` and so on.
     """
     newest: dict[tuple[str, int], StepRow] = {}
-    for page, row in rows_at_step(connection, run_id, step, stream):
-        step_row = _step_row(page.schema, row, page.source, page.incarnation)
-        newest[step_row.source, step_row.attempt] = step_row  # of one written again, the newest
+    for row in _written_at(moment.numbers, run_id, step, stream):
+        newest[row.source, row.attempt] = row
     if stream == "steps":
-        for own in _rows_of_turns(connection, run_id, step):
+        for own in _rows_of_turns(moment, run_id, step):
             whole_row = newest.get((own.source, own.attempt))
             if whole_row is not None:
                 newest[own.source, own.attempt] = msgspec.structs.replace(
@@ -283,21 +263,20 @@ def step_rows(
     return tuple(sorted(newest.values(), key=_by_attempt_and_rank))
 
 
-def _rows_of_turns(connection: Connection, run_id: str, step: int) -> Iterator[StepRow]:
+def _rows_of_turns(moment: Moment, run_id: str, step: int) -> Iterator[StepRow]:
     """Yield, of a step that one of several optimizers made, each number of its own as a row."""
     query = select(names.c.incarnation, names.c.id, names.c.name).where(
         names.c.run_id == run_id, names.c.stream == "scalars"
     )
     of_turns = {
         (incarnation, key): name
-        for incarnation, key, name in connection.execute(query)
+        for incarnation, key, name in moment.sql.execute(query)
         if name.partition("/")[0] in TURN_METRICS and "/" in name
     }
     if not any(name.startswith("skipped/") for name in of_turns.values()):
         return
-    for page, raw in rows_at_step(connection, run_id, step, "scalars"):
-        row = _step_row(page.schema, raw, page.source, page.incarnation)
-        name = of_turns.get((page.incarnation, int(row.values.get("name") or 0)))
+    for row in _written_at(moment.numbers, run_id, step, "scalars"):
+        name = of_turns.get((row.incarnation, int(row.values.get("name") or 0)))
         if name is not None and row.source == "rank:0":
             marks = tuple(mark.replace("value=", f"{name}=", 1) for mark in row.nonfinite)
             value = row.values.get("value")
@@ -308,17 +287,33 @@ def _by_attempt_and_rank(row: StepRow) -> tuple[int, int]:
     return row.attempt, 0 if row.source == RANKS else Source.parse(row.source).rank or 0
 
 
-def _step_row(schema: Schema, raw: bytes, source: str, incarnation: str) -> StepRow:
+def _written_at(numbers: NumbersReader, run_id: str, step: int, stream: str) -> Iterator[StepRow]:
+    """Yield every source's rows of a step, the newest last."""
+    kinds = numbers.kinds(run_id, stream)
+    if not kinds:
+        return
+    names = sorted(name for name, kind in kinds.items() if kind != "S")
+    span = Span(run_id, stream, from_step=step, to_step=behind(step))
+    columns = numbers.scan(span, [*names, "source", "incarnation"])
+    rows = [
+        [None if is_missing else value for value, is_missing in zip(*cells, strict=True)]
+        for cells in ((c.values.tolist(), c.is_missing.tolist()) for c in columns.values())
+    ]
+    by_name = [dict(zip(columns, cells, strict=True)) for cells in zip(*rows, strict=True)]
+    for row in sorted(by_name, key=lambda row: (row["time_unix_ns"], row["incarnation"])):
+        yield _step_row(row, row.pop("source"), row.pop("incarnation"))
+
+
+def _step_row(row: Mapping[str, Any], source: str, incarnation: str) -> StepRow:
     values: dict[str, float | int | None] = {}
     nonfinite: list[str] = []
-    fields = schema.unpack(raw)
-    for name, value in fields.items():
-        if isinstance(value, bytes) or value is None:
+    for name, value in row.items():
+        if value is None:
             continue
         is_finite = isinstance(value, int) or math.isfinite(value)
         values[name] = value if is_finite else None
         if not is_finite:
-            nonfinite.append(f"{name}={series.kind_of(value)}")
+            nonfinite.append(f"{name}={kind_of(value)}")
     return StepRow(
         source=source,
         incarnation=incarnation,

@@ -1,17 +1,15 @@
 """Which series a run has, and where the rows of each are."""
 
 import difflib
-from dataclasses import replace
 
 from sqlalchemy import Connection, select
 
 from trainvitals import catalog
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
-from vitals_collector.queries.load_curve import HOST_STREAMS, Selection
-from vitals_collector.retention.rollup import RANKS
-from vitals_collector.storage.schema import batches, measured_columns, names
-from vitals_collector.storage.store import UNKNOWN
+from vitals_collector.numbers.interface import HOST_STREAMS, Curve, Keyed, Span
+from vitals_collector.storage.schema import RANKS, measured_columns, names
+from vitals_collector.storage.store import UNKNOWN, Moment
 
 NAMED = {"scalars": ("name", "value"), "layers": ("layer", "grad_norm")}
 """Streams whose series have names: the column of the name's id, and that of the value."""
@@ -57,25 +55,31 @@ def unit_of(metric: str) -> str:
         return ""
 
 
-def select_rows(
-    connection: Connection,
+def curve_of(
+    moment: Moment,
     run_id: str,
     metric: str,
     source: str,
     steps: tuple[int | None, int | None] = (None, None),
-) -> tuple[str, Selection]:
-    """Return whose series it is, and the rows that hold it, of these steps where rows have one.
+) -> tuple[str, Curve]:
+    """Return whose series it is, and the curve, of these steps where its rows have one.
 
     Raises:
         UsageError: no such metric or source; where a name is close to a known one, that is said.
     """
-    chosen, selection = _select(connection, run_id, metric, source)
-    if selection.stream not in HOST_STREAMS:
-        selection = replace(selection, from_step=steps[0], to_step=steps[1])
-    return chosen, selection
+    chosen, curve = _curve_of(moment, run_id, metric, source)
+    if curve.span.stream not in HOST_STREAMS:
+        span = curve.span._replace(from_step=steps[0], to_step=behind(steps[1]))
+        curve = curve._replace(span=span)
+    return chosen, curve
 
 
-def _select(connection: Connection, run_id: str, metric: str, source: str) -> tuple[str, Selection]:
+def behind(last: int | None) -> int | None:
+    """Return where a span ends of which this is the last step or time; None: nowhere."""
+    return None if last is None or last >= 2**63 - 1 else last + 1
+
+
+def _curve_of(moment: Moment, run_id: str, metric: str, source: str) -> tuple[str, Curve]:
     stream, dot, name = metric.partition(".")
     if not (stream and dot and name):
         raise UsageError(
@@ -83,23 +87,25 @@ def _select(connection: Connection, run_id: str, metric: str, source: str) -> tu
         )
     if source and source != RANKS:
         Source.parse(source)
-    chosen = source or _default_source(connection, run_id, stream)
+    chosen = source or _default_source(moment, run_id, stream)
     if stream in NAMED:
-        return chosen, _by_name(connection, run_id, metric, chosen)
-    if not _is_known(connection, run_id, stream, name):
-        raise _unknown(connection, run_id, metric)
+        return chosen, _by_name(moment.sql, run_id, metric, chosen)
+    if not _is_known(moment.sql, run_id, stream, name):
+        raise _unknown(moment.sql, run_id, metric)
     if stream == "process":
         # An agent writes the rows of its node's ranks; whose they are is a column.
         rank = Source.parse(chosen).rank
         if rank is None:
             raise UsageError(f"source is {chosen!r}; a {stream} series is of a rank, rank:N")
-        return chosen, Selection(
-            run_id=run_id, stream=stream, column=name, key_column="rank", keys=rank
-        )
-    return chosen, Selection(run_id=run_id, stream=stream, column=name, source=chosen)
+        return chosen, Curve(Span(run_id, stream, keyed=Keyed("rank", rank)), name)
+    return chosen, Curve(Span(run_id, stream, _only(chosen)), name)
 
 
-def _by_name(connection: Connection, run_id: str, metric: str, source: str) -> Selection:
+def _only(source: str) -> tuple[str, ...]:
+    return (source,) if source else ()
+
+
+def _by_name(connection: Connection, run_id: str, metric: str, source: str) -> Curve:
     stream, _, name = metric.partition(".")
     key_column, column = NAMED[stream]
     layer, _, other = name.rpartition(":")
@@ -111,24 +117,15 @@ def _by_name(connection: Connection, run_id: str, metric: str, source: str) -> S
     keys = {row.incarnation: row.id for row in connection.execute(query)}
     if not keys:
         raise _unknown(connection, run_id, metric)
-    return Selection(
-        run_id=run_id,
-        stream=stream,
-        column=column,
-        source=source,
-        key_column=key_column,
-        keys=keys,
-    )
+    return Curve(Span(run_id, stream, _only(source), keyed=Keyed(key_column, keys)), column)
 
 
-def _default_source(connection: Connection, run_id: str, stream: str) -> str:
+def _default_source(moment: Moment, run_id: str, stream: str) -> str:
     if stream == RANKS:
         return RANKS
     if stream not in ("gpu", "node"):
         return "rank:0"  # numbers that are equal on all ranks are written by this one alone
-    query = select(batches.c.source).where(batches.c.run_id == run_id, batches.c.stream == stream)
-    first = connection.execute(query.order_by(batches.c.source).limit(1)).scalar()
-    return first or ""
+    return next(iter(moment.numbers.sources(run_id, stream)), "")
 
 
 def _is_known(connection: Connection, run_id: str, stream: str, name: str) -> bool:

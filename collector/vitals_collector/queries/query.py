@@ -6,12 +6,10 @@ without any server ask: they cannot answer differently.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 from msgspec.structs import asdict
-from sqlalchemy import Connection
 
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
@@ -50,6 +48,8 @@ from trainvitals.views import (
     SeriesQuestion,
     SeriesReply,
     SeriesRequest,
+    SilencesQuestion,
+    SilenceView,
     StepQuestion,
     StepView,
     TableQuestion,
@@ -58,9 +58,9 @@ from trainvitals.views import (
 from vitals_collector.alerts import commands, inbox
 from vitals_collector.live import overview
 from vitals_collector.live.run_status import Liveness
+from vitals_collector.numbers.interface import Curve, Drawn
 from vitals_collector.queries import metrics, series, tables
 from vitals_collector.queries.annotations import annotations_of
-from vitals_collector.queries.chunk_summary_cache import ChunkSummaryCache
 from vitals_collector.queries.curve import curve_reply
 from vitals_collector.queries.difference import difference
 from vitals_collector.queries.heatmap import cells
@@ -78,12 +78,12 @@ from vitals_collector.queries.ledger import (
     sources_of,
     step_rows,
 )
-from vitals_collector.queries.load_curve import Outlined, Selection, load_curve, load_outlines
 from vitals_collector.queries.shadow import with_hindsight
 from vitals_collector.queries.top_changes import movers
-from vitals_collector.retention.rollup import RANKS, VolumeSettings
+from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.sizes import volume_of
-from vitals_collector.storage.store import Store
+from vitals_collector.storage.schema import RANKS
+from vitals_collector.storage.store import Moment, Store
 
 MAX_POINTS_AT_ONCE = 200_000
 MAX_MARKS = 20_000
@@ -117,7 +117,6 @@ class Query:
         lost_after_seconds: how long a run may be silent.
         up_since_unix_ns: since when rows could have arrived; 0 where nothing arrives.
         volumes: what is kept of a run, to be said.
-        outlines: what is remembered of compacted rows between questions; bounded by itself.
     """
 
     newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
@@ -130,14 +129,12 @@ class Query:
         lost_after_seconds: float = 60.0,
         up_since_unix_ns: int = 0,
         volumes: VolumeSettings | None = None,
-        outlines: ChunkSummaryCache | None = None,
     ) -> None:
         self.store = store
         self.clock = clock
         self.volumes = volumes or VolumeSettings()
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
-        self.outlines = outlines or ChunkSummaryCache()
 
     def ask(self, question: Question[A]) -> A:
         """Return the answer.
@@ -149,7 +146,7 @@ class Query:
         return answer
 
     @contextmanager
-    def read(self, *run_ids: str) -> Iterator[Connection]:
+    def read(self, *run_ids: str) -> Iterator[Moment]:
         """Give one moment of the store.
 
         Raises:
@@ -158,16 +155,17 @@ class Query:
         with self.store.read() as connection:
             for run_id in run_ids:
                 run_row(connection, run_id)
-            yield connection
+            yield self.store.moment(connection)
 
     def raise_alerts(self) -> None:
         """Bring the store's alerts up to date; those of a collector are, as rows come."""
 
     def liveness(self) -> Liveness:
         """Return what tells a running run from a lost one."""
+        now = self.clock.time_ns()
         return Liveness(
-            now_unix_ns=self.clock.time_ns(),
-            up_since_unix_ns=self._up_since_unix_ns,
+            now_unix_ns=now,
+            up_since_unix_ns=max(self._up_since_unix_ns, self.store.hearing.since(now)),
             lost_after_seconds=self._lost_after_seconds,
         )
 
@@ -177,21 +175,21 @@ class Query:
 
 @answer_to(RunsQuestion)
 def _runs(query: Query, _: RunsQuestion) -> tuple[RunSummary, ...]:
-    with query.read() as connection:
-        return overview.summaries(connection, query.liveness())
+    with query.read() as moment:
+        return overview.summaries(moment.sql, query.liveness())
 
 
 @answer_to(RunQuestion)
 def _run(query: Query, asked: RunQuestion) -> RunDetail:
-    with query.store.read() as connection:
-        row = run_row(connection, asked.run_id)
+    with query.read() as moment:
+        row = run_row(moment.sql, asked.run_id)
         return RunDetail(
-            summary=overview.summaries(connection, query.liveness(), asked.run_id)[0],
+            summary=overview.summaries(moment.sql, query.liveness(), asked.run_id)[0],
             info=overview.info_of(row),
-            attempts=attempts_of(connection, asked.run_id),
-            sources=sources_of(connection, asked.run_id),
-            metrics=metrics.names_of(connection, asked.run_id),
-            volume=volume_of(connection, row, query.volumes),
+            attempts=attempts_of(moment, asked.run_id),
+            sources=sources_of(moment.sql, asked.run_id),
+            metrics=metrics.names_of(moment.sql, asked.run_id),
+            volume=volume_of(moment.numbers, row, query.volumes),
         )
 
 
@@ -215,74 +213,74 @@ def _many_series(query: Query, asked: ManySeriesQuestion) -> tuple[SeriesReply, 
             f"{len(requests)} series are to have {total} points together; it must be at most "
             f"{MAX_POINTS_AT_ONCE}"
         )
-    with query.read(run_id) as connection:
-        chosen = [_selected(connection, run_id, request) for request in requests]
-        outlined = [
-            Outlined(selection, request.branch, request.points)
-            for (_, selection), request in zip(chosen, requests, strict=True)
-        ]
-        attempts = attempt_rows(connection, run_id)
-        curves = load_outlines(connection, outlined, attempts, query.outlines)
+    with query.read(run_id) as moment:
+        chosen = [_selected(moment, run_id, request) for request in requests]
+        attempts = attempt_rows(moment.sql, run_id)
+        drawn: dict[int, Drawn] = {}
+        for branch in {request.branch for request in requests}:
+            which = [i for i, request in enumerate(requests) if request.branch == branch]
+            curves = [chosen[i][1] for i in which]
+            drawn |= zip(which, moment.numbers.curves(curves, attempts, branch), strict=True)
     return tuple(
-        _series_reply(run_id, request, source, *curve)
-        for request, (source, _), curve in zip(requests, chosen, curves, strict=True)
+        _series_reply(run_id, request, source, drawn[i])
+        for i, (request, (source, _)) in enumerate(zip(requests, chosen, strict=True))
     )
 
 
 @answer_to(CurveQuestion)
 def _curve(query: Query, asked: CurveQuestion) -> CurveReply:
     run_id, metric, branch = asked.run_id, asked.metric, asked.branch
-    with query.read(run_id) as connection:
+    with query.read(run_id) as moment:
         steps = (asked.from_step, asked.to_step)
-        source, selection = metrics.select_rows(connection, run_id, metric, asked.source, steps)
-        points = load_curve(connection, selection, attempt_rows(connection, run_id), branch)
-    return curve_reply(run_id, metric, source, branch, points)
+        source, curve = metrics.curve_of(moment, run_id, metric, asked.source, steps)
+        (drawn,) = moment.numbers.curves([curve], attempt_rows(moment.sql, run_id), branch)
+    return curve_reply(run_id, metric, source, branch, drawn.points)
 
 
 @answer_to(DifferenceQuestion)
 def _difference(query: Query, asked: DifferenceQuestion) -> DifferenceReply:
-    with query.read(asked.run_id, asked.other) as connection:
-        return difference(connection, asked)
+    with query.read(asked.run_id, asked.other) as moment:
+        return difference(moment, asked)
 
 
 @answer_to(StepQuestion)
 def _step(query: Query, asked: StepQuestion) -> StepView:
     run_id, step = asked.run_id, asked.step
-    with query.read(run_id) as connection:
+    with query.read(run_id) as moment:
         return StepView(
             run_id=run_id,
             step=step,
-            rows=step_rows(connection, run_id, step),
-            findings=findings_of(connection, run_id, step),
-            decisions=with_hindsight(connection, run_id, decisions_of(connection, run_id, step)),
-            readings=readings_of(connection, run_id, step),
-            data=data_of(connection, run_id, step),
-            over_ranks=step_rows(connection, run_id, step, RANKS),
+            rows=step_rows(moment, run_id, step),
+            findings=findings_of(moment.sql, run_id, step),
+            decisions=with_hindsight(moment, run_id, decisions_of(moment.sql, run_id, step)),
+            readings=readings_of(moment.sql, run_id, step),
+            data=data_of(moment.sql, run_id, step),
+            over_ranks=step_rows(moment, run_id, step, RANKS),
         )
 
 
 @answer_to(DecisionsQuestion)
 def _decisions(query: Query, asked: DecisionsQuestion) -> tuple[DecisionView, ...]:
-    with query.read(asked.run_id) as connection:
-        return with_hindsight(connection, asked.run_id, decisions_of(connection, asked.run_id))
+    with query.read(asked.run_id) as moment:
+        return with_hindsight(moment, asked.run_id, decisions_of(moment.sql, asked.run_id))
 
 
 @answer_to(FindingsQuestion)
 def _findings(query: Query, asked: FindingsQuestion) -> tuple[FindingView, ...]:
-    with query.read(asked.run_id) as connection:
-        return findings_of(connection, asked.run_id)
+    with query.read(asked.run_id) as moment:
+        return findings_of(moment.sql, asked.run_id)
 
 
 @answer_to(CheckpointsQuestion)
 def _checkpoints(query: Query, asked: CheckpointsQuestion) -> tuple[CheckpointView, ...]:
-    with query.read(asked.run_id) as connection:
-        return checkpoints_of(connection, asked.run_id)
+    with query.read(asked.run_id) as moment:
+        return checkpoints_of(moment.sql, asked.run_id)
 
 
 @answer_to(EventsQuestion)
 def _events(query: Query, asked: EventsQuestion) -> tuple[EventView, ...]:
-    with query.read(asked.run_id) as connection:
-        return events_of(connection, asked.run_id, asked.kind)
+    with query.read(asked.run_id) as moment:
+        return events_of(moment.sql, asked.run_id, asked.kind)
 
 
 @answer_to(AlertsQuestion)
@@ -297,6 +295,11 @@ def _alerts(query: Query, asked: AlertsQuestion) -> tuple[AlertView, ...]:
     )
 
 
+@answer_to(SilencesQuestion)
+def _silences(query: Query, _asked: SilencesQuestion) -> tuple[SilenceView, ...]:
+    return inbox.silences_listed(query.store, now_unix_ns=query.clock.time_ns())
+
+
 @answer_to(CommandsQuestion)
 def _commands(query: Query, asked: CommandsQuestion) -> tuple[CommandView, ...]:
     now = query.clock.time_ns()
@@ -305,48 +308,47 @@ def _commands(query: Query, asked: CommandsQuestion) -> tuple[CommandView, ...]:
 
 @answer_to(CellsQuestion)
 def _cells(query: Query, asked: CellsQuestion) -> CellsReply:
-    with query.read(asked.run_id) as connection:
-        return cells(connection, asked)
+    with query.read(asked.run_id) as moment:
+        return cells(moment, asked)
 
 
 @answer_to(MoversQuestion)
 def _movers(query: Query, asked: MoversQuestion) -> tuple[MoverView, ...]:
-    with query.read(asked.run_id) as connection:
-        return movers(connection, asked.run_id, asked.step)
+    with query.read(asked.run_id) as moment:
+        return movers(moment, asked.run_id, asked.step)
 
 
 @answer_to(IncidentsQuestion)
 def _incidents(query: Query, asked: IncidentsQuestion) -> tuple[IncidentView, ...]:
-    with query.read(asked.run_id) as connection:
-        run = overview.summaries(connection, query.liveness(), asked.run_id)[0]
-        return incidents(connection, run)
+    with query.read(asked.run_id) as moment:
+        run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
+        return incidents(moment, run)
 
 
 @answer_to(AnnotationsQuestion)
 def _annotations(query: Query, asked: AnnotationsQuestion) -> tuple[AnnotationView, ...]:
-    with query.read(asked.run_id) as connection:
-        return annotations_of(connection, asked.run_id)
+    with query.read(asked.run_id) as moment:
+        return annotations_of(moment.sql, asked.run_id)
 
 
 @answer_to(TableQuestion)
 def _table(query: Query, asked: TableQuestion) -> TableReply:
     if asked.table == "alerts":
         query.raise_alerts()
-    with query.read() as connection:
-        return tables.ask(connection, asked, query.liveness())
+    with query.read() as moment:
+        return tables.ask(moment, asked, query.liveness())
 
 
-def _selected(connection: Connection, run_id: str, asked: SeriesRequest) -> tuple[str, Selection]:
+def _selected(moment: Moment, run_id: str, asked: SeriesRequest) -> tuple[str, Curve]:
     steps = (asked.from_step, asked.to_step)
-    source, selection = metrics.select_rows(connection, run_id, asked.metric, asked.source, steps)
-    since, until = asked.from_time_unix_ns, asked.to_time_unix_ns
-    return source, replace(selection, from_time_unix_ns=since, to_time_unix_ns=until)
+    source, curve = metrics.curve_of(moment, run_id, asked.metric, asked.source, steps)
+    since, until = asked.from_time_unix_ns, metrics.behind(asked.to_time_unix_ns)
+    span = curve.span._replace(from_unix_ns=since, to_unix_ns=until)
+    return source, Curve(span, curve.column, asked.points)
 
 
-def _series_reply(
-    run_id: str, request: SeriesRequest, source: str, points: series.Points, num_total: int
-) -> SeriesReply:
-    drawn = series.downsample(points, request.points)
+def _series_reply(run_id: str, request: SeriesRequest, source: str, curve: Drawn) -> SeriesReply:
+    drawn = series.downsample(curve.points, request.points)
     values: list[float | None] = drawn.value.tolist()
     for i in np.flatnonzero(~np.isfinite(drawn.value)).tolist():
         values[i] = None
@@ -356,13 +358,13 @@ def _series_reply(
         source=source,
         unit=metrics.unit_of(request.metric),
         branch=request.branch,
-        num_total=num_total,
+        num_total=curve.num_values,
         step=tuple(drawn.step.tolist()),
         time_unix_ns=tuple(drawn.time_unix_ns.tolist()),
         attempt=tuple(drawn.attempt.tolist()),
         value=tuple(values),
-        nonfinite=series.nonfinite_marks(points, MAX_MARKS),
-        num_nonfinite=series.num_nonfinite(points),
+        nonfinite=series.nonfinite_marks(curve.points, MAX_MARKS),
+        num_nonfinite=series.num_nonfinite(curve.points),
     )
 
 

@@ -1,19 +1,18 @@
 """Says of decisions that nobody carried out whether they would have been needed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
-from sqlalchemy import Connection
 
 from trainvitals.errors import UsageError
 from trainvitals.policy.evidence import AFTER, BEFORE, outcome
 from trainvitals.views import DecisionView
-from vitals_collector.queries import load_curve, metrics
+from vitals_collector.queries import metrics
+from vitals_collector.storage.store import Moment
 
 
 def with_hindsight(
-    connection: Connection, run_id: str, views: Sequence[DecisionView]
+    moment: Moment, run_id: str, views: Sequence[DecisionView]
 ) -> tuple[DecisionView, ...]:
     """Return the ledger; entries of ``observe`` have the outcome that the run itself shows."""
     shadows = [view.decision for view in views if not view.decision.acted]
@@ -22,10 +21,11 @@ def with_hindsight(
     first = min(decision.step for decision in shadows) - 2 * BEFORE
     last = max(decision.step for decision in shadows) + max(AFTER.values())
     try:
-        _, selection = metrics.select_rows(connection, run_id, "steps.loss", "")
+        _, curve = metrics.curve_of(moment, run_id, "steps.loss", "", (first, last))
     except UsageError:
         return tuple(views)  # the run has no loss: nothing can be told
-    points = load_curve.load(connection, replace(selection, from_step=first, to_step=last))
+    (drawn,) = moment.numbers.curves([curve], (), "all")
+    points = drawn.points
     losses: dict[int, dict[int, float]] = {}
     for step, attempt, loss in zip(
         points.step.tolist(), points.attempt.tolist(), points.value.tolist(), strict=True

@@ -5,7 +5,7 @@ question about a million steps of many ranks holds one rank's at a time. Of the 
 as many as are wanted are read with all their columns.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,34 +15,30 @@ from trainvitals.errors import UsageError
 from trainvitals.identity import Source
 from trainvitals.metrics import STEP_METRICS
 from trainvitals.views import Branch, TableQuestion
+from vitals_collector.numbers.interface import Column, Columns, NumbersReader, Span, joined
+from vitals_collector.numbers.points import AttemptRow, Ints, Points, stitch
 from vitals_collector.queries.conditions import Cells, Condition, Kind
 from vitals_collector.queries.ledger import attempt_rows
-from vitals_collector.queries.read_columns import (
-    KEYS,
-    ColumnBlock,
-    Ints,
-    Part,
-    find_parts,
-    join_blocks,
-    read_blocks,
-)
-from vitals_collector.queries.series import AttemptRow, Points, stitch
-from vitals_collector.storage.schema import batches, measured_columns
+from vitals_collector.queries.metrics import behind
+from vitals_collector.storage.schema import measured_columns
+from vitals_collector.storage.store import Moment
 
 MAX_SCANNED_ROWS = 200_000_000
 """Rows that one question may look at."""
+_MOST_READ = 1 << 18
+"""Rows that are read together with all their columns."""
+_APART = 8_192
+"""Rows between two that are wanted from which they are not read as well."""
 _PLAIN = ("step", "attempt", "time_unix_ns")
 _Bounds = tuple[int | None, int | None]
 
 
 class Found(NamedTuple):
-    """Rows that met the conditions: of which rank and attempt, and where they lie."""
+    """Rows that met the conditions: a rank has one of each step and attempt."""
 
     rank: Ints
     step: Ints
     attempt: Ints
-    batch: Ints
-    at: Ints
 
     def take(self, which: Ints) -> "Found":
         """Return the chosen rows, in the order of the choice."""
@@ -64,7 +60,7 @@ def columns_of_steps(connection: Connection, run_id: str, table: str) -> dict[st
     measured = select(measured_columns.c.name).where(
         measured_columns.c.run_id == run_id, measured_columns.c.stream == "steps"
     )
-    there = set(connection.execute(measured).scalars()) - {*KEYS, "monotonic_ns"}
+    there = set(connection.execute(measured).scalars()) - {*_PLAIN, "monotonic_ns"}
     scope_of = {m.column: m.scope for m in STEP_METRICS}
     if table == "ranks":  # what is equal on all ranks is a column of the steps
         there = {name for name in there if scope_of.get(name) == "rank"}
@@ -88,21 +84,21 @@ def shown_columns(connection: Connection, run_id: str, columns: Mapping[str, Kin
     return [name for name in columns if name in there]
 
 
-def find_steps(
-    connection: Connection, request: TableQuestion, conditions: Sequence[Condition]
-) -> Answer:
+def find_steps(moment: Moment, request: TableQuestion, conditions: Sequence[Condition]) -> Answer:
     """Return the rows wanted, by step, then attempt, then rank.
 
     Raises:
         UsageError: they are too many to look at.
     """
-    attempts = attempt_rows(connection, request.run_id)
-    bounds = _bounds(request, conditions)
+    attempts = attempt_rows(moment.sql, request.run_id)
+    asked = [c.column for c in conditions if c.column not in ("rank", *_PLAIN)]
+    names = list(dict.fromkeys([*_PLAIN, *asked]))
     kept: list[Found] = []
     num_total = num_discarded = 0
-    for source, parts in _parts(connection, request, conditions, bounds).items():
-        rows = _rows_of(connection, parts, conditions, bounds)
-        met, num_left = _met(rows, _rank(source), request.branch, attempts, conditions)
+    for span in _spans(moment.numbers, request, conditions):
+        rows = moment.numbers.scan(span, names)
+        rank = _rank(span.sources[0])
+        met, num_left = _met(rows, rank, request.branch, attempts, conditions)
         del rows  # those of the next source take their place
         num_total += len(met.step)
         num_discarded += num_left
@@ -111,30 +107,63 @@ def find_steps(
 
 
 def read_steps(
-    connection: Connection, run_id: str, rows: Found, names: Sequence[str]
+    numbers: NumbersReader, run_id: str, rows: Found, names: Sequence[str]
 ) -> dict[str, Cells]:
     """Return the named columns of the rows."""
-    columns = {"rank": Cells(rows.rank), "step": Cells(rows.step)}
-    rest = [name for name in names if name not in columns]
-    ids = np.unique(rows.batch)
-    row_keys = np.sort(_key(rows.batch, rows.at))
-    blocks: list[ColumnBlock] = []
-    for i in range(0, len(ids), 500):
-        is_wanted = batches.c.id.in_(ids[i : i + 500].tolist())
-        parts = find_parts(connection, run_id, "steps", is_wanted)
-        for block in read_blocks(connection, parts, rest):
-            key = _key(block.batch, block.at)  # blocks may be many and small: no look at all rows
-            first = np.searchsorted(row_keys, key)
-            blocks.append(block.take(np.searchsorted(row_keys, key, side="right") > first))
-    whole = join_blocks(blocks, rest)
-    keys = _key(whole.batch, whole.at)
+    rest = [name for name in names if name not in ("rank", "step")]
+    number_of = _Numbering(rows)
+    keys = number_of(rows.step, rows.rank, rows.attempt)
     order = np.argsort(keys)
-    at = order[np.searchsorted(keys[order], _key(rows.batch, rows.at))]
-    return columns | {name: whole.column(name).take(at) for name in rest}
+    # What is damaged in other columns than those that were looked at has no values.
+    places: list[Ints] = []
+    read: list[Columns] = []
+    for span in _together(run_id, rows):
+        columns = numbers.scan(span, list(dict.fromkeys(["step", "rank", "attempt", *rest])))
+        key = number_of(*(columns[name].values for name in ("step", "rank", "attempt")))
+        place = np.minimum(np.searchsorted(keys[order], key), len(keys) - 1)
+        is_wanted = np.flatnonzero(keys[order][place] == key)
+        places.append(order[place[is_wanted]])  # of a row written again the newest comes last
+        read.append({name: columns[name].take(is_wanted) for name in rest})
+    all_places = np.concatenate([np.zeros(0, np.int64), *places])
+    cells = {"rank": Cells(rows.rank), "step": Cells(rows.step)}
+    for name in rest:
+        column = joined([part[name] for part in read])
+        values = np.zeros(len(keys), column.values.dtype)
+        valid = np.zeros(len(keys), np.bool_)
+        values[all_places], valid[all_places] = column.values, ~column.is_missing
+        cells[name] = Cells(values, None if valid.all() else valid)
+    return cells
 
 
-def _key(batch: Ints, at: Ints) -> Ints:
-    return (batch << 24) | at  # a batch has far fewer rows than 2**24
+class _Numbering:
+    """Gives a number to each step of each rank and attempt that rows are of; -1 to others."""
+
+    def __init__(self, rows: Found) -> None:
+        self._known = [np.unique(column) for column in (rows.step, rows.rank, rows.attempt)]
+
+    def __call__(self, *keys: Ints) -> Ints:
+        numbers = np.zeros(len(keys[0]), np.int64)
+        is_known = np.ones(len(keys[0]), np.bool_)
+        for known, key in zip(self._known, keys, strict=True):
+            at = np.minimum(np.searchsorted(known, key), len(known) - 1)
+            is_known &= known[at] == key
+            numbers = numbers * len(known) + at
+        return np.where(is_known, numbers, -1)
+
+
+def _together(run_id: str, rows: Found) -> Iterator[Span]:
+    """Yield the rows' steps and ranks, as many as are read together."""
+    if not len(rows.step):
+        return
+    sources = tuple(f"rank:{rank}" for rank in np.unique(rows.rank).tolist())
+    width, apart = max(1, _MOST_READ // len(sources)), max(1, _APART // len(sources))
+    steps = np.unique(rows.step)
+    ends = np.flatnonzero(np.diff(steps, append=steps[-1] + 2 * apart) > apart)
+    begins = np.concatenate(([0], ends[:-1] + 1))
+    for first, last in zip(steps[begins].tolist(), steps[ends].tolist(), strict=True):
+        for low in range(first, last + 1, width):
+            high = min(low + width, last + 1)
+            yield Span(run_id, "steps", sources, from_step=low, to_step=high)
 
 
 def _bounds(request: TableQuestion, conditions: Sequence[Condition]) -> _Bounds:
@@ -153,32 +182,27 @@ def _as_int64(value: int) -> int:
     return max(min(value, 2**63 - 1), -(2**63))
 
 
-def _parts(
-    connection: Connection,
-    request: TableQuestion,
-    conditions: Sequence[Condition],
-    bounds: _Bounds,
-) -> dict[str, list[Part]]:
-    """Return the batches to look into, by source, the lowest rank first."""
+def _spans(
+    numbers: NumbersReader, request: TableQuestion, conditions: Sequence[Condition]
+) -> list[Span]:
+    """Return the rows to look at of each source, the lowest rank first."""
     ranks = [c.value for c in conditions if c.column == "rank" and c.op == "="]
-    where = []
     if request.table == "steps":
-        where = [batches.c.source == "rank:0"]
-    elif ranks:
-        where = [batches.c.source == f"rank:{ranks[0]}"]
-    parts = find_parts(
-        connection, request.run_id, "steps", *where, from_step=bounds[0], to_step=bounds[1]
-    )
-    num = sum(part.num_rows for part in parts)
+        sources = ["rank:0"]
+    else:
+        sources = sorted(numbers.sources(request.run_id, "steps"), key=_rank)
+        if ranks:
+            sources = [source for source in sources if source == f"rank:{ranks[0]}"]
+    low, high = _bounds(request, conditions)
+    span = Span(request.run_id, "steps", from_step=low, to_step=behind(high))
+    is_one = len(sources) == 1
+    num = numbers.num_rows(span._replace(sources=tuple(sources)) if is_one else span)
     if num > MAX_SCANNED_ROWS:
         raise UsageError(
             f"the question looks at {num} rows; {MAX_SCANNED_ROWS} is the most",
             hint="narrow it with from_step and to_step, or ask for one rank: rank = 3",
         )
-    by_source: dict[str, list[Part]] = {}
-    for part in parts:
-        by_source.setdefault(part.source, []).append(part)
-    return {source: by_source[source] for source in sorted(by_source, key=_rank)}
+    return [span._replace(sources=(source,)) for source in sources]
 
 
 def _rank(source: str) -> int:
@@ -186,31 +210,16 @@ def _rank(source: str) -> int:
     return -1 if rank is None else rank
 
 
-def _rows_of(
-    connection: Connection,
-    parts: Sequence[Part],
-    conditions: Sequence[Condition],
-    bounds: _Bounds,
-) -> ColumnBlock:
-    """Return one source's rows, with the columns that the conditions ask for."""
-    asked = [c.column for c in conditions if c.column not in ("rank", *_PLAIN)]
-    names = list(dict.fromkeys([*_PLAIN, *asked]))
-    low, high = bounds
-    blocks = list(read_blocks(connection, parts, names, from_step=low, to_step=high))
-    return join_blocks(blocks, names)
-
-
 def _met(
-    rows: ColumnBlock,
+    rows: Columns,
     rank: int,
     branch: Branch,
     attempts: Sequence[AttemptRow],
     conditions: Sequence[Condition],
 ) -> tuple[Found, int]:
     """Return the branch's rows that meet the conditions, and how many a lineage left out."""
-    step, attempt = rows.whole("step"), rows.whole("attempt")
-    index = np.arange(len(rows), dtype=np.float64)
-    points = Points(step, attempt, rows.whole("time_unix_ns"), index)
+    step, attempt, time = (rows[name].values.astype(np.int64, copy=False) for name in _PLAIN)
+    points = Points(step, attempt, time, np.arange(len(step), dtype=np.float64))
     which = stitch(points, attempts, branch).value.astype(np.int64)
     num_left = 0
     if branch == "lineage" and len(which) < len(points):
@@ -219,11 +228,14 @@ def _met(
         if condition.column == "rank":
             cells = Cells(np.full(len(which), rank, dtype=np.int64))
         else:
-            cells = rows.column(condition.column).take(which)
+            cells = _cells(rows[condition.column].take(which))
         which = which[condition.met(cells)]
     ranks = np.full(len(which), rank, dtype=np.int64)
-    met = Found(ranks, step[which], attempt[which], rows.batch[which], rows.at[which])
-    return met, num_left
+    return Found(ranks, step[which], attempt[which]), num_left
+
+
+def _cells(column: Column) -> Cells:
+    return Cells(column.values, ~column.is_missing if column.is_missing.any() else None)
 
 
 def _joined(parts: Sequence[Found]) -> Found:

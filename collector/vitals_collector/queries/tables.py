@@ -28,6 +28,7 @@ from vitals_collector.queries.step_tables import (
     shown_columns,
 )
 from vitals_collector.storage.schema import alerts, decisions, events, findings
+from vitals_collector.storage.store import Moment
 
 MAX_ROWS = 1_000_000
 """Rows of one answer."""
@@ -40,7 +41,7 @@ _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
 
 
-def ask(connection: Connection, request: TableQuestion, when: Liveness) -> TableReply:
+def ask(moment: Moment, request: TableQuestion, when: Liveness) -> TableReply:
     """Return the rows that meet the request's conditions.
 
     Raises:
@@ -48,13 +49,13 @@ def ask(connection: Connection, request: TableQuestion, when: Liveness) -> Table
     """
     _check(request)
     if request.run_id:
-        run_row(connection, request.run_id)
+        run_row(moment.sql, request.run_id)
     if request.table in _OF_STEPS:
-        return _steps(connection, request)
+        return _steps(moment, request)
     columns = _COLUMNS[request.table]
     conditions = parse(request.where, columns)
     shown = _shown(request, columns, list(columns))
-    rows = _READ[request.table](connection, request, when)
+    rows = _READ[request.table](moment.sql, request, when)
     which = _met(rows, columns, conditions)
     if request.newest_first:
         which = which[::-1]
@@ -98,12 +99,12 @@ def _shown(
 # ---------------------------------------------------------------------------- steps and ranks
 
 
-def _steps(connection: Connection, request: TableQuestion) -> TableReply:
-    columns = columns_of_steps(connection, request.run_id, request.table)
+def _steps(moment: Moment, request: TableQuestion) -> TableReply:
+    columns = columns_of_steps(moment.sql, request.run_id, request.table)
     conditions = parse(request.where, columns)
-    shown = _shown(request, columns, shown_columns(connection, request.run_id, columns))
-    answer = find_steps(connection, request, conditions)
-    read = read_steps(connection, request.run_id, answer.rows, shown)
+    shown = _shown(request, columns, shown_columns(moment.sql, request.run_id, columns))
+    answer = find_steps(moment, request, conditions)
+    read = read_steps(moment.numbers, request.run_id, answer.rows, shown)
     return TableReply(
         columns=tuple(shown),
         data=tuple(_listed(read[name]) for name in shown),

@@ -6,23 +6,20 @@ own jumps. What was not finite comes first, and of these what was so at the earl
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from sqlalchemy import Connection, func, select
 
 from trainvitals.views import MoverView
+from vitals_collector.numbers.interface import Columns, NumbersReader, Span
+from vitals_collector.numbers.points import AttemptRow, Floats, Ints, Mask, Points, stitch
 from vitals_collector.queries.heatmap_layers import RATIO, layer_names, value_of
 from vitals_collector.queries.ledger import attempt_rows
-from vitals_collector.queries.read_columns import (
-    KEYS,
-    ColumnBlock,
-    find_parts,
-    join_blocks,
-    read_blocks,
-)
-from vitals_collector.queries.series import AttemptRow, Floats, Ints, Mask, Points, stitch
-from vitals_collector.storage.schema import batches, decisions, findings, measured_columns
+from vitals_collector.queries.metrics import behind
+from vitals_collector.storage.schema import decisions, findings, measured_columns
+from vitals_collector.storage.store import Moment
 
 WINDOW_STEPS = 50
 BEFORE_STEPS = 500
@@ -40,6 +37,8 @@ _USUAL = 0.99
 """Part of the steps before of which no distance counts as a move."""
 _USUAL_SCALES = 3.0
 """Scales at least of the furthest of these: of normal noise it is 2.6."""
+
+_KEYS = ("step", "attempt", "time_unix_ns")
 
 RUN = "run"
 """Row of what is equal on all ranks."""
@@ -63,10 +62,10 @@ class Moved(NamedTuple):
     first_step: int
 
 
-def movers(connection: Connection, run_id: str, step: int) -> tuple[MoverView, ...]:
+def movers(moment: Moment, run_id: str, step: int) -> tuple[MoverView, ...]:
     """Return what moved most up to a step, on the branch where there was trouble at it."""
-    attempt = attempt_of(connection, run_id, step)
-    return tuple(mover.view for mover in moved(connection, run_id, step, attempt))
+    attempt = attempt_of(moment.sql, run_id, step)
+    return tuple(mover.view for mover in moved(moment, run_id, step, attempt))
 
 
 def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
@@ -97,15 +96,15 @@ def _within(step: int) -> int:
     return max(-(2**62), min(step, 2**62))
 
 
-def moved(connection: Connection, run_id: str, step: int, attempt: int | None) -> tuple[Moved, ...]:
+def moved(moment: Moment, run_id: str, step: int, attempt: int | None) -> tuple[Moved, ...]:
     """Return what moved up to a step of an attempt, or of the lineage."""
     step = _within(step)
-    branch = ancestry(attempt_rows(connection, run_id), attempt)
-    there = _measured(connection, run_id)
+    branch = ancestry(attempt_rows(moment.sql, run_id), attempt)
+    there = _measured(moment.sql, run_id)
     first = step - WINDOW_STEPS - BEFORE_STEPS + 1
     candidates: list[Moved] = []
-    candidates += _of_layers(connection, run_id, (first, step), branch, there)
-    candidates += _of_ranks(connection, run_id, (first, step), branch, there)
+    candidates += _of_layers(moment, run_id, (first, step), branch, there)
+    candidates += _of_ranks(moment.numbers, run_id, (first, step), branch, there)
     candidates = [mover for mover in candidates if mover.view.score >= MIN_SCORE]
     return tuple(sorted(candidates, key=_order)[:MAX_MOVERS])
 
@@ -141,7 +140,7 @@ def _measured(connection: Connection, run_id: str) -> set[tuple[str, str]]:
 
 
 def _of_layers(
-    connection: Connection,
+    moment: Moment,
     run_id: str,
     steps: tuple[int, int],
     branch: Sequence[AttemptRow],
@@ -154,48 +153,41 @@ def _of_layers(
     if not columns_of:
         return []
     columns = sorted({column for needed in columns_of.values() for column in needed})
-    named = layer_names(connection, run_id)
-    rows: list[tuple[ColumnBlock, list[str]]] = []
-    parts = find_parts(connection, run_id, "layers", from_step=steps[0], to_step=steps[1])
-    names = [*KEYS, "layer", *columns]
-    for block in read_blocks(connection, parts, names, from_step=steps[0], to_step=steps[1]):
-        numbers = block.whole("layer").tolist()
-        rows.append((block, [named.get((block.incarnation, n), f"layer {n}") for n in numbers]))
-    order = {
-        name: i for i, name in enumerate(dict.fromkeys(n for _, labels in rows for n in labels))
-    }
-    key = np.array([order[name] for _, labels in rows for name in labels], dtype=np.int64)
-    whole = join_blocks([block for block, _ in rows], names)
-    return _judged(whole, key, list(order), columns_of, steps[1], branch)
+    span = Span(run_id, "layers", from_step=steps[0], to_step=behind(steps[1]))
+    rows = moment.numbers.scan(span, [*_KEYS, "layer", "incarnation", *columns])
+    named = layer_names(moment.sql, run_id)
+    writers, numbers = rows["incarnation"].values.tolist(), rows["layer"].values.tolist()
+    pairs = list(zip(writers, map(int, numbers), strict=True))
+    label_of = {pair: named.get(pair, f"layer {pair[1]}") for pair in dict.fromkeys(pairs)}
+    order = {name: i for i, name in enumerate(dict.fromkeys(label_of.values()))}
+    number_of = {pair: order[label] for pair, label in label_of.items()}
+    key = np.array([number_of[pair] for pair in pairs], dtype=np.int64)
+    return _judged(rows, key, list(order), columns_of, steps[1], branch)
 
 
 def _of_ranks(
-    connection: Connection,
+    numbers: NumbersReader,
     run_id: str,
     steps: tuple[int, int],
     branch: Sequence[AttemptRow],
     there: set[tuple[str, str]],
 ) -> list[Moved]:
     candidates: list[Moved] = []
-    for metrics, where in ((_OF_RUN, (batches.c.source == "rank:0",)), (_OF_RANK, ())):
+    span = Span(run_id, "steps", from_step=steps[0], to_step=behind(steps[1]))
+    for metrics, sources in ((_OF_RUN, ("rank:0",)), (_OF_RANK, ())):
         names = [name for name in metrics if ("steps", name) in there]
-        parts = find_parts(
-            connection, run_id, "steps", *where, from_step=steps[0], to_step=steps[1]
-        )
-        columns = [*KEYS, *names]
-        blocks = read_blocks(connection, parts, columns, from_step=steps[0], to_step=steps[1])
-        rows = list(blocks) if names else []
-        labels = [RUN if where else block.source for block in rows]
-        order = {name: i for i, name in enumerate(dict.fromkeys(labels))}
-        nums = [len(block) for block in rows]
-        key = np.repeat(np.array([order[name] for name in labels], dtype=np.int64), nums)
-        whole = join_blocks(rows, columns)
-        candidates += _judged(whole, key, list(order), {n: (n,) for n in names}, steps[1], branch)
+        if not names:
+            continue
+        rows = numbers.scan(span._replace(sources=sources), [*_KEYS, "rank", *names])
+        ranks, key = np.unique(rows["rank"].values, return_inverse=True)
+        labels = [RUN] if sources else [f"rank:{rank}" for rank in ranks.tolist()]
+        columns_of = {name: (name,) for name in names}
+        candidates += _judged(rows, key, labels, columns_of, steps[1], branch)
     return candidates
 
 
 def _judged(
-    rows: ColumnBlock,
+    rows: Columns,
     key: Ints,
     labels: Sequence[str],
     columns_of: Mapping[str, Sequence[str]],
@@ -203,24 +195,20 @@ def _judged(
     branch: Sequence[AttemptRow],
 ) -> list[Moved]:
     """Return how far each row of each metric moved; ``key`` says which row a value is of."""
-    if not len(rows):
-        return []
-    points = Points(
-        rows.whole("step"),
-        rows.whole("attempt"),
-        rows.whole("time_unix_ns"),
-        np.arange(len(rows), dtype=np.float64),
-    )
+    at, attempt, time = (rows[name].values.astype(np.int64, copy=False) for name in _KEYS)
+    points = Points(at, attempt, time, np.arange(len(key), dtype=np.float64))
     is_of_branch = np.isin(points.attempt, [attempt.id for attempt in branch]) | (not branch)
     candidates = []
-    for number, label in enumerate(labels):
-        mine = points.take(is_of_branch & (key == number))
+    by_key = np.argsort(key, kind="stable")
+    bounds = np.searchsorted(key[by_key], np.arange(len(labels) + 1)).tolist()
+    for label, (begin, end) in zip(labels, pairwise(bounds), strict=True):
+        own = by_key[begin:end]
+        mine = points.take(own[is_of_branch[own]])
         which = stitch(mine, branch, "lineage").value.astype(np.int64)
-        own_rows = rows.take(which)
-        at = own_rows.whole("step")
+        own_steps = points.step[which]
         for metric, columns in columns_of.items():
-            value, is_there = value_of(own_rows, list(columns))
-            mover = judge(label, metric, at[is_there], value[is_there], step)
+            value, is_there = value_of({name: rows[name].take(which) for name in columns}, columns)
+            mover = judge(label, metric, own_steps[is_there], value[is_there], step)
             candidates += [] if mover is None else [mover]
     return candidates
 

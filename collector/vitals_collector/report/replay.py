@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
-from sqlalchemy import Connection, func, select
+import numpy as np
+from sqlalchemy import Connection, select
 
 from trainvitals.catalog import TURN_METRICS
 from trainvitals.detect import Limits
@@ -42,9 +43,10 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Value
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.storage.read_rows import read_pages, rows_at_step
-from vitals_collector.storage.schema import batches, events, names, sources, streams, thinned
-from vitals_collector.storage.store import Store
+from vitals_collector.numbers.interface import Numbers, NumbersReader, Span, StreamKey
+from vitals_collector.queries.metrics import behind
+from vitals_collector.storage.schema import events, names, sources, streams
+from vitals_collector.storage.store import Moment, Store
 
 COMPARED = (
     "action", "step", "attempt", "rule", "cause", "rank", "value", "acted", "checkpoint_id",
@@ -56,6 +58,14 @@ _KINDS = (
     "RunStarted", "AttemptStarted", "CheckpointChanged", "ChangeExpected", "DecisionMade",
     "StateRead",
 )  # fmt: skip
+
+_READ = (
+    "step", "attempt", "verdict", "culprit_rank", "skipped", "nonfinite_params", "lr_factor",
+    "learning_rate", "loss", "loss_max", "loss_max_rank", "loss_limit", "grad_norm",
+    "grad_norm_limit",
+)  # fmt: skip
+"""Columns of rank 0's rows that a record is made of."""
+_ROWS_AT_ONCE = 65_536
 
 _decode_event = msgspec.msgpack.Decoder(Event).decode
 
@@ -138,9 +148,9 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
     with store.read() as connection:
         starts = _incarnations(connection, run_id)
         pages = [_read_incarnation(connection, run_id, start) for start in starts]
-        records = [list(_records(connection, run_id, start)) for start in starts]
+        records = [list(_records(store.moment(connection), run_id, start)) for start in starts]
         lost = sum(_num_lost(connection, run_id, start) for start in starts)
-        num_thinned, thinned_to_step = _thinned(connection, run_id)
+        num_thinned, thinned_to_step = _thinned(store.numbers, run_id)
     if not any(records):
         raise UsageError(
             f"no step of rank 0 of run {run_id} is stored; there is nothing to replay",
@@ -404,13 +414,10 @@ def _num_lost(connection: Connection, run_id: str, incarnation: str) -> int:
     return sum(connection.execute(query).scalars())
 
 
-def _thinned(connection: Connection, run_id: str) -> tuple[int, int]:
+def _thinned(numbers: Numbers, run_id: str) -> tuple[int, int]:
     """Return how many rows of ranks were thinned, and up to which step."""
-    query = select(func.sum(thinned.c.num_rows), func.max(thinned.c.to_step)).where(
-        thinned.c.run_id == run_id, thinned.c.stream == "steps"
-    )
-    num, to_step = connection.execute(query).one()
-    return int(num or 0), -1 if to_step is None else int(to_step)
+    parts = [part for part in numbers.thinned(run_id) if part.stream == "steps"]
+    return sum(part.num_rows for part in parts), max((part.to_step for part in parts), default=-1)
 
 
 def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> list[_Entry]:
@@ -427,15 +434,33 @@ def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> 
     return [_Entry(step, at, _decode_event(body)) for step, at, body in event_rows if body]
 
 
-def _records(connection: Connection, run_id: str, incarnation: str) -> Iterator[StepRecord]:
-    table, turns = batches.c, _turns(connection, run_id, incarnation)
-    mine = (table.run_id == run_id, table.incarnation == incarnation, table.stream == "steps")
-    for page in read_pages(connection, *mine):
-        view, size = memoryview(page.rows.tobytes()), page.schema.row_size
-        for start in range(0, len(view), size):
-            yield step_record(
-                connection, run_id, page.schema.unpack(view[start : start + size]), turns
+def _records(moment: Moment, run_id: str, incarnation: str) -> Iterator[StepRecord]:
+    turns = _turns(moment, run_id, incarnation)
+    for row in _rows(moment, (run_id, incarnation, "steps"), _READ):
+        yield step_record(moment.numbers, run_id, row, turns)
+
+
+def _rows(moment: Moment, key: StreamKey, names: Sequence[str]) -> Iterator[dict[str, Value]]:
+    """Yield a writer's rows in the order they were written, some columns of them."""
+    run_id, incarnation, stream = key
+    query = select(streams.c.last_seq).where(
+        streams.c.run_id == run_id,
+        streams.c.incarnation == incarnation,
+        streams.c.stream == stream,
+    )
+    for low in range(0, (moment.sql.execute(query).scalar() or 0) + 1, _ROWS_AT_ONCE):
+        span = Span(run_id, stream, seqs={incarnation: (low, low + _ROWS_AT_ONCE)})
+        columns = moment.numbers.scan(span, [*names, "seq"])
+        order = np.argsort(columns.pop("seq").values)
+        cells = [
+            [None if is_missing else value for value, is_missing in zip(*pair, strict=True)]
+            for pair in (
+                (column.values[order].tolist(), column.is_missing[order].tolist())
+                for column in columns.values()
             )
+        ]
+        for row in zip(*cells, strict=True):
+            yield dict(zip(columns, row, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,7 +483,7 @@ _Turns = Mapping[tuple[int, int], _Own]
 """By step and attempt."""
 
 
-def _turns(connection: Connection, run_id: str, incarnation: str) -> _Turns:
+def _turns(moment: Moment, run_id: str, incarnation: str) -> _Turns:
     """Return which steps were made by one of several optimizers, and its own numbers there.
 
     The run's own columns are the first one's: which is the first shows where they are filled. The
@@ -471,7 +496,7 @@ def _turns(connection: Connection, run_id: str, incarnation: str) -> _Turns:
     )
     of_turns = {
         key: (metric, turn)
-        for key, name in connection.execute(query)
+        for key, name in moment.sql.execute(query)
         for metric, _, turn in [name.partition("/")]
         if turn and metric in TURN_METRICS
     }
@@ -480,23 +505,19 @@ def _turns(connection: Connection, run_id: str, incarnation: str) -> _Turns:
         return {}
     number = {turn: 2 + i for i, turn in enumerate(turns)}
     own: dict[tuple[int, int], _Own] = {}
-    table = batches.c
-    mine = (table.run_id == run_id, table.incarnation == incarnation, table.stream == "scalars")
-    for page in read_pages(connection, *mine):
-        view, size = memoryview(page.rows.tobytes()), page.schema.row_size
-        for start in range(0, len(view), size):
-            row = page.schema.unpack(view[start : start + size])
-            metric, turn = of_turns.get(_int(row, "name", -1), ("", ""))
-            value = _float(row, "value")
-            if turn in number and value is not None:
-                place = _int(row, "step", 0), _int(row, "attempt", 0)
-                entry = own.setdefault(place, _Own(number[turn], {}))
-                entry.numbers[metric] = value
+    columns = ("step", "attempt", "name", "value")
+    for row in _rows(moment, (run_id, incarnation, "scalars"), columns):
+        metric, turn = of_turns.get(_int(row, "name", -1), ("", ""))
+        value = _float(row, "value")
+        if turn in number and value is not None:
+            place = _int(row, "step", 0), _int(row, "attempt", 0)
+            entry = own.setdefault(place, _Own(number[turn], {}))
+            entry.numbers[metric] = value
     return own
 
 
 def step_record(
-    connection: Connection, run_id: str, row: dict[str, Value], turns: _Turns | None = None
+    numbers: NumbersReader, run_id: str, row: dict[str, Value], turns: _Turns | None = None
 ) -> StepRecord:
     """Return the step as detectors saw it: rank 0's reduced row, merged with the ranks' own."""
     step, attempt = _int(row, "step", 0), _int(row, "attempt", 0)
@@ -504,7 +525,7 @@ def step_record(
     is_bad = bool(bits & (BAD_LOSS | BAD_GRADIENTS))
     ranks = _Ranks(nonfinite=(culprit,) if is_bad and culprit >= 0 else ())
     if (is_bad and culprit < 0) or bits & RANK_FAILED:
-        own_ranks = _own_rows(connection, run_id, step, attempt)
+        own_ranks = _own_rows(numbers, run_id, step, attempt)
         ranks = _Ranks(
             nonfinite=ranks.nonfinite or (own_ranks.nonfinite if is_bad else ()),
             failed=own_ranks.failed if bits & RANK_FAILED else (),
@@ -512,8 +533,8 @@ def step_record(
     factor = _float(row, "lr_factor")
     own = (turns or {}).get((step, attempt))
     if own is not None and _float(row, "grad_norm") is None and _float(row, "loss") is None:
-        numbers = {key: value for key, value in own.numbers.items() if key != "skipped"}
-        row = {**row, "learning_rate": None, "loss_max": numbers.get("loss"), **numbers}
+        own_numbers = {key: value for key, value in own.numbers.items() if key != "skipped"}
+        row = {**row, "learning_rate": None, "loss_max": own_numbers.get("loss"), **own_numbers}
         turn = own.turn
     else:
         turn = 0 if own is None else 1
@@ -542,12 +563,13 @@ def step_record(
     )
 
 
-def _own_rows(connection: Connection, run_id: str, step: int, attempt: int) -> _Ranks:
+def _own_rows(numbers: NumbersReader, run_id: str, step: int, attempt: int) -> _Ranks:
+    span = Span(run_id, "steps", from_step=step, to_step=behind(step))
+    rows = numbers.scan(span, ["rank", "attempt", "rank_loss"])
     losses: dict[int, float | None] = {}
-    for page, raw in rows_at_step(connection, run_id, step):
-        row = page.schema.unpack(raw)
-        if _int(row, "attempt", 0) == attempt:
-            losses[int(page.source.partition(":")[2])] = _float(row, "rank_loss")
+    for i in np.flatnonzero(rows["attempt"].values == attempt).tolist():
+        loss, is_missing = rows["rank_loss"].values[i], rows["rank_loss"].is_missing[i]
+        losses[int(rows["rank"].values[i])] = None if is_missing else float(loss)
     return _Ranks(
         nonfinite=tuple(
             r for r, x in sorted(losses.items()) if x is not None and not math.isfinite(x)

@@ -1,90 +1,88 @@
-"""Copies a store while a collector writes to it: one moment of it, checked, and then in place.
+"""Copies a store while a collector writes to it: database and rows, each at one moment, checked.
 
-SQLite's own backup reads through a connection like any other, so it never blocks a writer. The copy
-gets a temporary name, is synced and checked, and only then renamed: a file of that name is a whole
-store, or was never there.
+SQLite's own backup reads through a connection like any other, so it never blocks a writer; files of
+rows never change. The copy gets a temporary name, is synced and checked, and only then renamed: a
+folder of that name is a whole store, or was never there. It is a data directory like any other.
 """
 
 import contextlib
-import errno
 import os
+import shutil
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainvitals.errors import StorageError, UsageError
-from vitals_collector.storage.store import DATABASE_FILE, FULL
+from vitals_collector.numbers.full_disk import FULL, is_full
+from vitals_collector.numbers.lake_backup import copy_lake
+from vitals_collector.numbers.lake_place import sync_path
+from vitals_collector.storage.store import DATABASE_FILE, LAKE_FOLDER
 
 _PAGES_AT_ONCE = -1
 """All pages in one step: a copy in several begins anew whenever somebody writes between them."""
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
-"""What file systems say that have no second names for a file."""
 EXISTS = "V304"
-"""Error code: there is a file of that name."""
+"""Error code: there is something of that name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backup:
     """What was written."""
 
-    file: Path
+    folder: Path
     num_bytes: int
     version: str
     """The tables' version, which the program that restores it must know."""
 
 
-def backup(
-    data: Path, file: Path, *, force: bool = False, copied: Callable[[], None] | None = None
-) -> Backup:
-    """Write a copy of the data directory's store to ``file``, 0600, and return what it holds.
+def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None) -> Backup:
+    """Write a copy of the data directory's store to a new folder, 0700, and return what it holds.
 
-    Everything that was acknowledged before the call is in it.
+    Everything that was acknowledged before the call is in it. Where the file system has second
+    names for files, those of rows get one and take no room: take the copy to another disk.
 
     Args:
         data: the collector's data directory; a collector may run on it.
-        file: where to; in a directory that exists.
-        force: replace a file that is there.
+        target: where to; in a directory that exists.
         copied: called between copying and checking (for tests).
 
     Raises:
-        UsageError: the file exists, or there is no store in ``data``.
+        UsageError: the target exists, or there is no store in ``data``.
         StorageError: it cannot be read or written, or the copy is damaged.
     """
     source = data / DATABASE_FILE
-    file = file.expanduser().absolute()
+    target = target.expanduser().absolute()
     if not source.is_file():
         raise UsageError(
             f"{source} does not exist; a backup copies the SQLite store of a data directory",
-            hint="give the collector's --data; for PostgreSQL use pg_dump",
+            hint="give the collector's --data; for PostgreSQL use pg_dump, then copy the rows",
         )
-    if file.exists() and (not force or file.samefile(source)):
-        raise UsageError(
-            f"{file} already exists; a backup overwrites a file only with --force",
-            hint="give another name, or --force",
-            code=EXISTS,
-        )
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    if target.exists():
+        raise UsageError(f"{target} already exists", hint="give another name", code=EXISTS)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        version = _copy(source, temporary)
+        partial.mkdir(mode=0o700)
+        version = _copy_database(source, partial / DATABASE_FILE)
+        # Rows may be newer than what the database says of them, as after a crash.
+        rows = copy_lake(data / LAKE_FOLDER, partial / LAKE_FOLDER)
         if copied is not None:
             copied()
-        _check(temporary)
-        _sync(temporary)
-        num_bytes = temporary.stat().st_size
-        _put(temporary, file, force=force)
-        _sync(file.parent)
+        _check(partial / DATABASE_FILE)
+        for path in (partial / DATABASE_FILE, partial):
+            sync_path(path)
+        num_bytes = (partial / DATABASE_FILE).stat().st_size + rows.num_bytes
+        partial.rename(target)
+        sync_path(target.parent)
     except sqlite3.Error as error:
-        raise _failed(file, str(error)) from error
+        raise _failed(target, str(error)) from error
     except OSError as error:
-        raise _failed(file, error.strerror or str(error)) from error
+        raise _failed(target, error.strerror or str(error)) from error
     finally:
-        for leftover in ("", "-wal", "-shm", "-journal"):
-            temporary.with_name(temporary.name + leftover).unlink(missing_ok=True)
-    return Backup(file, num_bytes, version)
+        shutil.rmtree(partial, ignore_errors=True)
+    return Backup(target, num_bytes, version)
 
 
-def _copy(source: Path, target: Path) -> str:
+def _copy_database(source: Path, target: Path) -> str:
     # Made by us, so that the copy is never created with the umask's mode.
     os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     with (
@@ -108,38 +106,12 @@ def _check(file: Path) -> None:
         )
 
 
-def _put(temporary: Path, file: Path, *, force: bool) -> None:
-    if force:
-        temporary.replace(file)
-        return
-    try:
-        os.link(temporary, file)  # unlike a rename, it never takes the place of another file
-    except FileExistsError:
-        raise UsageError(
-            f"{file} was created meanwhile; a backup overwrites a file only with --force",
-            hint="give another name, or --force",
-            code=EXISTS,
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LINKS or file.exists():
-            raise
-        temporary.replace(file)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _failed(file: Path, error_text: str) -> StorageError:
-    is_full = "full" in error_text.lower() or "no space" in error_text.lower()
+def _failed(target: Path, error_text: str) -> StorageError:
+    is_out_of_room = is_full(error_text)
     return StorageError(
-        f"the backup to {file} failed: {error_text}",
-        hint="free space there, or give another place" if is_full else "check both places",
-        code=FULL if is_full else "V300",
+        f"the backup to {target} failed: {error_text}",
+        hint="free space there, or give another place" if is_out_of_room else "check both places",
+        code=FULL if is_out_of_room else "V300",
     )
 
 

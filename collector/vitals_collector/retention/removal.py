@@ -1,8 +1,7 @@
 """Removes whole runs: those that ended long ago, and those that a person names.
 
 First the run is gone for every reader, in one transaction, and it is written down that it was
-removed, and up to which batch; then its rows go little by little, so that a full disk needs no room
-for them. An agent that was away may send
+removed; then its rows go. An agent that was away may send
 such a run again, weeks later: rows of starts before the removal are acknowledged, counted and not
 stored, so that no half of a run comes back. A start after it, such as a resumed job, is new.
 """
@@ -15,14 +14,12 @@ from sqlalchemy import Connection, delete, func, select, update
 
 from trainvitals.errors import UsageError
 from trainvitals.records import RunInfo
-from vitals_collector.ingest.ingest import is_being_removed
+from vitals_collector.ingest.ingest import is_being_removed, lock_runs
 from vitals_collector.live import overview
 from vitals_collector.live.live_monitor import forget_progress
 from vitals_collector.live.run_status import Liveness
-from vitals_collector.retention.rollup_candidates import run_bytes
 from vitals_collector.storage.schema import (
     audit,
-    batches,
     forgotten,
     metadata,
     runs,
@@ -34,8 +31,7 @@ from vitals_collector.storage.store import Store, insert, unknown_run
 KEEP_TAG = "keep"
 """A run with this tag is kept whatever its age."""
 _LOG = logging.getLogger("vitals.collector.retention")
-_FREED_AT_ONCE = 64
-_KEPT_TABLES = (runs, batches, forgotten)
+_KEPT_TABLES = (runs, forgotten)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ def delete_run(
         StorageError: the store refused; what was begun is ended by ``finish``.
     """
     with store.write() as connection:
-        deleted = _begun(connection, run_id)
+        deleted = _begun(store, connection, run_id)
         if deleted is None:
             summaries = overview.summaries(connection, when, run_id)
             if not summaries:
@@ -67,7 +63,7 @@ def delete_run(
                     f"run {run_id} is still running; only ended runs can be removed",
                     hint="halt it first (`vitals command`), or wait until it is lost",
                 )
-            deleted = Deleted(run_id, summaries[0].name, run_bytes(connection, run_id))
+            deleted = Deleted(run_id, summaries[0].name, store.numbers.num_bytes(run_id))
             _remove(connection, deleted, by, reason, when.now_unix_ns)
     counters = store.counters
     with counters.lock:
@@ -134,7 +130,6 @@ def _remove(
 ) -> None:
     """Take all of a run away from readers; its row in ``runs`` goes when the room is free."""
     run_id = deleted.run_id
-    last = connection.execute(select(func.max(batches.c.id)).where(batches.c.run_id == run_id))
     for table in reversed(metadata.sorted_tables):
         if "run_id" in table.c and table not in _KEPT_TABLES:
             connection.execute(delete(table).where(table.c.run_id == run_id))
@@ -142,7 +137,6 @@ def _remove(
     values = {
         "forgotten_unix_ns": now_unix_ns,
         "is_gone": False,
-        "last_batch": last.scalar() or 0,
     }
     statement = insert(connection, forgotten).values(run_id=run_id, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=values))
@@ -150,11 +144,11 @@ def _remove(
     _note(connection, by, "delete", run_id, detail, now_unix_ns)
 
 
-def _begun(connection: Connection, run_id: str) -> Deleted | None:
+def _begun(store: Store, connection: Connection, run_id: str) -> Deleted | None:
     """Return the run whose removal was begun and not ended, such as for want of room."""
     query = select(runs.c.name).where(runs.c.run_id == run_id, is_being_removed())
     name = connection.execute(query).scalar()
-    return None if name is None else Deleted(run_id, name, run_bytes(connection, run_id))
+    return None if name is None else Deleted(run_id, name, store.numbers.num_bytes(run_id))
 
 
 def _note(
@@ -170,25 +164,14 @@ def _note(
     connection.execute(audit.insert().values(values))
 
 
-def _free_some(store: Store, run_id: str) -> bool:
-    """Remove some of a removed run's batches; return whether there may be more."""
-    last = select(forgotten.c.last_batch).where(forgotten.c.run_id == run_id).scalar_subquery()
-    # From the first on: while the last is there, no later start is given a number before it.
-    query = select(batches.c.id).where(batches.c.run_id == run_id, batches.c.id <= last)
-    with store.write() as connection:
-        ids = connection.execute(query.order_by(batches.c.id).limit(_FREED_AT_ONCE)).scalars().all()
-        if ids:
-            connection.execute(delete(batches).where(batches.c.id.in_(ids)))
-    return len(ids) == _FREED_AT_ONCE
-
-
 def _free(store: Store, run_id: str) -> None:
-    while _free_some(store, run_id):
-        store.checkpoint()
-    with store.write() as connection:
-        is_new = select(streams.c.run_id).where(streams.c.run_id == run_id).limit(1)
-        # Where a later start has come meanwhile, the run's row is its own.
-        if connection.execute(is_new).first() is None:
+    with store.write() as connection:  # nobody stores rows of the run meanwhile
+        lock_runs(connection, [run_id])
+        of_run = select(streams.c.incarnation).where(streams.c.run_id == run_id).distinct()
+        # Where a later start has come meanwhile, its rows and the run's row are its own.
+        later = list(connection.execute(of_run).scalars())
+        store.numbers.delete(run_id, later)
+        if not later:
             connection.execute(delete(runs).where(runs.c.run_id == run_id))
         own = forgotten.c.run_id == run_id
         connection.execute(update(forgotten).where(own).values(is_gone=True))

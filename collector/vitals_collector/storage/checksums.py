@@ -5,17 +5,12 @@ written and held against it where it is decoded. What fails is treated as rows t
 the rest of the run is answered, and nobody is given a wrong number.
 """
 
-import hashlib
 import logging
 import threading
 import zlib
-from collections.abc import Sequence
-from typing import Any
 
-from sqlalchemy import Connection, LargeBinary, TypeDecorator
+from sqlalchemy import LargeBinary, TypeDecorator
 from sqlalchemy.engine.interfaces import Dialect
-
-from vitals_collector.storage.columns import ColumnChunk
 
 _LOG = logging.getLogger("vitals.collector.store")
 _NAME = "vitals_damage"
@@ -44,12 +39,7 @@ class Damage:
                 self._told.clear()
             self._told.add(text)
             self.num += 1
-        _LOG.error("%s is damaged: its rows are left out; `vitals store check` lists all", text)
-
-
-def tell_damage(connection: Connection, text: str) -> None:
-    """Count and log, once, that a piece of the store is damaged."""
-    _tell(connection.dialect, text)
+        _LOG.error("%s is damaged: it is left out; `vitals store check` says more", text)
 
 
 def _tell(dialect: Dialect, text: str) -> None:
@@ -83,48 +73,4 @@ def is_record_whole(stored: bytes) -> bool:
     return zlib.crc32(stored[_CRC_BYTES:]).to_bytes(_CRC_BYTES, "big") == stored[:_CRC_BYTES]
 
 
-def is_whole(crc: int | None, body: bytes) -> bool:
-    """Return whether rows are what was written."""
-    return crc == zlib.crc32(body)
-
-
-def is_schema_whole(digest: str, body: bytes) -> bool:
-    """Return whether a schema is the one that was stored under its digest."""
-    return hashlib.sha256(body).hexdigest() == digest
-
-
-def head_crc(name: str, summary: bytes, marks: bytes) -> int:
-    """Return the checksum of what an overview reads of a column."""
-    return zlib.crc32(marks, zlib.crc32(summary, zlib.crc32(name.encode())))
-
-
-def body_crc(chunk: ColumnChunk) -> int:
-    """Return the checksum of all that makes a column's values."""
-    about = f"{chunk.name}\0{chunk.kind}\0{chunk.encoding}\0{chunk.base}"
-    return zlib.crc32(chunk.body, zlib.crc32(chunk.valid, zlib.crc32(about.encode())))
-
-
-def as_rows(batch_id: int, chunks: Sequence[ColumnChunk]) -> list[dict[str, Any]]:
-    """Return the columns of a batch as rows of ``batch_columns``."""
-    return [
-        {
-            "batch_id": batch_id,
-            "head_crc": head_crc(chunk.name, chunk.summary, chunk.marks),
-            "body_crc": body_crc(chunk),
-            **chunk._asdict(),
-        }
-        for chunk in chunks
-    ]
-
-
-__all__ = [
-    "Damage",
-    "Record",
-    "as_rows",
-    "body_crc",
-    "head_crc",
-    "is_record_whole",
-    "is_schema_whole",
-    "is_whole",
-    "tell_damage",
-]
+__all__ = ["Damage", "Record", "is_record_whole"]

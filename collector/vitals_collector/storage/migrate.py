@@ -12,9 +12,15 @@ from sqlalchemy import Connection
 from trainvitals.errors import StorageError
 
 _LOCK = 0x7669_7461_6C73
-"""PostgreSQL advisory lock: two collectors that start at once migrate one after the other."""
-_OF_BEFORE = frozenset(f"{number:04}" for number in range(1, 11))
+"""PostgreSQL advisory lock: two collectors that start at once do so one after the other."""
+_OF_BEFORE = frozenset(("v1", "v2", *(f"{number:04}" for number in range(1, 11))))
 """Versions of before the baseline, from which no way leads to it."""
+
+
+def take_turns(connection: Connection) -> None:
+    """Wait until no other collector opens the database; others wait until the transaction ends."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
 
 
 def migrate(connection: Connection, where: str) -> None:
@@ -23,8 +29,7 @@ def migrate(connection: Connection, where: str) -> None:
     Raises:
         StorageError: the database was written by a newer Vitals, or before the baseline.
     """
-    if connection.dialect.name == "postgresql":
-        connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+    take_turns(connection)
     config = migration_config()
     scripts = ScriptDirectory.from_config(config)
     current = MigrationContext.configure(connection).get_current_revision()
@@ -33,7 +38,8 @@ def migrate(connection: Connection, where: str) -> None:
         return
     if current in _OF_BEFORE:
         raise StorageError(
-            f"{where} has version {current}, of before {head}; this Vitals reads {head}",
+            f"{where} has version {current}, of before {scripts.get_base()}; "
+            f"this Vitals reads {head}",
             hint="give another --data or --database; a new store imports the run directories that "
             "--folder names",
         )

@@ -1,8 +1,7 @@
 """Every table of the store, once; ``migrations`` carries a database from version to version.
 
-What people filter by are rows. Numbers stay the bytes that came: a batch is one row of ``batches``,
-until compaction makes one row of many, whose numbers lie by column in ``batch_columns``. Of what
-their checksums are, ``checksums`` says. Bodies (``body``) are msgpack of the record of that name,
+What people filter by are rows; the numbers of all steps lie in ``numbers``. Of what checksums are,
+``checksums`` says. Bodies (``body``) are msgpack of the record of that name,
 because JSON has no NaN. Times are nanoseconds since the Unix epoch. Text is what people wrote and
 may be anything but NUL.
 """
@@ -37,19 +36,18 @@ metadata = MetaData(
 # SQLite only counts up an INTEGER key by itself.
 _ROW_ID = BigInteger().with_variant(Integer, "sqlite")
 
+RANKS = "ranks"
+"""The stream, and the source, of the numbers over all ranks: no one of them writes it."""
 
-def _run_id(*, primary_key: bool = False) -> Column[str]:
+
+def _run_id(*, primary_key: bool = False, nullable: bool = False) -> Column[str]:
     return Column(
-        "run_id", String(26), ForeignKey("runs.run_id"), primary_key=primary_key, nullable=False
+        "run_id", String(26), ForeignKey("runs.run_id"), primary_key=primary_key, nullable=nullable
     )
 
 
 def _number(name: str, default: int = 0) -> Column[int]:
     return Column(name, BigInteger, nullable=False, default=default, server_default=str(default))
-
-
-def _checksum(name: str) -> Column[int]:
-    return Column(name, BigInteger, nullable=True)
 
 
 def _text(name: str) -> Column[str]:
@@ -98,6 +96,7 @@ sources = Table(
     _number("local_rank", -1),
     _number("world_size"),
     _text("gpu_uuid"),
+    _text("metrics_url"),
     _number("started_unix_ns"),
     _number("last_seen_unix_ns"),
     _number("last_received_unix_ns"),
@@ -126,14 +125,12 @@ streams = Table(
     _number("num_rows"),
     _number("num_lost"),
     _number("expected_seq", -1),
-    _text("schema_digest"),
-    _text("measured"),
 )
-"""The high-water mark of each (run, incarnation, stream): what makes at-least-once exactly once.
+"""How far each (run, incarnation, stream) is stored: what makes at-least-once exactly once. The
+store of numbers may be ahead of it by what nobody was answered for.
 
-``schema_digest`` and ``measured`` (validity bits of all rows so far, in hex) tell whether a batch
-has a column that ``measured_columns`` does not list yet. ``expected_seq`` is the last number that a
-spool once held: where it is above ``last_seq``, the end of the stream is lost, or yet to come."""
+``expected_seq`` is the last number that a spool once held: where it is above ``last_seq``, the end
+of the stream is lost, or yet to come."""
 
 measured_columns = Table(
     "measured_columns",
@@ -143,68 +140,6 @@ measured_columns = Table(
     Column("name", Text, primary_key=True),
 )
 """Columns with at least one measured value."""
-
-row_schemas = Table(
-    "row_schemas",
-    metadata,
-    Column("digest", String(64), primary_key=True),
-    Column("body", LargeBinary, nullable=False),
-)
-
-batches = Table(
-    "batches",
-    metadata,
-    Column("id", _ROW_ID, primary_key=True),
-    _run_id(),
-    Column("incarnation", String(16), nullable=False),
-    Column("source", Text, nullable=False),
-    Column("stream", String(16), nullable=False),
-    Column("schema_digest", String(64), ForeignKey("row_schemas.digest"), nullable=False),
-    Column("first_seq", BigInteger, nullable=False),
-    Column("num_rows", BigInteger, nullable=False),
-    Column("min_step", BigInteger, nullable=False),
-    Column("max_step", BigInteger, nullable=False),
-    Column("min_attempt", BigInteger, nullable=False),
-    Column("max_attempt", BigInteger, nullable=False),
-    Column("min_time_unix_ns", BigInteger, nullable=False),
-    Column("max_time_unix_ns", BigInteger, nullable=False),
-    _number("clock_offset_ns"),
-    Column("row_bytes", LargeBinary, nullable=False),
-    _checksum("row_crc"),
-    UniqueConstraint("run_id", "incarnation", "stream", "first_seq"),
-    Index("ix_batches_lookup", "run_id", "stream", "source", "min_step", "max_step"),
-)
-"""Rows of one writer's stream; ``row_bytes`` is empty where they lie in ``batch_columns``. Only
-``stored`` and ``compaction`` read it."""
-
-arrivals = Table(
-    "arrivals",
-    metadata,
-    Column("id", _ROW_ID, primary_key=True),
-    Column("body", LargeBinary, nullable=False),
-    sqlite_autoincrement=True,
-)
-"""Batches as they came, of many writers together: durable, and not in ``batches`` yet.
-
-An id is never given twice, so what removes one removes what it has placed."""
-
-batch_columns = Table(
-    "batch_columns",
-    metadata,
-    Column("batch_id", _ROW_ID, ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True),
-    Column("name", Text, primary_key=True),
-    _checksum("head_crc"),
-    _checksum("body_crc"),
-    Column("kind", String(8), nullable=False),
-    Column("encoding", String(16), nullable=False),
-    Column("base", BigInteger, nullable=False),
-    Column("summary", LargeBinary, nullable=False),
-    Column("marks", LargeBinary, nullable=False),
-    Column("valid", LargeBinary, nullable=False),
-    Column("body", LargeBinary, nullable=False),
-)
-"""One column of a compacted batch, in the form that ``columns`` describes; it goes with its batch.
-What an overview reads lies before the body: SQLite reads a row from its beginning."""
 
 events = Table(
     "events",
@@ -310,7 +245,7 @@ alerts = Table(
     "alerts",
     metadata,
     Column("fingerprint", String(64), primary_key=True),
-    _run_id(),
+    _run_id(nullable=True),
     _text("name"),
     Column("severity", String(8), nullable=False),
     Column("state", String(16), nullable=False),
@@ -326,18 +261,33 @@ alerts = Table(
     Column("body", LargeBinary, nullable=False, default=b"", server_default=""),
     Index("ix_alerts_lookup", "run_id", "state"),
 )
-"""``labels`` is a JSON object; ``body`` belongs to the engine (its life cycle's state)."""
+"""``run_id`` is null where an alert is about no run, ``labels`` is a JSON object, and ``body``
+belongs to the engine (its life cycle's state)."""
 
 silences = Table(
     "silences",
     metadata,
     Column("id", _ROW_ID, primary_key=True),
     Column("fingerprint", String(64), nullable=False, index=True),
+    _text("matchers"),
     _text("created_by"),
     _text("reason"),
     _number("starts_unix_ns"),
     _number("ends_unix_ns"),
 )
+"""Of one alert by its ``fingerprint``; where that is empty, of all that fit the ``matchers``, a
+JSON list of words such as ``severity=notify`` or ``node=~gpu-1.*``."""
+
+deliveries = Table(
+    "deliveries",
+    metadata,
+    Column("fingerprint", String(64), primary_key=True),
+    Column("receiver", String(128), primary_key=True),
+    _run_id(nullable=True),
+    Column("delivery_id", String(32), nullable=False),
+    _number("delivered_unix_ns"),
+)
+"""The newest state of each alert that each receiver has had; the id tells which state that is."""
 
 engine_state = Table(
     "engine_state",
@@ -381,37 +331,22 @@ positions = Table(
 )
 """How far each spool of a watched folder is ingested; written with the rows, in one transaction."""
 
-thinned_to = Table(
-    "thinned_to",
-    metadata,
-    _run_id(primary_key=True),
-    Column("incarnation", String(16), primary_key=True),
-    Column("stream", String(16), primary_key=True),
-    Column("last_seq", BigInteger, nullable=False),
-)
-"""How far each writer's stream was thinned: what is left of rows up to there stays for ever."""
-
-thinned = Table(
-    "thinned",
-    metadata,
-    _run_id(primary_key=True),
-    Column("stream", String(16), primary_key=True),
-    Column("reason", String(8), primary_key=True),
-    _number("num_rows"),
-    _number("num_bytes"),
-    _number("to_step", -1),
-    _number("to_unix_ns"),
-    _number("updated_unix_ns"),
-)
-"""What was taken away of a run, because of its age (``age``) or its size (``size``)."""
-
 forgotten = Table(
     "forgotten",
     metadata,
     Column("run_id", String(26), primary_key=True),
     _number("forgotten_unix_ns"),
     Column("is_gone", Boolean, nullable=False),
-    _number("last_batch"),
 )
-"""Runs that were removed, for good: rows of starts before that moment are never stored again.
-Batches up to ``last_batch`` go with the run; those behind it are of a later start."""
+"""Runs that were removed, for good: rows of starts before that moment are never stored again."""
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("holder", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("expires_unix_ns", BigInteger, nullable=False),
+)
+"""Which of several collectors does what only one may do, and until when, by the database's clock.
+``epoch`` rises with each change of holder. Empty on SQLite, where there is one collector."""

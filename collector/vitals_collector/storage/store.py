@@ -1,20 +1,19 @@
 """Opens the database, SQLite or PostgreSQL, and gives out transactions whose errors are ours.
 
 A write that returned is on disk: SQLite runs with WAL and ``synchronous=FULL`` (every commit is
-fsynced), PostgreSQL with its own default. One fsync per batch of a hundred rows is affordable, and
-it makes ``durable_seq`` simply the last stored row, where WAL checkpoints once a second would need
-a clock, a thread and a second number.
+fsynced), PostgreSQL with its own default. Rows of numbers are not here, but in ``Store.numbers``.
 """
 
 import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy
 from sqlalchemy import Connection, Engine, Table, create_engine, event
@@ -22,20 +21,29 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import StaticPool
 
+from trainvitals.clock import Clock
 from trainvitals.errors import InsecurePathError, StorageError, UsageError
 from trainvitals.records import EventRow
 from trainvitals.wire import Batch
+from vitals_collector.numbers.full_disk import FULL, full_error, is_full
+from vitals_collector.numbers.interface import Numbers
+from vitals_collector.numbers.lake_place import S3, bucket_of, known_bucket
+from vitals_collector.numbers.memory import MemoryNumbers
 from vitals_collector.storage.checksums import Damage
-from vitals_collector.storage.migrate import migrate
+from vitals_collector.storage.claims import AllMine, Claims
+from vitals_collector.storage.migrate import migrate, take_turns
 
 DATABASE_FILE = "vitals.db"
-FULL = "V302"
-"""Error code: there is no room left."""
+LAKE_FOLDER = "lake"
+"""In the data directory: the rows' files, and their catalogue."""
 UNKNOWN = "V101"
 """Error code: there is nothing of that name."""
+_PAUSED_NS = 30_000_000_000
+"""Between two looks, or for one commit: longer is no busy machine."""
 LOCKED = "V303"
 """Error code: somebody else holds the database."""
 _FEW_PAGES = 32
+_CHECK: ContextVar[Callable[[Connection], None] | None] = ContextVar("check", default=None)
 _LOG = logging.getLogger("vitals.collector.store")
 
 AfterIngest = Callable[[Sequence[tuple[Batch, Sequence[EventRow]]]], None]
@@ -67,6 +75,8 @@ class IngestCounters:
     before all runs were looked at."""
     failures: dict[str, int] = field(default_factory=dict)
     """Errors that one part of the collector kept from the others, by part."""
+    remote_writes: dict[str, int] = field(default_factory=dict)
+    """Pushes of run metrics by outcome; empty where none are pushed."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held by whoever counts."""
 
@@ -86,6 +96,59 @@ class IngestCounters:
             self.num_deferred += 1
 
 
+class Hearing:
+    """Since when a collector hears: what nobody could tell it is nobody's silence. For any thread.
+
+    It hears nothing while its process or machine stands still, and while what it is sent cannot be
+    stored. Both are told from the wall clock, which may be moved, for rows are received by it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since_ns = 0
+        self._looked_ns: int | None = None
+        self._storing_ns: int | None = None
+
+    def begin(self, now_ns: int) -> None:
+        """Begin to hear, as after a start: nothing is known of before."""
+        with self._lock:
+            self._since_ns, self._looked_ns = now_ns, None
+
+    def looked(self, now_ns: int) -> None:
+        """Note that all runs were looked at, as they were at that time."""
+        with self._lock:
+            self._looked_ns = now_ns
+
+    def rest(self) -> None:
+        """Note that runs are not looked at by this collector for now."""
+        with self._lock:
+            self._looked_ns = None
+
+    def since(self, now_ns: int) -> int:
+        """Return since when this collector hears; 0 where it never failed to."""
+        with self._lock:
+            for begun_ns in (self._looked_ns, self._storing_ns):
+                if begun_ns is not None and abs(now_ns - begun_ns) > _PAUSED_NS:
+                    self._since_ns = now_ns
+            return self._since_ns
+
+    @contextmanager
+    def storing(self, clock: Clock) -> Iterator[None]:
+        """Note how storing what was sent goes; what is refused was not heard."""
+        with self._lock:
+            self._storing_ns = clock.time_ns()
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._since_ns = clock.time_ns()
+            raise
+        finally:
+            self.since(clock.time_ns())
+            with self._lock:
+                self._storing_ns = None
+
+
 class Store:
     """A migrated database. ``read`` and ``write`` give connections; both raise StorageError only.
 
@@ -93,26 +156,23 @@ class Store:
     processes alone.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, numbers: Numbers) -> None:
         self.engine = engine
+        self.numbers = numbers
+        """The rows of all runs; what people filter by is in the database."""
         self.damage = Damage()
         """What was found damaged."""
         self.damage.be_told(engine.dialect)
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
+        self.claims: Claims = AllMine()
+        """Which runs' rows may be stored here."""
+        self.hearing = Hearing()
+        """Since when what this process is sent was stored."""
         self.is_reading_in = False
         """Whether a folder's past is being read: how a run ended may be yet to come."""
-        self.flush: Callable[[], None] = _nothing_waits
-        """Places what was acknowledged and is not in its tables yet: called before reads."""
-        self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Does so too, and lets nothing be acknowledged before the context ends."""
-        self.note_stored: Callable[[Sequence[Batch]], None] = _nobody_asks
-        """Told, before that context ends, which rows were stored in it."""
-        self.forget_marks: Callable[[Iterable[tuple[str, str, str]]], None] = _nobody_asks
-        """Told, before that context ends, of which streams more is known than their rows tell."""
         self.no_room: StorageError | None = None
         """What the last write was refused with, where that was for want of room."""
-        self._is_behind = False
         self._turn = threading.RLock()
         self._is_sqlite = engine.dialect.name == "sqlite"
 
@@ -122,16 +182,8 @@ class Store:
         return self.engine.url.render_as_string(hide_password=True)
 
     @contextmanager
-    def read(self, *, settled: bool = True) -> Iterator[Connection]:
-        """Give a connection whose reads see one moment.
-
-        Args:
-            settled: that moment has the rows that were acknowledged before, as far as there is
-                room to place them. Who reads no rows, or has them from ``after_ingest``, need not
-                ask for it.
-        """
-        if settled:
-            self.try_to_settle()
+    def read(self) -> Iterator[Connection]:
+        """Give a connection whose reads see one moment."""
         with self._one_at_a_time(), self._translated(), self.engine.connect() as connection:
             if not self._is_sqlite:  # there, a transaction sees one moment by itself
                 options: dict[str, Any] = {"isolation_level": "REPEATABLE READ"}
@@ -146,6 +198,8 @@ class Store:
             with turn, self._translated(), self.engine.connect() as connection:
                 writing = connection.execution_options(vitals_write=True)
                 with writing.begin():
+                    if (check := _CHECK.get()) is not None:
+                        check(writing)
                     yield writing
         except StorageError as error:
             if error.code == FULL:
@@ -153,25 +207,18 @@ class Store:
             raise
         self.no_room = None
 
-    def try_to_settle(self) -> None:
-        """Settle; on a full disk or a locked database what waits goes on waiting, and that is said.
+    def moment(self, connection: Connection) -> "Moment":
+        """Return the connection of a ``read`` with the numbers beside it."""
+        return Moment(connection, self.numbers)
 
-        Else nobody could look at what is there just when there is something to look for.
-
-        Raises:
-            StorageError: the database refused for another reason.
-        """
+    @contextmanager
+    def checked(self, check: Callable[[Connection], None]) -> Iterator[None]:
+        """Have ``check`` called first in each transaction that this thread writes, to refuse it."""
+        token = _CHECK.set(check)
         try:
-            self.flush()
-        except StorageError as error:
-            if error.code not in (FULL, LOCKED):
-                raise
-            if not self._is_behind:  # not again at each read
-                self.counters.fail("arrivals")
-                _LOG.warning("newest_rows_not_shown: %s", error)
-            self._is_behind = True
-        else:
-            self._is_behind = False
+            yield
+        finally:
+            _CHECK.reset(token)
 
     def reclaim(self, *, above: float = 0.0, max_pages: int = 512) -> int:
         """Give free pages of an SQLite file back to the disk; PostgreSQL does that by itself.
@@ -217,6 +264,7 @@ class Store:
     def close(self) -> None:
         """Close all connections."""
         self.engine.dispose()
+        self.numbers.close()
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
@@ -233,30 +281,31 @@ class Store:
             yield
         except DBAPIError as error:
             raise storage_error(error, self.where) from error
+        except sqlalchemy.exc.TimeoutError as error:
+            raise StorageError(
+                f"{self.where} has no free connection: {error}",
+                hint="many questions are asked at once; try again",
+                code=LOCKED,
+            ) from error
+
+
+class Moment(NamedTuple):
+    """What a question is answered from. Rows may be newer than what SQL says, by a commit."""
+
+    sql: Connection
+    numbers: Numbers
 
 
 def _pragma(connection: Connection, name: str) -> int:
     return int(connection.exec_driver_sql(f"PRAGMA {name}").scalar() or 0)
 
 
-def _nothing_waits() -> None:
-    return
-
-
-def _nobody_asks(_: object) -> None:
-    return
-
-
 def storage_error(error: DBAPIError, where: str) -> StorageError:
     """Return the error a person can act on for what the database said."""
     message = str(error.orig).strip() or type(error.orig).__name__
     low = message.lower()
-    if "disk is full" in low or "no space left" in low or "disk quota" in low:
-        return StorageError(
-            f"{where} has no disk space left: {message}",
-            hint="free space there; agents keep their spools and retry by themselves",
-            code=FULL,
-        )
+    if is_full(message):
+        return full_error(where, message)
     if "locked" in low or "lock timeout" in low:
         return StorageError(
             f"{where} is locked by another process: {message}",
@@ -266,8 +315,8 @@ def storage_error(error: DBAPIError, where: str) -> StorageError:
     if "malformed" in low or "not a database" in low:
         return StorageError(
             f"{where} is damaged: {message.splitlines()[0]}",
-            hint="put the copy that `vitals store backup` made as vitals.db into a new folder and "
-            "give it with --data; without a copy, start with a new folder. The run directories "
+            hint="run on the copy that `vitals store backup` made: give its folder with --data; "
+            "without a copy, start with a new folder. The run directories "
             "still hold what agents have sent: --folder imports it",
         )
     return StorageError(
@@ -283,18 +332,19 @@ def insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.I
     return postgresql.insert(table)
 
 
-def open_store(url: str, *, busy_seconds: float = 5.0) -> Store:
+def open_store(url: str, numbers: Numbers | None = None, *, busy_seconds: float = 5.0) -> Store:
     """Return the migrated store at an SQLAlchemy URL; ``sqlite://`` is one in memory.
 
     Args:
         url: ``sqlite:///FILE``, ``sqlite://`` or ``postgresql://USER@HOST/DATABASE``.
+        numbers: where the rows lie; None is in memory. The store closes it.
         busy_seconds: how long a write waits for another process before it says so.
 
     Raises:
         UsageError: the URL is not one, or of a database that is not supported.
         StorageError: the database is locked, of a newer version, full, or not there.
     """
-    store = Store(_engine(url, busy_seconds))
+    store = Store(_engine(url, busy_seconds), MemoryNumbers() if numbers is None else numbers)
     try:
         with store.write() as connection:
             migrate(connection, store.where)
@@ -304,19 +354,130 @@ def open_store(url: str, *, busy_seconds: float = 5.0) -> Store:
     return store
 
 
-def open_data_store(data: Path, *, busy_seconds: float = 5.0) -> Store:
-    """Return the store in a data directory, made private (directory 0700, file 0600) first."""
+def open_data_store(
+    data: Path, url: str = "", *, lake: str = "", busy_seconds: float = 5.0
+) -> Store:
+    """Return the store in a data directory, made private (directory 0700, file 0600) first.
+
+    Args:
+        data: where the database lies where it is a file, and the rows unless ``lake`` says where.
+        url: of a PostgreSQL that holds all but the rows; "" is a file in ``data``.
+        lake: where the rows lie, a folder or ``s3://BUCKET/PREFIX``; all collectors on one
+            PostgreSQL share it, and "" is where the first one of them put it.
+        busy_seconds: how long a write waits for another process before it says so.
+
+    Raises:
+        UsageError: the URL is not one.
+        StorageError: the database or the lake cannot be opened.
+        MissingDependencyError: the lake's engine is not installed.
+    """
+    if lake and not url and not lake.startswith(S3):
+        raise UsageError(
+            f"--lake {lake} is a folder, which goes with --database postgresql://...",
+            hint="without one the rows lie in the folder of --data: give that another place",
+        )
     ensure_data_dir(data)
-    file = data / DATABASE_FILE
+    if not url:
+        file = data / DATABASE_FILE
+        try:
+            # Made by us, so that SQLite never creates it (and its WAL) with the umask's mode.
+            os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        except OSError as error:
+            raise StorageError(
+                f"{file} cannot be opened: {error.strerror}",
+                hint="give another directory with --data",
+            ) from error
+    catalogue = libpq(url) if url else ""
+    store = open_store(url or f"sqlite:///{file}", busy_seconds=busy_seconds)
     try:
-        # Made by us, so that SQLite never creates it (and its WAL) with the umask's mode.
-        os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        # Here, for its engine is heavy, and reading a folder does without it.
+        from vitals_collector.numbers.lake import Lake
+
+        own = data / LAKE_FOLDER
+        if not url:
+            bucket = lake or known_bucket(own / "catalogue.sqlite")
+            _make_private(own)
+            store.numbers = Lake(own.absolute(), bucket=bucket)
+            return store
+        with store.write() as connection:
+            take_turns(connection)  # two that make a lake at once would refuse each other
+            place = lake or _known_lake(connection)
+            bucket = place if place.startswith(S3) else ""
+            folder = (own if bucket or not place else Path(place)).absolute()
+            _make_private(folder)
+            store.numbers = Lake(folder, catalogue, bucket=bucket)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def known_lake(url: str) -> str:
+    """Return the folder or bucket of the lake whose catalogue is in a PostgreSQL; "" without one.
+
+    Raises:
+        UsageError: the URL is not one.
+        StorageError: the database does not answer, or the folder is not on this machine.
+    """
+    engine = _engine(url, busy_seconds=5.0)
+    try:
+        with engine.connect() as connection:
+            return _known_lake(connection)
+    except DBAPIError as error:
+        raise storage_error(error, engine.url.render_as_string(hide_password=True)) from error
+    finally:
+        engine.dispose()
+
+
+def _known_lake(connection: Connection) -> str:
+    if connection.dialect.name == "sqlite" or not sqlalchemy.inspect(connection).has_table(
+        "ducklake_metadata"
+    ):
+        return ""
+    query = sqlalchemy.text("SELECT value FROM ducklake_metadata WHERE key = 'data_path'")
+    root = str(connection.execute(query).scalar_one())
+    if root.startswith(S3):
+        return bucket_of(root)
+    folder = Path(root).parent
+    if not folder.is_dir():
+        raise StorageError(
+            f"the rows of this database lie in {folder}, which is not on this machine",
+            hint="collectors on one database share a folder: give it to each of them with --lake",
+        )
+    return str(folder)
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"{file} cannot be opened: {error.strerror}",
-            hint="give another directory with --data",
+            f"{folder} cannot hold the rows: {error.strerror}",
+            hint="give another folder with --lake, or another --data",
         ) from error
-    return open_store(f"sqlite:///{file}", busy_seconds=busy_seconds)
+
+
+def libpq(url: str) -> str:
+    """Return the URL of a PostgreSQL in libpq's words, as DuckDB takes it.
+
+    Raises:
+        UsageError: it is no URL.
+    """
+    try:
+        parsed = sqlalchemy.make_url(url)
+    except ArgumentError as error:
+        raise _unusable(url, error) from error
+    from psycopg.conninfo import make_conninfo  # the extra [postgresql] has it
+
+    parts: dict[str, Any] = {
+        **parsed.query,  # such as sslmode; a socket's folder is a host as well
+        "dbname": parsed.database,
+        "host": parsed.host or parsed.query.get("host"),
+        "port": parsed.port or parsed.query.get("port"),
+        "user": parsed.username,
+        "password": parsed.password,
+    }
+    return make_conninfo(**{name: value for name, value in parts.items() if value})
 
 
 def ensure_data_dir(data: Path) -> Path:
@@ -382,20 +543,25 @@ def _engine(url: str, busy_seconds: float) -> Engine:
             options |= {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
         engine = create_engine(parsed, **options)
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
-        raise UsageError(
-            f"database URL {_without_password(url)!r} cannot be used: {error}",
-            hint="for PostgreSQL: pip install 'trainvitals[postgresql]' and "
-            "postgresql://USER@HOST/DATABASE",
-        ) from error
+        raise _unusable(url, error) from error
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_pragmas)
         event.listen(engine, "begin", _begin)
     return engine
 
 
+def _unusable(url: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"database URL {_without_password(url)!r} cannot be used: {error}",
+        hint="for PostgreSQL: pip install 'trainvitals[postgresql]' and "
+        "postgresql://USER@HOST/DATABASE",
+    )
+
+
 def _without_password(url: str) -> str:
     head, at, tail = url.rpartition("@")
-    return f"{head.partition('://')[0]}://***{at}{tail}" if at else url
+    scheme, is_url, _ = head.partition("://")
+    return f"{scheme if is_url else ''}{is_url}***{at}{tail}" if at else url
 
 
 def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
@@ -421,6 +587,6 @@ def _begin(connection: Connection) -> None:
 
 
 __all__ = [
-    *("FULL", "LOCKED", "UNKNOWN", "Store"),
+    *("LOCKED", "UNKNOWN", "Moment", "Store"),
     *("clean", "ensure_data_dir", "open_data_store", "open_store", "unknown_run"),
 ]

@@ -124,12 +124,13 @@ def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
                 horizontal=True, horizontal_alignment="right", vertical_alignment="center"
             ),
         ):
-            st.page_link(
-                layout.RUN,
-                label="Open run",
-                icon=":material/monitor_heart:",
-                query_params=_address(alert),
-            )
+            if alert.run_id:  # one about a receiver is about no run
+                st.page_link(
+                    layout.RUN,
+                    label="Open run",
+                    icon=":material/monitor_heart:",
+                    query_params=_address(alert),
+                )
             if source.control is not None:
                 _act(source.control, alert)
 

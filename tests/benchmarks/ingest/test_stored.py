@@ -1,4 +1,4 @@
-"""Rows into a database in three ways: the same rows, each counted, and bytes a value. No times."""
+"""Rows into the store and a database: the same rows, each counted, and bytes a value. No times."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_rows_into_sqlite_are_measured_beside_core_and_orm():
     assert all(row.ours > 0 and row.theirs > 0 for row in rows)
 
 
-def test_bytes_of_a_value_are_counted_after_compaction(monkeypatch):
+def test_bytes_of_a_value_are_counted_after_merging(monkeypatch):
     monkeypatch.setattr(stored, "QUICK", TINY)
     rows = list(stored.measure_bytes(quick=True))
     assert ["<= 5 bytes", "<= 9 bytes"] == [row.plain()["goal"] for row in rows]
@@ -43,7 +43,7 @@ def test_rows_that_are_not_there_make_the_figure_void(tmp_path):
     source = stored.Source()
     with wide.sqlite_store(tmp_path, "store") as store:
         raws, _ = source.batches(1, 100)
-        stored.ingest_all(store, raws, 1)
+        assert 100 == stored.store_all(store, raws)
         stored.expect_rows(store, source.run_id, 100)
         with pytest.raises(RuntimeError, match="101 rows were stored; 100 are counted, 100 read"):
             stored.expect_rows(store, source.run_id, 101)

@@ -1,30 +1,22 @@
 """What every store of numbers promises; the lake and memory alike."""
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
+from trainvitals.catalog import ROW_COLUMNS
+from trainvitals.errors import FormatError
 from trainvitals.rows import Value
-from vitals_collector.numbers.interface import Column, Numbers, Span
-from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.memory import MemoryNumbers
+from trainvitals.views import Branch
+from vitals_collector.numbers.interface import Column, Curve, Drawn, Keyed, Numbers, Span
+from vitals_collector.numbers.points import AttemptRow
 
+ATTEMPTS = [AttemptRow(1, None, 0)]
+BEGIN_NS = 1_700_000_000_000_000_000
 STEPS = Span(RUN, "steps")
-
-
-@pytest.fixture(params=["lake", "memory"])
-def numbers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Numbers]:
-    """Give an empty store of each kind."""
-    if request.param == "memory":
-        yield MemoryNumbers()
-        return
-    lake = Lake(tmp_path)
-    yield lake
-    lake.close()
 
 
 def plain(column: Column) -> list[Value | str]:
@@ -118,8 +110,15 @@ def test_rows_come_by_step_then_rank_then_time(numbers: Numbers) -> None:
         (STEPS._replace(from_step=1), [1.0, 2.0]),
         (STEPS._replace(to_step=2), [0.0, 1.0]),
         (STEPS._replace(from_step=1, to_step=2), [1.0]),
-        (STEPS._replace(ranks=(3,)), [0.0, 1.0, 2.0]),
-        (STEPS._replace(ranks=(4,)), []),
+        (STEPS._replace(sources=("rank:3",)), [0.0, 1.0, 2.0]),
+        (STEPS._replace(sources=("rank:4", "node:a")), []),
+        (STEPS._replace(from_unix_ns=BEGIN_NS + 2), [2.0]),
+        (STEPS._replace(to_unix_ns=BEGIN_NS + 1), [0.0]),
+        (STEPS._replace(seqs={identity(rank=3).incarnation: (1, 3)}), [1.0, 2.0]),
+        (STEPS._replace(seqs={identity(rank=4).incarnation: (0, 3)}), []),
+        (STEPS._replace(seqs={}), []),
+        (STEPS._replace(keyed=Keyed("step", 1)), [1.0]),
+        (STEPS._replace(keyed=Keyed("never_written", 1)), []),
         (STEPS._replace(run_id=OTHER_RUN), [8.0]),
         (STEPS._replace(stream="scalars"), []),
     ],
@@ -128,6 +127,121 @@ def test_a_span_bounds_what_is_read(numbers: Numbers, span: Span, expected: list
     numbers.append([batch(identity(rank=3), [{"loss": float(i)} for i in range(3)])])
     numbers.append([batch(identity(OTHER_RUN), [{"loss": 8.0}])])
     assert losses(numbers, span) == expected
+    assert numbers.num_rows(span) == len(expected)
+
+
+def test_each_writer_numbers_its_rows_and_its_names_anew(numbers: Numbers) -> None:
+    first, second = identity(), identity(start=1)
+    for who, names in ((first, (0, 1, 0)), (second, (1, 0, 0))):
+        rows = [{"name": name, "value": 10.0 * (who is second) + i} for i, name in enumerate(names)]
+        kinds = {"name": "i8", "value": "f8"}
+        numbers.append([batch(who, rows, kinds=kinds, stream="scalars")])
+
+    def values(**of_span: Any) -> list[Value | str]:
+        span = Span(RUN, "scalars", **of_span)
+        assert numbers.num_rows(span) == len(plain(numbers.scan(span, ["value"])["value"]))
+        return sorted(plain(numbers.scan(span, ["value"])["value"]), key=str)
+
+    of_both = {first.incarnation: 0, second.incarnation: 1}
+    assert values(keyed=Keyed("name", 0)) == [0.0, 11.0, 12.0, 2.0]
+    assert values(keyed=Keyed("name", of_both)) == [0.0, 10.0, 2.0]
+    assert values(keyed=Keyed("name", {second.incarnation: 0})) == [11.0, 12.0]
+    assert values(keyed=Keyed("name", {})) == []
+    seqs = {first.incarnation: (1, 2), second.incarnation: (0, 2)}
+    assert values(seqs=seqs) == [1.0, 10.0, 11.0]
+    assert values(seqs=seqs, keyed=Keyed("name", of_both)) == [10.0]
+
+
+def test_a_run_has_the_columns_and_the_sources_of_its_own_rows(numbers: Numbers) -> None:
+    assert numbers.kinds(RUN, "steps") == {}
+    assert numbers.sources(RUN, "steps") == []
+    numbers.append([batch(identity(OTHER_RUN), [{"theirs": 1.0}])])
+    numbers.append([batch(identity(rank=10), [{"loss": 1.0, "n": 1}], kinds=KINDS)])
+    numbers.append([batch(identity(rank=2), [{"n": 2.5, "name": b"a"}], kinds=MORE_KINDS)])
+    own = {column.name: "i8" for column in ROW_COLUMNS}
+    assert numbers.kinds(RUN, "steps") == own | {"loss": "f8", "n": "f8", "name": "S"}
+    assert numbers.sources(RUN, "steps") == ["rank:10", "rank:2"]
+    assert numbers.sources(RUN, "layers") == []
+    numbers.delete(RUN)
+    assert numbers.kinds(RUN, "steps") == {}
+    assert numbers.sources(RUN, "steps") == []
+
+
+KINDS = {"loss": "f8", "n": "i8"}
+MORE_KINDS = {"n": "f8", "name": "S16"}
+
+
+def test_numbers_under_a_name_that_is_text_too_are_missing(numbers: Numbers) -> None:
+    numbers.append([batch(identity(OTHER_RUN), [{"n": b"theirs"}], kinds={"n": "S16"})])
+    numbers.append([batch(identity(), [{"n": 1.0}])])
+    assert plain(numbers.scan(STEPS, ["n"])["n"]) == [1.0]
+    numbers.append([batch(identity(), [{"n": b"mine"}], first_seq=1, kinds={"n": "S8"})])
+    assert plain(numbers.scan(STEPS, ["n"])["n"]) == [None, "mine"]
+    assert plain(numbers.scan(STEPS._replace(to_step=1), ["n"])["n"]) == [None]
+    with pytest.raises(FormatError, match="n is text"):
+        numbers.curves([Curve(STEPS, "n")], ATTEMPTS, "lineage")
+
+
+def of(drawn: Drawn) -> dict[int, float]:
+    """Return a curve's values by step."""
+    return dict(zip(drawn.points.step.tolist(), drawn.points.value.tolist(), strict=True))
+
+
+def test_a_curve_is_stitched_from_the_attempts_of_its_branch(numbers: Numbers) -> None:
+    rows: list[dict[str, Value]] = [{"step": i, "loss": float(i)} for i in range(6)]
+    again: list[dict[str, Value]] = [
+        {"step": i, "loss": 10.0 + i, "attempt": 2} for i in range(3, 5)
+    ]
+    numbers.append([batch(identity(), rows)])
+    numbers.append([batch(identity(start=1), [{"step": 1, "loss": 7.0, "time_unix_ns": 2**62}])])
+    numbers.append([batch(identity(start=2), again)])
+    attempts = [*ATTEMPTS, AttemptRow(2, 1, 3)]
+
+    def curve(branch: Branch, **of_span: Any) -> tuple[dict[int, float], int]:
+        (drawn,) = numbers.curves([Curve(STEPS._replace(**of_span), "loss")], attempts, branch)
+        return of(drawn), drawn.num_values
+
+    assert curve("lineage") == ({0: 0.0, 1: 7.0, 2: 2.0, 3: 13.0, 4: 14.0}, 6)
+    assert curve("discarded") == ({3: 3.0, 4: 4.0, 5: 5.0}, 3)
+    assert curve("all")[1] == 9
+    assert curve("lineage", from_step=2, to_step=4) == ({2: 2.0, 3: 13.0}, 2)
+
+
+def test_many_curves_are_each_what_they_are_alone(numbers: Numbers) -> None:
+    for rank in range(4):
+        rows = [{"loss": float(rank * 10 + i), "z": None if i else 1.0} for i in range(5)]
+        numbers.append([batch(identity(rank=rank), rows)])
+    layers = [{"layer": i % 2, "norm": float(i)} for i in range(6)]
+    kinds = {"layer": "i8", "norm": "f8"}
+    numbers.append([batch(identity(), layers, kinds=kinds, stream="layers")])
+    curves = [
+        *(Curve(STEPS._replace(sources=(f"rank:{rank}",)), "loss", 2) for rank in range(5)),
+        Curve(STEPS._replace(sources=("rank:1",)), "z"),
+        Curve(STEPS._replace(sources=("rank:1",)), "never_written"),
+        Curve(STEPS._replace(sources=("rank:1",), from_step=2), "loss"),
+        Curve(Span(RUN, "layers", keyed=Keyed("layer", 1)), "norm"),
+        Curve(Span(RUN, "layers", keyed=Keyed("layer", 0)), "norm"),
+        Curve(Span(RUN, "layers", keyed=Keyed("layer", {"0" * 16: 0})), "norm"),
+        Curve(Span(OTHER_RUN, "layers"), "norm"),
+    ]
+    drawn = list(map(of, numbers.curves(curves, ATTEMPTS, "lineage")))
+    assert drawn == [of(numbers.curves([c], ATTEMPTS, "lineage")[0]) for c in curves]
+    assert list(drawn[2].values()) == [20.0, 21.0, 22.0, 23.0, 24.0]
+    assert drawn[4:8] == [{}, {0: 1.0}, {}, {2: 12.0, 3: 13.0, 4: 14.0}]
+    assert drawn[8:] == [{1: 1.0, 3: 3.0, 5: 5.0}, {0: 0.0, 2: 2.0, 4: 4.0}, drawn[9], {}]
+
+
+def test_rows_without_a_step_are_drawn_by_their_time(numbers: Numbers) -> None:
+    def sample(start: int, second: int, value: float) -> None:
+        row: dict[str, Value] = {"step": -1, "attempt": 0, "watts": value}
+        row["time_unix_ns"] = second
+        numbers.append([batch(identity(start=start), [row], stream="gpu")])
+
+    for start, second, value in ((0, 5, 1.0), (1, 3, 2.0), (2, 4, math.nan)):
+        sample(start, second, value)
+    (drawn,) = numbers.curves([Curve(Span(RUN, "gpu"), "watts", 2)], ATTEMPTS, "lineage")
+    assert drawn.points.time_unix_ns.tolist() == [3, 4, 5]
+    assert drawn.num_values == 3
 
 
 def test_a_deleted_run_is_gone_and_does_not_come_back(numbers: Numbers) -> None:
@@ -144,3 +258,27 @@ def test_thousands_of_writers_are_one_commit(numbers: Numbers) -> None:
     batches = [batch(identity(rank=rank), [{"loss": float(rank)}]) for rank in range(2_000)]
     assert [1] * 2_000 == numbers.append(batches)
     assert [float(rank) for rank in range(2_000)] == losses(numbers)
+
+
+def test_a_key_is_the_streams_own_column_though_every_row_has_one_of_that_name(
+    numbers: Numbers,
+) -> None:
+    """An agent writes the rows of its node's ranks; whose they are is a column."""
+    rows: list[dict[str, Value]] = [{"rank": rank, "alive": rank + 10} for rank in (0, 1, 2)]
+    kinds = {"rank": "i8", "alive": "i8"}
+    numbers.append([batch(identity(rank=7), rows, stream="process", kinds=kinds)])
+    columns = numbers.scan(Span(RUN, "process", keyed=Keyed("rank", 1)), ["alive", "rank"])
+    assert [11] == columns["alive"].values.tolist()
+    assert [7] == columns["rank"].values.tolist()
+    curves = [Curve(Span(RUN, "process", keyed=Keyed("rank", rank)), "alive") for rank in (2, 1)]
+    drawn = numbers.curves(curves, [], "lineage")
+    assert [[12.0], [11.0]] == [curve.points.value.tolist() for curve in drawn]
+
+
+def test_the_last_step_of_each_attempt_is_known(numbers: Numbers) -> None:
+    assert {} == numbers.last_steps(RUN)
+    rows: list[dict[str, Value]] = [
+        {"step": step, "attempt": attempt} for step, attempt in ((1, 1), (2, 1), (0, 2), (5, 3))
+    ]
+    numbers.append([batch(identity(), rows), batch(identity(rank=1), rows[:2])])
+    assert {1: 2, 2: 0, 3: 5} == numbers.last_steps(RUN)

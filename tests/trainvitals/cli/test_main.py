@@ -210,6 +210,13 @@ class TestDoctor:
         assert "fail" == check.status
         assert str(tmp_path / "file") in check.text
 
+    def test_run_directories_on_a_full_disk_are_noted(self, monkeypatch, tmp_path):
+        assert "ok" == doctor.check_run_directory({"VITALS_DIR": str(tmp_path)}).status
+        monkeypatch.setattr(doctor, "MIN_DISK_BYTES", 1 << 62)
+        check = doctor.check_run_directory({"VITALS_DIR": str(tmp_path)})
+        assert "note" == check.status
+        assert "the agent holds in memory what the ranks write" in check.text
+
     def test_a_base_that_others_may_enter_fails_with_a_way_out(self, monkeypatch, tmp_path, capsys):
         base = tmp_path / f"trainvitals-{os.getuid()}"
         base.mkdir()

@@ -14,6 +14,7 @@ import pytest
 from tests.trainvitals.io.builders import GB, a_batch, an_identity, fill, firsts, tvs_files
 from trainvitals.errors import FormatError, StorageError, UsageError
 from trainvitals.identity import Identity
+from trainvitals.io import spool as spool_module
 from trainvitals.io.spool import Spool, read_batches
 from trainvitals.wire import decode_batch
 
@@ -223,12 +224,10 @@ def test_streams_that_wrote_longest_ago_are_forgotten(
     monkeypatch.setattr("trainvitals.io.spool.MAX_WRITERS", 3)
     spool = Spool(tmp_path, max_bytes=GB, keep=False)
     writers = [an_identity() for _ in range(5)]
-    for first in (0, 1):
-        spool.append(a_batch(writers[0], first, 1))
-        for writer in writers[1:]:
-            spool.append(a_batch(writer, first, 1))
-            spool.append(a_batch(writers[0], 2 + first, 1))
-            spool.sync()
+    for number, writer in enumerate(2 * writers[1:]):
+        spool.append(a_batch(writer, number, 1))
+        spool.append(a_batch(writers[0], number, 1))
+        spool.sync()
     kept = {writer.incarnation for writer in (writers[0], *writers[3:])}
     assert kept == {key[1] for key in spool.last_seqs()}
     spool.close()
@@ -355,4 +354,89 @@ def test_what_a_killed_owner_synced_is_there(tmp_path: Path, run_id: str) -> Non
     assert len(found) >= promised
     assert 0 == spool.corrupt
     assert found[-1] + 4 == spool.last_seqs()[(run_id, "0" * 16, "steps")]
+    spool.close()
+
+
+class RetainingClock:
+    now = 1_000_000.0
+
+
+def retaining(folder: Path, clock: RetainingClock, **settings: object) -> Spool:
+    sizes: dict[str, object] = {"max_bytes": GB, "file_bytes": 4_000, "retain_bytes": GB}
+    given = sizes | {"retain_seconds": 100.0} | settings
+    return Spool(folder, keep=False, now=lambda: clock.now, **given)  # type: ignore[arg-type]
+
+
+def ack_all(spool: Spool) -> None:
+    spool.ack(spool.pending(1_000)[-1][0])
+
+
+def test_what_is_acknowledged_stays_for_as_long_as_it_is_to_be_retained(
+    tmp_path: Path, identity: Identity
+) -> None:
+    clock = RetainingClock()
+    spool = retaining(tmp_path, clock)
+    fill(spool, identity, 40)
+    ack_all(spool)
+    assert [] == spool.pending(9)
+    assert 40 == len(list(spool.read(spool.kept_from)))
+    assert 0 < spool.retained_bytes < spool.num_bytes
+    spool.close()
+    clock.now += 99.0
+    again = retaining(tmp_path, clock)  # an agent that is restarted counts on
+    assert 40 == len(list(again.read(again.kept_from)))
+    clock.now += 2.0
+    fill(again, identity, 1, first=200)
+    ack_all(again)
+    left = firsts(list(again.read(again.kept_from)))
+    assert 0 < left[0]
+    assert 200 == left[-1]
+    again.close()
+
+
+def test_the_bound_takes_the_oldest_acknowledged_first_and_nothing_else(
+    tmp_path: Path, identity: Identity
+) -> None:
+    spool = retaining(tmp_path, RetainingClock(), file_bytes=1_000, retain_bytes=1_500)
+    fill(spool, identity, 40)
+    middle = spool.pending(1_000)[19][0]
+    spool.ack(middle)
+    assert 0 < spool.retained_bytes <= 1_500
+    left = firsts(list(spool.read(spool.kept_from)))
+    assert list(range(left[0], 200, 5)) == left
+    assert 0 < left[0] <= 95
+    assert 20 == len(spool.pending(1_000))
+    spool.close()
+
+
+def test_a_full_spool_drops_what_is_acknowledged_before_what_is_not(
+    tmp_path: Path, identity: Identity
+) -> None:
+    spool = retaining(tmp_path, RetainingClock(), max_bytes=20_000, file_bytes=2_000)
+    fill(spool, identity, 40)
+    ack_all(spool)
+    dropped = spool.dropped_rows
+    assert 0 < spool.retained_bytes
+    fill(spool, identity, 10, first=200)
+    assert (dropped, 10) == (spool.dropped_rows, len(spool.pending(1_000)))
+    spool.close()
+
+
+def test_on_a_full_disk_what_is_acknowledged_makes_room(
+    tmp_path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = retaining(tmp_path, RetainingClock())
+    fill(spool, identity, 40)
+    ack_all(spool)
+    room = spool.num_bytes
+    write = spool_module.write_all
+
+    def write_where_there_is_room(fd: int, raw: bytes, offset: int) -> None:
+        if spool.num_bytes + len(raw) > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(fd, raw, offset)
+
+    monkeypatch.setattr(spool_module, "write_all", write_where_there_is_room)
+    fill(spool, identity, 10, first=200)
+    assert (0, 10) == (spool.dropped_rows, len(spool.pending(1_000)))
     spool.close()

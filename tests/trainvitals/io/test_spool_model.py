@@ -188,6 +188,22 @@ def test_what_cannot_be_counted_on_disk_is_not_dropped() -> None:
     machine.teardown()
 
 
+def test_what_is_durable_is_not_added_again_behind_what_came_after_it() -> None:
+    machine = SpoolMachine()
+    machine.begin(keep=False, num_batches=4, saved_after=-1, header_every=0, seed=0)
+    machine.append(1)
+    machine.ack(1)
+    machine.append(2)
+    machine.fail_soon(errno.ENOSPC, after=1)
+    machine.sync()
+    machine.append(1)
+    machine.nothing_that_was_synced_is_lost()
+    machine.append(2)
+    assert machine.spool is not None
+    assert [1, 2] == [number_of(raw) for _, raw in machine.spool.pending(9)]
+    machine.teardown()
+
+
 @pytest.mark.slow
 def test_a_spool_keeps_its_word_over_thousands_of_disks() -> None:
     run_state_machine_as_test(

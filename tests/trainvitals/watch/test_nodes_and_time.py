@@ -1,5 +1,7 @@
 """Nodes, what does not come in time, settings, and merged steps as text."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.trainvitals.watch.worlds import SECOND, healthy_run, slower
@@ -11,7 +13,6 @@ from trainvitals.detect.fleet.node import GpuErrorWatcher, GpuLostWatcher
 from trainvitals.detect.fleet.optimizer import LearningRateConfig, LossScaleConfig
 from trainvitals.detect.fleet.ranks import RankLossConfig
 from trainvitals.detect.fleet.speed import (
-    Pace,
     StallConfig,
     ThroughputConfig,
     checkpoint_overdue,
@@ -102,11 +103,30 @@ def test_a_stall_is_told_once_until_the_next_step() -> None:
     assert ["stalled"] == [f.kind for f in watchers.idle(row.time_unix_ns + 400 * SECOND)]
 
 
-def test_a_hang_that_ended_does_not_lengthen_the_patience() -> None:
-    pace = Pace()
-    for step in range(100):
-        pace.push(step, 7200.0 if step == 50 else 1.0)
-    assert 1.0 == pace.longest_seconds
+def after_one_pause(seconds: float) -> tuple[FleetDetectors, int]:
+    """Return the watchers of a run that paused once, and when its newest step ended."""
+    watchers = FleetDetectors()
+    for row in healthy_run(100):
+        late = int(seconds * SECOND) if row.step >= 50 else 0
+        pause = seconds if row.step == 50 else 0.0
+        took = [value + pause for value in row.ranks["step_duration_seconds"]]  # type: ignore[operator]
+        ranks = {**row.ranks, "step_duration_seconds": took}
+        last = row.time_unix_ns + late
+        watchers.update(replace(row, time_unix_ns=last, ranks=ranks))
+    return watchers, last
+
+
+@pytest.mark.parametrize("evaluation", [400.0, 1_200.0, 3_000.0])
+def test_a_second_evaluation_as_long_as_the_first_is_no_stall(evaluation: float) -> None:
+    watchers, last = after_one_pause(evaluation)
+    assert () == watchers.idle(last + int(1.15 * evaluation * SECOND))
+    assert ["stalled"] == [f.kind for f in watchers.idle(last + int(1.3 * evaluation * SECOND))]
+
+
+def test_a_hang_that_ended_lengthens_the_patience_to_an_hour_at_most() -> None:
+    watchers, last = after_one_pause(7_200.0)
+    assert () == watchers.idle(last + 3_590 * SECOND)
+    assert ["stalled"] == [f.kind for f in watchers.idle(last + 3_610 * SECOND)]
 
 
 def test_a_checkpoint_is_overdue_after_twice_the_usual_interval() -> None:

@@ -168,6 +168,7 @@ class FleetDetectors(Stateful):
             last_time_ns=self._last[1],
             typical_seconds=pace.typical_seconds,
             longest_seconds=pace.longest_seconds,
+            longest_once_seconds=pace.longest_once_seconds,
             config=self._config.stall,
         )
         self._is_stalled = finding is not None

@@ -72,6 +72,11 @@ class Pace(Stateful):
         """The second longest step: what happened once (a hang that ended) is no measure."""
         return self._longest[1]
 
+    @property
+    def longest_once_seconds(self) -> float:
+        """The longest step: the run came past it, so an evaluation as long may come again."""
+        return self._longest[0]
+
     def push(self, step: int, seconds: float) -> Kind:
         """Take one step's duration in, finite and above zero, and return of what kind it is."""
         if seconds > self._longest[1]:
@@ -278,6 +283,9 @@ class StallConfig(Settings, frozen=True, kw_only=True):
     longest_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 3.0
     """Multiple of the second longest step, including evaluations and checkpoints.
     nvidia-resiliency-ext takes 5 times the longest and restarts the job; this one only reports."""
+    longest_once_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 1.2
+    """Multiple of the longest step, for the second evaluation: up to an hour, for it may have been
+    a hang that ended."""
 
 
 class CheckpointConfig(Settings, frozen=True, kw_only=True):
@@ -290,6 +298,7 @@ class CheckpointConfig(Settings, frozen=True, kw_only=True):
 
 
 _STALL = StallConfig()
+_MOST_FOR_ONCE_SECONDS = 3_600.0
 _CHECKPOINT = CheckpointConfig()
 
 
@@ -300,6 +309,7 @@ def stalled(
     last_time_ns: int,
     typical_seconds: float | None,
     longest_seconds: float = 0.0,
+    longest_once_seconds: float = 0.0,
     config: StallConfig = _STALL,
 ) -> Finding | None:
     """Say whether the step after ``last_step`` takes too long; None while that is not known.
@@ -313,6 +323,7 @@ def stalled(
         config.least_seconds,
         config.typical_ratio * typical_seconds,
         config.longest_ratio * longest_seconds,
+        min(config.longest_once_ratio * longest_once_seconds, _MOST_FOR_ONCE_SECONDS),
     )
     if silent <= limit:
         return None

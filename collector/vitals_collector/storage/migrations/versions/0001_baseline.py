@@ -7,16 +7,12 @@ from alembic import op
 
 from vitals_collector.storage.schema import metadata
 
-revision = "v1"  # not 0001 to 0010: stores of before the baseline have those
+revision = "v3"  # v1 and v2 had the rows in tables of their own; before it were 0001 to 0010
 down_revision = None
 branch_labels = None
 depends_on = None
 
 
 def upgrade() -> None:
-    """Create all tables; keep PostgreSQL from compressing what is dense already."""
-    connection = op.get_bind()
-    metadata.create_all(connection, checkfirst=False)
-    if connection.dialect.name == "postgresql":
-        for table, column in (("batch_columns", "body"), ("batches", "row_bytes")):
-            op.execute(f"ALTER TABLE {table} ALTER COLUMN {column} SET STORAGE EXTERNAL")
+    """Create all tables."""
+    metadata.create_all(op.get_bind(), checkfirst=False)

@@ -1,0 +1,92 @@
+"""Links in messages that lead to a page with an acknowledge button.
+
+A link is signed, names one firing of one alert, and expires; once somebody acknowledged it, or it
+resolved, it does nothing more. The key lies in the store, so that any collector on it can answer.
+"""
+
+import hashlib
+import hmac
+import secrets
+
+from sqlalchemy import select
+
+from trainvitals.clock import Clock
+from trainvitals.errors import UsageError
+from trainvitals.views import AckRequest, AlertView
+from vitals_collector.alerts.inbox import Inbox, entry_of
+from vitals_collector.storage.schema import alerts, engine_state
+from vitals_collector.storage.store import UNKNOWN, Store, insert
+
+PATH = "/ack/"
+_KEY_NAME = "ack_key"
+_VALID_SECONDS = 24 * 3600
+
+
+class AckLinks:
+    """Makes the links and answers them."""
+
+    def __init__(self, store: Store, *, clock: Clock, collector_url: str = "") -> None:
+        self._store = store
+        self._clock = clock
+        self._collector_url = collector_url
+        self._key_bytes = b""
+
+    def link_of(self, view: AlertView) -> str:
+        """Return the link of an alert that fires, or "" where it can have none."""
+        if not self._collector_url or view.state != "firing" or not view.run_id:
+            return ""
+        expires = self._clock.time_ns() // 10**9 + _VALID_SECONDS
+        words = f"{view.fingerprint}-{view.started_unix_ns}-{expires}"
+        return f"{self._collector_url}{PATH}{words}-{self._sign(words)}"
+
+    def alert_of(self, token: str) -> AlertView:
+        """Return the alert that a link is about, as it is now; changes nothing.
+
+        Raises:
+            UsageError: the link is not one of ours, expired, or of an earlier firing.
+        """
+        words, _, signature = token.rpartition("-")
+        if not hmac.compare_digest(signature.encode(), self._sign(words).encode()):
+            raise UsageError("this link is not valid", code=UNKNOWN)
+        fingerprint, started, expires = words.split("-")
+        if self._clock.time_ns() // 10**9 >= int(expires):
+            raise UsageError("this link has expired", hint="use `vitals alerts ack`")
+        query = select(alerts).where(alerts.c.fingerprint == fingerprint)
+        with self._store.read() as connection:
+            row = connection.execute(query).first()
+        if row is None or row.started_unix_ns != int(started):
+            raise UsageError("this link is of an earlier firing of the alert", code=UNKNOWN)
+        return entry_of(row).view
+
+    def acknowledge(self, token: str, by: str, inbox: Inbox) -> AlertView:
+        """Acknowledge the link's alert, unless somebody did or it is over.
+
+        Raises:
+            UsageError: as ``alert_of``, or ``by`` is nobody's name.
+        """
+        view = self.alert_of(token)
+        if view.state != "firing" or view.acknowledged_by:
+            return view
+        request = AckRequest(by=by, reason="by the link in a message")
+        return inbox.acknowledge(view.fingerprint, request)
+
+    def _sign(self, words: str) -> str:
+        return hmac.new(self._key(), words.encode(), hashlib.sha256).hexdigest()
+
+    def _key(self) -> bytes:
+        """Return the store's key, made at first need."""
+        if not self._key_bytes:
+            values = {
+                "name": _KEY_NAME,
+                "body": secrets.token_bytes(32),
+                "updated_unix_ns": self._clock.time_ns(),
+            }
+            query = select(engine_state.c.body).where(engine_state.c.name == _KEY_NAME)
+            with self._store.write() as connection:
+                statement = insert(connection, engine_state).values(values)
+                connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
+                self._key_bytes = bytes(connection.execute(query).scalar_one())
+        return self._key_bytes
+
+
+__all__ = ["PATH", "AckLinks"]

@@ -1,0 +1,64 @@
+"""Sends alerts as messages to people, by apprise: Slack, e-mail, PagerDuty, Teams and many more.
+
+Imported only in ``worker``'s process. Apprise says only yes or no; why is in its log, of which the
+HTTP status alone is repeated: the rest may hold an address.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+
+import apprise
+
+from trainvitals.views import AlertView
+from vitals_collector.alerts.messages import Links, message_of
+from vitals_collector.alerts.notifiers import DELIVERED, Result, delivery_id, redacted
+
+_TYPES = {
+    "page": apprise.NotifyType.FAILURE,
+    "notify": apprise.NotifyType.WARNING,
+    "log": apprise.NotifyType.INFO,
+}
+
+
+class AppriseNotifier:
+    """Sends each alert as one message to one address."""
+
+    reposts = False
+    takes_log = False
+
+    def __init__(self, url: str, *, name: str, links: Links) -> None:
+        self.name = name
+        self._url = url
+        self._links = links
+        self.ack_links: dict[str, str] = {}
+
+    def notify(self, alerts: Sequence[AlertView]) -> Result:
+        """Send one message per alert; the first that is not taken ends it."""
+        service = apprise.Apprise()
+        if not service.add(self._url):
+            scheme = redacted(self._url).partition(":")[0]
+            return Result(recoverable=False, error=f"apprise cannot read its {scheme}:// address")
+        for alert in alerts:
+            message = message_of(alert, self._links, self.ack_links.get(alert.fingerprint, ""))
+            is_over = alert.state == "resolved"
+            kind = apprise.NotifyType.SUCCESS if is_over else _TYPES[alert.severity]
+            body = f"{message.body}\nDelivery: {delivery_id(alert, self.name)}"
+            with apprise.LogCapture(level=logging.WARNING) as log:  # type: ignore[no-untyped-call]
+                is_sent = service.notify(title=message.title, body=body, notify_type=kind)
+                words = log.getvalue()
+            if not is_sent:
+                return _refusal(words)
+        return DELIVERED
+
+
+def _refusal(words: str) -> Result:
+    status = re.search(r"error\s*=\s*(\d{3})\b", words)
+    if status is None:
+        return Result(recoverable=True, error="the message was not taken")
+    code = int(status[1])
+    is_refusal = 400 <= code < 500 and code not in (408, 429)
+    return Result(recoverable=not is_refusal, error=f"the message was not taken: status {code}")
+
+
+__all__ = ["AppriseNotifier"]

@@ -1,0 +1,81 @@
+"""Which receiver has had which state of an alert, in SQL: what outlives a collector."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import select
+
+from trainvitals.clock import Clock
+from trainvitals.views import AlertView
+from vitals_collector.alerts.delivery import Checked
+from vitals_collector.alerts.notifiers import delivery_id
+from vitals_collector.alerts.silences import silences_now
+from vitals_collector.storage.schema import alerts, deliveries
+from vitals_collector.storage.store import Store, insert
+
+
+class SqlLedger:
+    """The ledger over a store: any collector on it goes on where another one stopped."""
+
+    def __init__(self, store: Store, *, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+
+    def check(self, receiver: str, asked: Sequence[AlertView], *, reposts: bool) -> Checked:
+        """Say which of the alerts the receiver still needs.
+
+        Not one that it has had, that somebody acknowledged or silenced, or whose state is another
+        by now; nor the end of one that never came there. A receiver that is told again and again
+        needs all that fires.
+        """
+        prints = [view.fingerprint for view in asked]
+        with self._store.read() as connection:
+            rows = connection.execute(select(alerts).where(alerts.c.fingerprint.in_(prints)))
+            present = {row.fingerprint: row for row in rows}
+            query = select(deliveries.c.fingerprint, deliveries.c.delivery_id).where(
+                deliveries.c.receiver == receiver, deliveries.c.fingerprint.in_(prints)
+            )
+            had_ids = {row.fingerprint: row.delivery_id for row in connection.execute(query)}
+            quiet = silences_now(connection, self._clock.time_ns())
+        due: set[str] = set()
+        had: set[str] = set()
+        for view in asked:
+            row, last = present.get(view.fingerprint), had_ids.get(view.fingerprint)
+            if row is None or row.state != view.state or quiet.of(view) is not None:
+                continue  # what it is now is handed out by itself
+            # Who had not the firing, such as for a silence, need not hear that it is over.
+            is_needless = view.state == "resolved" and last is None
+            if not reposts and (is_needless or last == delivery_id(view, receiver)):
+                had.add(view.fingerprint)
+            elif reposts or view.state != "firing" or not row.acknowledged_by:
+                due.add(view.fingerprint)
+        return Checked(frozenset(due), frozenset(had))
+
+    def record(self, receiver: str, delivered: Sequence[AlertView]) -> None:
+        """Note, durably, that the receiver has had the alerts' states."""
+        now = self._clock.time_ns()
+        with self._store.write() as connection:
+            for view in delivered:
+                key = {"fingerprint": view.fingerprint, "receiver": receiver}
+                values = {
+                    "run_id": view.run_id or None,
+                    "delivery_id": delivery_id(view, receiver),
+                    "delivered_unix_ns": now,
+                }
+                statement = insert(connection, deliveries).values(key | values)
+                connection.execute(
+                    statement.on_conflict_do_update(index_elements=list(key), set_=values)
+                )
+
+    def heard_by(self, alert: AlertView) -> frozenset[str]:
+        """Return the receivers that have had the alert's state."""
+        query = select(deliveries.c.receiver, deliveries.c.delivery_id).where(
+            deliveries.c.fingerprint == alert.fingerprint
+        )
+        with self._store.read() as connection:
+            rows = connection.execute(query).all()
+        return frozenset(
+            r.receiver for r in rows if r.delivery_id == delivery_id(alert, r.receiver)
+        )
+
+
+__all__ = ["SqlLedger"]

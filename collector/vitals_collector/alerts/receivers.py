@@ -1,0 +1,162 @@
+"""Who is told of alerts: the settings of receivers, from the command line and from a file.
+
+The file holds addresses, which are secrets, so nobody else may be able to read it::
+
+    public_url = "https://vitals.example"     # the dashboard: messages link the run's page
+    collector_url = "https://collector.example"     # the collector: messages link to acknowledge
+    runbook_url = "https://wiki.example/RUNBOOK"
+
+    [[receivers]]
+    name = "team"
+    url = "slack://TOKEN_A/TOKEN_B/TOKEN_C/#training"     # any address that apprise knows
+
+    [[receivers]]
+    name = "manager"
+    env = "MANAGER_ADDRESS"     # the address is in this variable
+    after_minutes = 15          # only pages that nobody acknowledged for so long
+
+    [[receivers]]
+    name = "own"
+    kind = "webhook"
+    url = "https://hooks.example/vitals"
+    secret = "..."              # signs the bodies
+"""
+
+import importlib.util
+import os
+import stat
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from trainvitals.errors import ConfigError
+from vitals_collector.alerts.messages import RUNBOOK, Links
+from vitals_collector.alerts.notifiers import check_url, redacted
+
+
+class ReceiverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One receiver."""
+
+    name: str
+    """What it is called in the log, in /metrics and in deliveries' ids."""
+    kind: Literal["apprise", "webhook", "alertmanager"] = "apprise"
+    """How alerts are sent: by apprise, as JSON of our own, or to an Alertmanager."""
+    url: str = ""
+    """Its address: a secret."""
+    env: str = ""
+    """The environment variable that holds the address, instead of ``url``."""
+    secret: str = ""
+    """What a webhook's bodies are signed with; "" signs none."""
+    after_minutes: float = 0.0
+    """It is told only of pages that nobody acknowledged for so long; 0 tells it at once of all."""
+
+    def __repr__(self) -> str:
+        """Name the receiver, without what is secret."""
+        return f"ReceiverSettings({self.kind} {self.name!r} at {redacted(self.url)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotifierSettings:
+    """Where alerts go beside the log."""
+
+    receivers: tuple[ReceiverSettings, ...] = ()
+    """Those that are told. With an Alertmanager among them, it alone routes."""
+    links: Links = field(default_factory=Links)
+    """Where messages lead."""
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    public_url: str = ""
+    collector_url: str = ""
+    runbook_url: str = RUNBOOK
+    receivers: tuple[ReceiverSettings, ...] = ()
+
+
+def notifier_settings(
+    *, webhooks: Sequence[str] = (), alertmanager: str = "", file: Path | None = None
+) -> NotifierSettings:
+    """Return the receivers of the command line and of the file together.
+
+    Raises:
+        ConfigError: an address, a name or the file is wrong, or others may read the file.
+    """
+    content = _File() if file is None else _read(file)
+    receivers = [
+        ReceiverSettings(name="webhook" if i == 0 else f"webhook-{i + 1}", kind="webhook", url=url)
+        for i, url in enumerate(webhooks)
+    ]
+    receivers += [_resolved(receiver) for receiver in content.receivers]
+    if alertmanager:
+        url = alertmanager
+        receivers.append(ReceiverSettings(name="alertmanager", kind="alertmanager", url=url))
+    names = [receiver.name for receiver in receivers]
+    for receiver in receivers:
+        _check(receiver, names)
+    for url in filter(None, (content.public_url, content.collector_url)):
+        check_url(url)
+    links = Links(
+        public_url=content.public_url.rstrip("/"),
+        collector_url=content.collector_url.rstrip("/"),
+        runbook_url=content.runbook_url,
+    )
+    return NotifierSettings(receivers=tuple(receivers), links=links)
+
+
+def _read(file: Path) -> _File:
+    try:
+        mode = file.stat().st_mode
+        words = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}", hint="give --receivers FILE") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            f"{file} has mode {stat.S_IMODE(mode):04o}, so others can read the addresses in it",
+            hint=f"chmod 600 {file}",
+        )
+    try:
+        return msgspec.convert(tomllib.loads(words.decode()), _File)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is no TOML: {type(error).__name__}") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}", hint="see docs/guides/alerts.md") from None
+
+
+def _resolved(receiver: ReceiverSettings) -> ReceiverSettings:
+    """Return the receiver with its address, where the environment has it."""
+    if not receiver.env:
+        return receiver
+    if receiver.url or not os.environ.get(receiver.env):
+        raise ConfigError(
+            f"receiver {receiver.name!r}: env is {receiver.env!r}; it must name a variable that is "
+            "set, and url must not be given beside it"
+        )
+    return msgspec.structs.replace(receiver, url=os.environ[receiver.env], env="")
+
+
+def _check(receiver: ReceiverSettings, names: list[str]) -> None:
+    name = receiver.name
+    if not 0 < len(name) <= 64 or not name.isprintable() or name == "log" or names.count(name) > 1:
+        raise ConfigError(
+            f"a receiver is called {name[:64]!r}; each needs a name of its own, of 1 to 64 "
+            "printable characters and not 'log'"
+        )
+    if not 0 <= receiver.after_minutes <= 7 * 24 * 60:
+        raise ConfigError(
+            f"receiver {name!r}: after_minutes is {receiver.after_minutes}; it must be 0 to 10080"
+        )
+    if receiver.kind != "apprise":
+        check_url(receiver.url)
+    elif "://" not in receiver.url:
+        raise ConfigError(f"receiver {name!r} has no address such as slack://... in url or env")
+    elif importlib.util.find_spec("apprise") is None:
+        raise ConfigError(
+            f"receiver {name!r} needs apprise, which is not installed",
+            hint="pip install 'trainvitals[notify]'",
+        )
+
+
+__all__ = ["NotifierSettings", "ReceiverSettings", "notifier_settings"]

@@ -1,0 +1,180 @@
+"""Silences: of one alert by fingerprint, or of all that fit matchers; each has an end.
+
+A matcher is about ``name``, ``run``, ``severity`` or a label: equal, or by a pattern.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, select, update
+
+from trainvitals.errors import UsageError
+from trainvitals.views import AckRequest, AlertView, SilenceView
+from vitals_collector.storage.schema import silences
+from vitals_collector.storage.store import UNKNOWN
+
+_MAX_MATCHERS = 20
+_SLOW = re.compile(r"\)[*+{]|\\[0-9]")
+"""What a pattern has that may take exponential time: a repeated group, or a reference to one."""
+_REPEATED = re.compile(r"[*+?{]")
+_MOST_REPEATED = 4
+_MAX_LENGTH = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Matcher:
+    """One condition that an alert fits or not."""
+
+    field: str
+    pattern: re.Pattern[str]
+
+    def fits(self, view: AlertView) -> bool:
+        """Return whether the whole value matches; an alert of a person has two names."""
+        if self.field == "name":
+            values = {view.name, view.title}
+        elif self.field in ("run", "severity"):
+            values = {view.run_id if self.field == "run" else view.severity}
+        else:
+            values = {view.labels.get(self.field, "")}
+        return any(self.pattern.fullmatch(value) for value in values)
+
+
+def parse_matchers(words: Sequence[str]) -> tuple[Matcher, ...]:
+    """Return the matchers of ``FIELD=VALUE`` and ``FIELD=~PATTERN``.
+
+    Raises:
+        UsageError: there is none, or one is wrong.
+    """
+    if not 0 < len(words) <= _MAX_MATCHERS:
+        raise UsageError(f"{len(words)} matchers were given; give 1 to {_MAX_MATCHERS}")
+    return tuple(_parse(word) for word in words)
+
+
+def _parse(word: str) -> Matcher:
+    field, equals, value = word.partition("=")
+    if not equals or not field.isidentifier() or len(word) > _MAX_LENGTH or not word.isprintable():
+        raise UsageError(
+            f"matcher {word[:80]!r} is not FIELD=VALUE or FIELD=~PATTERN",
+            hint="for example severity=notify, name=~Gpu.* or node=gpu-17",
+        )
+    is_pattern = value.startswith("~")
+    text = value.removeprefix("~") if is_pattern else re.escape(value)
+    if is_pattern and (_SLOW.search(text) or len(_REPEATED.findall(text)) > _MOST_REPEATED):
+        raise UsageError(
+            f"matcher {word[:80]!r} repeats a group, or too much: it may take for ever to look at",
+            hint=f"give alternatives (a|b) and at most {_MOST_REPEATED} of * + ? {{}}",
+        )
+    try:
+        return Matcher(field, re.compile(text))
+    except re.error as error:
+        raise UsageError(f"matcher {word[:80]!r} has no valid pattern: {error}") from error
+
+
+class Silences:
+    """The silences that hold at one moment."""
+
+    def __init__(self, rows: Iterable[Row[Any]]) -> None:
+        self._by_fingerprint: dict[str, Row[Any]] = {}
+        self._by_matchers: list[tuple[tuple[Matcher, ...], Row[Any]]] = []
+        for row in rows:
+            if row.fingerprint:
+                self._by_fingerprint[row.fingerprint] = row
+            else:
+                words = msgspec.json.decode(row.matchers, type=tuple[str, ...])
+                self._by_matchers.append((parse_matchers(words), row))
+
+    def of(self, view: AlertView) -> Row[Any] | None:
+        """Return the silence that holds for an alert and ends last, or None."""
+        rows = [row for matchers, row in self._by_matchers if all(m.fits(view) for m in matchers)]
+        if (own := self._by_fingerprint.get(view.fingerprint)) is not None:
+            rows.append(own)
+        return max(rows, key=lambda row: int(row.ends_unix_ns), default=None)
+
+
+def silences_now(connection: Connection, now: int) -> Silences:
+    """Return the silences in force."""
+    query = (
+        select(silences)
+        .where(silences.c.starts_unix_ns <= now, silences.c.ends_unix_ns > now)
+        .order_by(silences.c.ends_unix_ns)
+    )
+    return Silences(connection.execute(query))
+
+
+def add_silence(
+    connection: Connection,
+    request: AckRequest,
+    *,
+    starts: int,
+    fingerprint: str = "",
+    matchers: str = "",
+) -> int:
+    """Store a silence from then on and return its number; earlier ones stay as they are."""
+    values = {
+        "fingerprint": fingerprint,
+        "matchers": matchers,
+        "created_by": request.by,
+        "reason": request.reason,
+        "starts_unix_ns": starts,
+        "ends_unix_ns": starts + int(request.silence_seconds * 1e9),
+    }
+    statement = silences.insert().values(values).returning(silences.c.id)
+    return int(connection.execute(statement).scalar_one())
+
+
+def listed_silences(
+    connection: Connection, open_alerts: Sequence[AlertView], now: int
+) -> tuple[SilenceView, ...]:
+    """Return the silences that are not over; the one that ends first is first."""
+    query = select(silences).where(silences.c.ends_unix_ns > now)
+    rows = connection.execute(query.order_by(silences.c.ends_unix_ns, silences.c.id)).all()
+    return tuple(
+        _view(row, sum(Silences([row]).of(view) is not None for view in open_alerts))
+        if row.starts_unix_ns <= now
+        else _view(row, 0)
+        for row in rows
+    )
+
+
+def end_silence(connection: Connection, silence_id: int, now: int) -> SilenceView:
+    """Let a silence that is in force or to come be over.
+
+    Raises:
+        UsageError: there is none of this number, or it is over.
+    """
+    is_it = (silences.c.id == silence_id) & (silences.c.ends_unix_ns > now)
+    statement = update(silences).where(is_it).values(ends_unix_ns=now).returning(silences)
+    row = connection.execute(statement).first()
+    if row is None:
+        raise UsageError(
+            f"there is no silence {silence_id} that still holds",
+            hint="`vitals alerts silences` shows their numbers",
+            code=UNKNOWN,
+        )
+    return _view(row, 0)
+
+
+def _view(row: Row[Any], num_firing: int) -> SilenceView:
+    return SilenceView(
+        id=row.id,
+        matchers=msgspec.json.decode(row.matchers or "[]", type=tuple[str, ...]),
+        fingerprint=row.fingerprint,
+        by=row.created_by,
+        reason=row.reason,
+        starts_unix_ns=row.starts_unix_ns,
+        ends_unix_ns=row.ends_unix_ns,
+        num_firing=num_firing,
+    )
+
+
+__all__ = [
+    "Silences",
+    "add_silence",
+    "end_silence",
+    "listed_silences",
+    "parse_matchers",
+    "silences_now",
+]

@@ -1,0 +1,254 @@
+"""A process per receiver that makes the calls, so that one that hangs can be killed.
+
+The collector writes requests to its standard input and reads answers, one JSON line each; what the
+receiver's address is comes that way too, never by the command line. The process starts at first
+need, ends when it was idle for long, and ends at once when the collector does: its input closes.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import IO, Protocol, runtime_checkable
+
+import msgspec
+
+from trainvitals.alerting import fingerprint
+from trainvitals.clock import SystemClock
+from trainvitals.errors import StorageError
+from trainvitals.views import AlertView
+from vitals_collector.alerts.messages import Links
+from vitals_collector.alerts.notifiers import (
+    AlertmanagerNotifier,
+    LogNotifier,
+    Notifier,
+    Result,
+    WebhookNotifier,
+)
+from vitals_collector.alerts.receivers import NotifierSettings, ReceiverSettings
+
+DEADLINE_SECONDS = 30.0
+"""Longest time of one delivery, all in all."""
+_IDLE_SECONDS = 600.0
+_LOG = logging.getLogger("vitals.collector.notify")
+
+
+class _Request(msgspec.Struct, frozen=True, kw_only=True):
+    receiver: ReceiverSettings
+    links: Links
+    ack_links: dict[str, str]
+    alerts: tuple[AlertView, ...]
+
+
+@runtime_checkable
+class AckLinked(Protocol):
+    """A notifier whose messages carry links to acknowledge, by fingerprint."""
+
+    ack_links: dict[str, str]
+
+
+class WorkerNotifier:
+    """Delivers to one receiver by a process of its own, killed when the deadline has passed."""
+
+    takes_log = False
+
+    def __init__(
+        self,
+        receiver: ReceiverSettings,
+        *,
+        links: Links | None = None,
+        ack_link: Callable[[AlertView], str] | None = None,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
+        self.name = receiver.name
+        self.reposts = receiver.kind == "alertmanager"
+        self.after_seconds = receiver.after_minutes * 60.0
+        self.receiver = receiver
+        self.one_by_one = receiver.kind == "apprise"
+        self._links = links or Links()
+        self._ack_link = ack_link
+        self._deadline_seconds = deadline_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_late = False
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def _ack_links(self, alerts: Sequence[AlertView]) -> dict[str, str]:
+        """Return the links to acknowledge; where the store takes nothing now, pages go without."""
+        try:
+            return {a.fingerprint: self._ack_link(a) for a in alerts} if self._ack_link else {}
+        except StorageError as error:
+            _LOG.warning("sent without a link to acknowledge: %s", error)
+            return {}
+
+    def notify(self, alerts: Sequence[AlertView]) -> Result:
+        """Have the alerts delivered; returns within the deadline."""
+        ack_links = self._ack_links(alerts)
+        request = _Request(
+            receiver=self.receiver, links=self._links, ack_links=ack_links, alerts=tuple(alerts)
+        )
+        line = msgspec.json.encode(request) + b"\n"
+        with self._lock:
+            if self._is_closed:
+                return Result(recoverable=True, error="the collector is stopping")
+            was_there = self._process is not None and self._process.poll() is None
+            answer = self._ask(line)
+            if not answer and was_there and not self._is_late and not self._is_closed:
+                answer = self._ask(line)  # it ended for being idle just then
+        if answer:
+            return msgspec.json.decode(answer, type=Result)
+        if self._is_late:
+            return Result(recoverable=True, error=f"no answer in {self._deadline_seconds:g} s")
+        return Result(recoverable=True, error="its process ended without an answer")
+
+    def _ask(self, line: bytes) -> bytes:
+        """Return the answer, or nothing where the process is no more."""
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        self._is_late = False
+        timer = threading.Timer(self._deadline_seconds, self._kill_late, (process,))
+        timer.daemon = True
+        timer.start()
+        try:
+            process.stdin.write(line)
+            answer = process.stdout.readline()
+        except OSError as error:
+            _LOG.debug("receiver %s: %s", self.name, error)
+            answer = b""
+        finally:
+            timer.cancel()
+        if not answer.endswith(b"\n"):
+            _end(process)
+            self._process = None
+            return b""
+        return answer
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        if self._process is not None:
+            _end(self._process)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "vitals_collector.alerts.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # what a library prints may hold an address
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C is for the collector, which still has to deliver
+        )
+        return self._process
+
+    def _kill_late(self, process: subprocess.Popen[bytes]) -> None:
+        self._is_late = True
+        process.kill()
+
+    def close(self) -> None:
+        """End the process, also within a delivery."""
+        self._is_closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            if self._process is not None:
+                _end(self._process)
+                self._process = None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was not written is not wanted any more
+                pipe.close()
+
+
+def build_notifiers(
+    settings: NotifierSettings, *, ack_link: Callable[[AlertView], str] | None = None
+) -> tuple[Notifier, ...]:
+    """Return the notifiers of the settings; where an Alertmanager is given, it alone routes."""
+    routing = [r for r in settings.receivers if r.kind == "alertmanager"]
+    receivers = routing or settings.receivers
+    workers = [WorkerNotifier(r, links=settings.links, ack_link=ack_link) for r in receivers]
+    return (LogNotifier(), *workers)
+
+
+def send_test(
+    settings: NotifierSettings, receiver: str, *, now_unix_ns: int
+) -> list[tuple[str, Result]]:
+    """Send a test message to one receiver, or to all, and return what became of each."""
+    alert = AlertView(
+        fingerprint=fingerprint("TestMessage", {}),
+        name="TestMessage",
+        run_id="",
+        severity="notify",
+        state="firing",
+        summary="This is a test of `vitals alerts test`. No action needed.",
+        labels={},
+        step=-1,
+        started_unix_ns=now_unix_ns,
+        updated_unix_ns=now_unix_ns,
+    )
+    results = []
+    for each in settings.receivers:
+        if receiver in ("", each.name):
+            notifier = WorkerNotifier(each, links=settings.links)
+            results.append((each.name, notifier.notify([alert])))
+            notifier.close()
+    return results
+
+
+# --------------------------------------------------------------------------------- the process
+
+
+def main() -> None:
+    """Answer requests until the input closes, or none came for long."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # a library may print; answers are ours alone
+    requests: queue.Queue[bytes] = queue.Queue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()
+    notifier: Notifier | None = None
+    while True:
+        try:
+            request = msgspec.json.decode(requests.get(timeout=_IDLE_SECONDS), type=_Request)
+        except queue.Empty:
+            return
+        if notifier is None:
+            notifier = make_notifier(request.receiver, request.links)
+        if isinstance(notifier, AckLinked):
+            notifier.ack_links = request.ack_links
+        answers.write(msgspec.json.encode(_delivered(notifier, request.alerts)) + b"\n")
+
+
+def _read(source: IO[bytes], requests: "queue.Queue[bytes]") -> None:
+    for line in source:
+        requests.put(line)
+    os._exit(0)  # the collector is gone, and a call may hang
+
+
+def _delivered(notifier: Notifier, alerts: Sequence[AlertView]) -> Result:
+    try:
+        return notifier.notify(alerts)
+    except Exception as error:  # noqa: BLE001 - a library's fault is an answer; its text may hold an address
+        return Result(recoverable=False, error=f"it raised {type(error).__name__}")
+
+
+def make_notifier(receiver: ReceiverSettings, links: Links) -> Notifier:
+    """Return what calls the receiver."""
+    if receiver.kind == "webhook":
+        return WebhookNotifier(
+            receiver.url, clock=SystemClock(), name=receiver.name, secret=receiver.secret
+        )
+    if receiver.kind == "alertmanager":
+        return AlertmanagerNotifier(receiver.url, clock=SystemClock())
+    from vitals_collector.alerts.apprise_notifier import AppriseNotifier
+
+    return AppriseNotifier(receiver.url, name=receiver.name, links=links)
+
+
+if __name__ == "__main__":
+    main()

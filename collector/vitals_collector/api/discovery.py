@@ -1,0 +1,192 @@
+"""``/v1/sd/agents``: the agents that can be scraped, as Prometheus' ``http_sd_configs`` reads them.
+
+Each agent says its address with what it sends. Prometheus gives the read token to every target, so
+an address that means another machine to each one who reads it is told to nobody else: that of an
+agent on a loopback interface goes only to who asks from this machine, of agents on this machine. An
+address that is never an agent's (link-local, metadata), or that a name leads to, goes to nobody.
+"""
+
+import ipaddress
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+from fastapi import APIRouter, Depends
+from sqlalchemy import Connection, Row, select
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trainvitals.errors import ConfigError
+from trainvitals.identity import safe_node_id
+from vitals_collector.alerts.notifiers import refuse_address
+from vitals_collector.api.auth import require
+from vitals_collector.api.web import answers, reply
+from vitals_collector.live.run_status import Liveness, SourceState, absent, run_state
+from vitals_collector.storage.schema import sources
+from vitals_collector.storage.store import Store
+
+SILENT_SECONDS = 900.0
+"""An agent that was silent for so long is a target only where its run is known to miss it."""
+_DAY_SECONDS = 86_400.0
+
+_FORWARDED = frozenset(
+    ("forwarded", "via", "x-real-ip", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto")
+)
+"""Headers by which a proxy says that it asks for another."""
+_LOOKUPS = 16
+_LOOKUP_SECONDS = 3.0
+"""For the names of all agents together; Prometheus asks again, and keeps its targets meanwhile."""
+
+
+class AgentAddress(NamedTuple):
+    """Where an agent says that it can be scraped."""
+
+    run_id: str
+    node: str
+    url: str
+
+
+class TargetGroup(msgspec.Struct, frozen=True):
+    """One target as Prometheus takes it."""
+
+    targets: tuple[str, ...]
+    labels: dict[str, str]
+
+
+def discovery_router(store: Store, *, liveness: Callable[[], Liveness]) -> APIRouter:
+    """Return the route of Prometheus' service discovery.
+
+    Args:
+        store: says who ships, and from where.
+        liveness: tells a run that goes on from a lost one.
+    """
+    router = APIRouter(tags=["metrics"], dependencies=[Depends(require("read"))])
+
+    @router.get("/v1/sd/agents", responses=answers(tuple[TargetGroup, ...]))
+    def agents(request: Request) -> Response:
+        """Return the agents of runs that go on, for Prometheus' ``http_sd_configs``."""
+        here = _this_node() if _asks_here(request) else ""
+        with store.read() as connection:
+            heard = scrapable(connection, liveness())
+        return reply(target_groups(heard, this_node=here))
+
+    return router
+
+
+def _asks_here(request: Request) -> bool:
+    """Return whether a program of this machine asks, for itself: a proxy asks for anybody."""
+    if request.client is None or not _FORWARDED.isdisjoint(request.headers):
+        return False
+    return _is_loopback(request.client.host)
+
+
+def target_groups(agents: Iterable[AgentAddress], *, this_node: str) -> list[TargetGroup]:
+    """Return each address once: with its run, or without one where an agent serves several."""
+    parsed = [(agent, _parsed(agent.url)) for agent in agents]
+    addresses = _addresses({parts.hostname or "" for _, parts in parsed if parts is not None})
+    runs: dict[tuple[str, str], set[str]] = {}
+    for agent, parts in parsed:
+        if parts is None:
+            continue
+        host = parts.hostname or ""
+        if _is_told(host, addresses.get(host, ()), is_here=agent.node == this_node):
+            runs.setdefault((parts.netloc, agent.node), set()).add(agent.run_id)
+    return [
+        TargetGroup((address,), {"node": node} | ({"run": min(ids)} if len(ids) == 1 else {}))
+        for (address, node), ids in sorted(runs.items())
+    ]
+
+
+def scrapable(connection: Connection, when: Liveness) -> list[AgentAddress]:
+    """Return the agents of runs that go on: those heard lately, and those whose silence tells.
+
+    An agent that is gone while its run goes on stays a target that is down, until it is back, the
+    run is over, or a day has passed.
+    """
+    day_ago = when.now_unix_ns - int(_DAY_SECONDS * 1e9)
+    of_agents = sources.c.source.like("node:%") & (sources.c.last_received_unix_ns >= day_ago)
+    query = select(*(sources.c[name] for name in ("run_id", "metrics_url", *SourceState._fields)))
+    of_run: dict[str, list[Row[Any]]] = defaultdict(list)
+    for row in connection.execute(
+        query.where(sources.c.run_id.in_(select(sources.c.run_id).where(of_agents)))
+    ):
+        of_run[row.run_id].append(row)
+    return [agent for rows in of_run.values() for agent in _agents_of(rows, when)]
+
+
+def _agents_of(rows: Sequence[Row[Any]], when: Liveness) -> Iterator[AgentAddress]:
+    parts = [SourceState._make(row[2:]) for row in rows]
+    if run_state(parts, when) != "running":
+        return
+    away = absent(parts, when)
+    gone = {*away.nodes, *away.agents}
+    since = when.now_unix_ns - int(SILENT_SECONDS * 1e9)
+    agents = (row for row in rows if row.source.startswith("node:"))
+    newest = {row.node: row for row in sorted(agents, key=lambda row: row.last_received_unix_ns)}
+    for node, row in newest.items():
+        if row.last_received_unix_ns >= since or node in gone:
+            yield AgentAddress(row.run_id, node, row.metrics_url)
+
+
+def _parsed(url: str) -> SplitResult | None:
+    """Return an agent's address by its parts; None where it is none."""
+    try:
+        parts = urlsplit(url)
+        has_port = parts.port is not None
+    except ValueError:
+        return None
+    is_plain = parts.scheme == "http" and has_port and parts.netloc.isascii()
+    if not is_plain or "@" in parts.netloc or parts.path not in ("", "/"):
+        return None
+    return parts if parts.hostname else None
+
+
+def _addresses(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return where hosts lead to; one whose name is not found in time is left out."""
+    with_names = ThreadPoolExecutor(_LOOKUPS)
+    try:
+        asked = {host: with_names.submit(_lookup, host) for host in sorted(hosts)}
+        done = wait(asked.values(), _LOOKUP_SECONDS).done
+        return {host: future.result() for host, future in asked.items() if future in done}
+    finally:
+        with_names.shutdown(wait=False, cancel_futures=True)
+
+
+def _lookup(host: str) -> tuple[str, ...]:
+    try:
+        every = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ()
+    return tuple(str(entry[4][0]) for entry in every)
+
+
+def _is_told(host: str, addresses: Iterable[str], *, is_here: bool) -> bool:
+    """Return whether what a host leads to may be told to who asks."""
+    addresses = tuple(addresses)
+    try:
+        for address in addresses:
+            refuse_address(address)
+    except ConfigError:
+        return False
+    # Its own name leads a machine back to itself, and everybody else to it.
+    is_own = any(map(_is_loopback, addresses)) and host != socket.gethostname().lower()
+    return bool(addresses) and (is_here or not is_own)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def _this_node() -> str:
+    return safe_node_id(socket.gethostname())
+
+
+__all__ = ["AgentAddress", "TargetGroup", "discovery_router", "scrapable", "target_groups"]

@@ -1,0 +1,196 @@
+"""`vitals export`: every row of one stream of a run, as CSV or Parquet.
+
+It is asked for and written a stretch of steps at a time, so memory stays the same for runs of any
+length.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from trainvitals.cli.output import Format, write_rows
+from trainvitals.errors import StorageError, UsageError
+from trainvitals.views import (
+    MAX_POINTS,
+    RunQuestion,
+    RunSummary,
+    SeriesQuestion,
+    TableQuestion,
+)
+from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
+from vitals_collector.cli.writing import parquet_file, replaced, write_parquet
+from vitals_collector.queries.open import Reader
+
+_ROWS = 20_000
+"""About so many are held at a time."""
+_NO_LAST = 2**63 - 1
+_WHOLE = ("step", "attempt", "time_unix_ns", "monotonic_ns", "rank")
+"""Columns of Parquet that are whole numbers; all other numbers are floats."""
+
+Columns = dict[str, Sequence[object]]
+
+
+class Stream(StrEnum):
+    """What is written."""
+
+    STEPS = "steps"
+    RANKS = "ranks"
+    LAYERS = "layers"
+    SCALARS = "scalars"
+
+
+class FileFormat(StrEnum):
+    """How it is written."""
+
+    CSV = "csv"
+    PARQUET = "parquet"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    example = "Example: vitals export my-run --stream ranks --format csv --output ranks.csv"
+    app.command("export", epilog=example)(export)
+
+
+def export(
+    run: Run = "",
+    folder: Dir = None,
+    stream: Annotated[Stream, typer.Option(help="Which rows.")] = Stream.STEPS,
+    form: Annotated[FileFormat, typer.Option("--format", help="How to write them.")] = (
+        FileFormat.CSV
+    ),
+    output: Annotated[
+        Path | None, typer.Option(help="Write to this file [default: stdout, CSV only].")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    collector: Collector = "",
+    token_file: TokenFile = None,
+) -> None:
+    """Write all rows of a run's steps or ranks, or all values of its layers or scalars.
+
+    A step that was trained again after a rollback has a row of each attempt.
+    """
+    with open_run(run, folder, collector, token_file) as (opened, summary):
+        stretches = _stretches(opened.reader, summary, stream)
+        if form is FileFormat.PARQUET:
+            with replaced(_free(parquet_file(output), force=force)) as part:
+                write_parquet(stretches, part, _type)
+        elif output is None:
+            _write_csv(stretches, sys.stdout)
+        else:
+            with replaced(_free(output, force=force)) as part, part.open("w", newline="") as to:
+                _write_csv(stretches, to)
+
+
+def _stretches(reader: Reader, summary: RunSummary, stream: Stream) -> Iterator[Columns]:
+    if stream in (Stream.STEPS, Stream.RANKS):
+        table: Literal["steps", "ranks"] = "ranks" if stream is Stream.RANKS else "steps"
+        yield from _of_table(reader, summary, table)
+        return
+    metrics = reader.ask(RunQuestion(run_id=summary.run_id)).metrics
+    for metric in metrics:
+        if metric.startswith(f"{stream.value}."):
+            yield from _of_series(reader, summary, metric)
+
+
+def _of_table(
+    reader: Reader, summary: RunSummary, table: Literal["steps", "ranks"]
+) -> Iterator[Columns]:
+    names: tuple[str, ...] = ()
+
+    def ask(first: int, last: int) -> Columns | None:
+        nonlocal names
+        question = TableQuestion(
+            table=table,
+            run_id=summary.run_id,
+            columns=names,
+            from_step=first,
+            to_step=last,
+            limit=2 * _ROWS,
+        )
+        reply = reader.ask(question)
+        names = names or reply.columns
+        columns: Columns = dict(zip(reply.columns, reply.data, strict=True))
+        return columns if _length(columns) == reply.num_total else None
+
+    yield from _asked(ask, summary.last_step)
+
+
+def _of_series(reader: Reader, summary: RunSummary, metric: str) -> Iterator[Columns]:
+    stream, _, name = metric.partition(".")
+
+    def ask(first: int, last: int) -> Columns | None:
+        reply = reader.ask(
+            SeriesQuestion(
+                run_id=summary.run_id,
+                metric=metric,
+                branch="all",
+                points=MAX_POINTS,
+                from_step=first,
+                to_step=last,
+            )
+        )
+        if len(reply.step) < reply.num_total:
+            return None
+        marks = {(mark.step, mark.attempt): mark.kind for mark in reply.nonfinite}
+        points = zip(reply.step, reply.attempt, reply.value, strict=True)
+        values = [marks.get((s, a), "nan") if value is None else value for s, a, value in points]
+        return {
+            "step": reply.step,
+            "attempt": reply.attempt,
+            "time_unix_ns": reply.time_unix_ns,
+            "layer" if stream == "layers" else "name": [name] * len(values),
+            "value": values,
+        }
+
+    yield from _asked(ask, summary.last_step)
+
+
+def _asked(ask: Callable[[int, int], Columns | None], last_step: int) -> Iterator[Columns]:
+    """Yield what is asked for, of as many steps at a time as the answers can hold in full."""
+    first, num_steps = -1, _ROWS // 2  # what comes before the first step is at -1
+    while first == -1 or first <= last_step:
+        last = first + num_steps - 1
+        # A scalar may be of a step that no rank has a row of.
+        columns = ask(first, last if last < last_step else _NO_LAST)
+        if columns is not None:
+            yield columns
+            first = last + 1
+        elif num_steps > 1:
+            num_steps //= 2
+        else:
+            raise StorageError(
+                f"step {first} has more rows than one answer can hold",
+                hint="`vitals query` with --where writes a part of them",
+            )
+
+
+def _length(columns: Columns) -> int:
+    return len(next(iter(columns.values()), ()))
+
+
+def _write_csv(stretches: Iterator[Columns], to: Any) -> None:
+    is_first = True
+    for columns in stretches:
+        rows = zip(*columns.values(), strict=True)
+        write_rows(tuple(columns), rows, Format.CSV, with_header=is_first, to=to)
+        is_first = False
+
+
+def _type(arrow: Any, name: str, values: Sequence[object]) -> Any:
+    if name in _WHOLE:
+        return arrow.int64()
+    return arrow.string() if any(isinstance(v, str) for v in values) else arrow.float64()
+
+
+def _free(path: Path, *, force: bool) -> Path:
+    """Return the path of a file that is not there yet, or may be overwritten."""
+    if path.exists() and not force:
+        raise UsageError(
+            f"{path} exists", hint="write to another file, or overwrite it with --force"
+        )
+    return path

@@ -1,0 +1,117 @@
+"""A command, sql: a question in SQL to what runs recorded, beside a running collector.
+
+The lake is attached read-only in this process; no collector is asked, so no question can hold it
+up.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainvitals.cli.main import report
+from trainvitals.cli.output import Format, write_json, write_rows
+from trainvitals.errors import StorageError, UsageError
+from vitals_collector.cli.store import Data, Database, data_dir
+
+_GRACE_SECONDS = 2.0
+"""What looks at rows is interrupted in time; one function on one long text is not."""
+
+Sql = Annotated[str, typer.Argument(help="One SELECT, or EXPLAIN of one; - reads it from stdin.")]
+Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
+Memory = Annotated[int, typer.Option(help="Memory that the question may take, in MB.", min=32)]
+Seconds = Annotated[float, typer.Option(help="Time that the question may take.", min=0.1)]
+Limit = Annotated[int, typer.Option(help="Maximum number of rows.", min=1)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    example = 'Example: vitals sql "SELECT run_id, max(loss) FROM steps GROUP BY run_id"'
+    app.command("sql", epilog=example)(sql)
+
+
+def sql(
+    question: Sql,
+    data: Data = None,
+    database: Database = "",
+    form: Form = Format.TABLE,
+    memory: Memory = 512,
+    seconds: Seconds = 60.0,
+    limit: Limit = 100_000,
+) -> None:
+    """Ask in SQL (DuckDB's), read-only, while the collector goes on.
+
+    Tables: runs, steps (rank 0), ranks, levels, layers, scalars, nodes, gpus, processes, decisions,
+    findings, alerts, checkpoints, events, annotations. The guide "Ask in SQL" has examples.
+    """
+    from vitals_collector.numbers.lake_reader import LakeReader, too_late
+    from vitals_collector.storage.store import DATABASE_FILE, libpq
+
+    folder = data_dir(data)
+    lake, bucket = _place(folder, database)
+    file = folder / DATABASE_FILE
+    asked = sys.stdin.read() if question == "-" else question
+    if not asked.strip():
+        raise UsageError("the question is empty", hint="SELECT run_id, name FROM runs")
+    with (
+        LakeReader(
+            lake,
+            libpq(database) if database else "",
+            bucket=bucket,
+            database=None if database or not file.is_file() else file,
+            memory_limit=f"{memory}MB",
+            max_seconds=seconds,
+        ) as reader,
+        _ended_after(seconds + _GRACE_SECONDS, too_late(seconds)),
+    ):
+        answer = reader.ask(asked, max_rows=limit)
+    if form is Format.JSON:
+        write_json([dict(zip(answer.names, row, strict=True)) for row in answer.rows])
+    else:
+        write_rows(answer.names, answer.rows, form)
+    if answer.is_cut:
+        typer.echo(f"only the first {limit} rows are written; --limit gives more", err=True)
+
+
+def _place(folder: Path, database: str) -> tuple[Path, str]:
+    """Return the lake's folder, and the bucket that its files lie in, if any."""
+    from vitals_collector.numbers.lake_place import S3, known_bucket
+    from vitals_collector.storage.store import LAKE_FOLDER, known_lake
+
+    lake = folder / LAKE_FOLDER
+    if database:
+        place = known_lake(database)
+        bucket = place if place.startswith(S3) else ""
+        lake = lake if bucket or not place else Path(place)
+        is_there = bool(place)
+    else:
+        bucket = known_bucket(lake / "catalogue.sqlite")
+        is_there = (lake / "catalogue.sqlite").exists()
+    if not is_there:
+        raise StorageError(
+            f"there is no lake of numbers in {lake}",
+            hint="name the data folder of a collector with --data, and its PostgreSQL, if it has "
+            "one, with --database",
+        )
+    return lake, bucket
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float, error: StorageError) -> Iterator[None]:
+    """End this process, which does nothing else, where the engine does not let itself be ended."""
+
+    def end() -> None:
+        os._exit(report(error))
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,221 @@
+"""Leases: of several collectors on one PostgreSQL, one holds a name, and another follows it.
+
+The database's clock says when a lease ends, so no machine's clock needs to be right. A holder that
+could not renew stops some seconds before that, by its own monotonic clock, counted from before it
+asked. One that was stopped in the middle of a transaction is held up by ``fence``. On SQLite there
+is one collector on a store: it holds everything, and no row is written.
+
+Who takes the lease of a process that was killed waits for its end, unless the two are of one
+place: the lock of a data folder, which one process has at a time. Then the former one is no more.
+"""
+
+import logging
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+
+from sqlalchemy import BigInteger, ColumnElement, Connection, case, cast, func, select, text, update
+
+from trainvitals.clock import Clock
+from trainvitals.errors import StorageError
+from vitals_collector.storage.schema import leases
+from vitals_collector.storage.store import LOCKED, Store, insert
+
+PAGER = "pager"
+"""The lease of the collector that watches runs and delivers alerts."""
+UPKEEP = "upkeep"
+"""The lease of the collector that merges, thins and removes what is stored."""
+LEASE_SECONDS = 9.0
+"""How long a holder that died keeps others waiting, at most."""
+MARGIN_SECONDS = 2.0
+"""A holder that could not renew stops so long before its lease ends."""
+_LOOK_SECONDS = 2.0
+_IDLE_SECONDS = 3
+"""After which the database ends a fenced transaction whose process was stopped: before the lease
+ends, so that nobody waits for it."""
+_LOG = logging.getLogger("vitals.collector.leases")
+
+_NOW = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000_000, BigInteger)
+
+
+class Lease:
+    """One name, held by one collector at a time. Thread-safe; ``look`` takes and renews it.
+
+    Args:
+        store: whose database the collectors share.
+        name: what is held.
+        clock: its monotonic clock says when to stop.
+        is_shared: there may be other collectors; else all is held, always.
+        place: names what this process alone holds while it lives; "" where nothing does.
+    """
+
+    def __init__(
+        self, store: Store, name: str, *, clock: Clock, is_shared: bool, place: str = ""
+    ) -> None:
+        self.name = name
+        self.holder = f"{socket.gethostname()}/{os.getpid()}/{place or uuid.uuid4().hex[:16]}"
+        self.is_shared = is_shared
+        self._store = store
+        self._clock = clock
+        self._epoch = 0
+        self._until_ns = 0
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def epoch(self) -> int | None:
+        """Return the number of this collector's time as the holder; None while it is not."""
+        if not self.is_shared:
+            return 1
+        until_ns, epoch = self._until_ns, self._epoch  # they are set the other way round
+        return epoch if self._clock.monotonic_ns() < until_ns else None
+
+    def is_held(self) -> bool:
+        """Return whether this collector is the holder now."""
+        return self.epoch() is not None
+
+    def look(self) -> None:
+        """Renew the lease, or take it where nobody holds it any more.
+
+        Raises:
+            StorageError: the database refused; what is held is held until it ends.
+        """
+        if not self.is_shared:
+            return
+        asked_ns = self._clock.monotonic_ns()
+        is_held = self.epoch() is not None
+        with self._store.write() as connection:
+            epoch = take(connection, self.name, self.holder, is_held=is_held)
+        # Where it ended while the database was slow, some of us may have seen that: it is taken
+        # anew next time, with a new number.
+        if epoch is None or (is_held and self.epoch() is None):
+            self._until_ns = 0
+            return
+        self._epoch = epoch  # before the time is set, for that of an earlier one is over
+        self._until_ns = asked_ns + int((LEASE_SECONDS - MARGIN_SECONDS) * 1e9)
+
+    def fenced(self, epoch: int) -> AbstractContextManager[None]:
+        """Make what this thread writes in the context fail once another collector is the holder.
+
+        Args:
+            epoch: the time as the holder in which it is written.
+        """
+        return self._store.checked(self._check(epoch))
+
+    def start(self) -> None:
+        """Ask for the lease once, then renew it in a thread."""
+        if not self.is_shared:
+            return
+        self._look_and_tell()
+        self._thread = threading.Thread(target=self._run, name="vitals-lease", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and let the lease go: the next collector need not wait for its end."""
+        self._stopping.set()
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        self._until_ns = 0
+        try:
+            with self._store.write() as connection:
+                release(connection, self.name, self.holder)
+        except StorageError as error:
+            _LOG.warning("lease_not_released: %s; others have it in %g s", error, LEASE_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_LOOK_SECONDS):
+            self._look_and_tell()
+
+    def _look_and_tell(self) -> None:
+        before = self.epoch()
+        try:
+            self.look()
+        except Exception as error:  # noqa: BLE001 - without this thread nobody might page
+            self._store.counters.fail("leases")
+            _LOG.warning("lease_not_renewed name=%s: %s", self.name, error)
+        epoch = self.epoch()
+        if epoch != before:
+            is_held = "lost" if epoch is None else f"taken epoch={epoch}"
+            _LOG.info("lease name=%s is %s", self.name, is_held)
+
+    def _check(self, epoch: int) -> Callable[[Connection], None]:
+        def check(connection: Connection) -> None:
+            if self.is_shared:
+                hold(connection, self.name, self.holder, epoch)
+
+        return check
+
+
+def take(connection: Connection, name: str, holder: str, *, is_held: bool) -> int | None:
+    """Renew the holder's lease, or take one that has ended or whose process has; return its epoch.
+
+    None where another collector holds it.
+
+    Args:
+        connection: inside a transaction.
+        name: what is held.
+        holder: who asks.
+        is_held: the holder never stopped to act as one: the epoch stays.
+    """
+    row = {"name": name, "holder": holder, "epoch": 1, "expires_unix_ns": _end()}
+    statement = insert(connection, leases).values(row)
+    is_mine = leases.c.holder == holder
+    is_of_my_place = leases.c.holder.endswith("/" + holder.rpartition("/")[2], autoescape=True)
+    statement = statement.on_conflict_do_update(
+        index_elements=["name"],
+        set_={
+            "holder": holder,
+            "epoch": leases.c.epoch + case((is_mine, 0 if is_held else 1), else_=1),
+            "expires_unix_ns": _end(),
+        },
+        where=is_of_my_place | (leases.c.expires_unix_ns < _NOW),
+    )
+    return connection.execute(statement.returning(leases.c.epoch)).scalar()
+
+
+def renew(connection: Connection, holder: str, names: Collection[str]) -> dict[str, int]:
+    """Renew those of the names that the holder still has; return their epochs."""
+    mine = (leases.c.holder == holder) & leases.c.name.in_(names)
+    statement = update(leases).where(mine).values(expires_unix_ns=_end())
+    renewed = connection.execute(statement.returning(leases.c.name, leases.c.epoch))
+    return {row.name: row.epoch for row in renewed}
+
+
+def holder_of(connection: Connection, name: str) -> str:
+    """Return who had the lease last; "" for nobody."""
+    query = select(leases.c.holder).where(leases.c.name == name)
+    return connection.execute(query).scalar() or ""
+
+
+def release(connection: Connection, name: str, holder: str) -> None:
+    """End the holder's lease now; its epoch stays, so that the next one is above it."""
+    mine = (leases.c.name == name) & (leases.c.holder == holder)
+    connection.execute(update(leases).where(mine).values(expires_unix_ns=0))
+
+
+def hold(connection: Connection, name: str, holder: str, epoch: int) -> None:
+    """Let nobody take the lease before this transaction ends.
+
+    Raises:
+        StorageError: another collector is the holder, or was since.
+    """
+    # A process that is stopped here must not keep the others from it for long.
+    connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'"))
+    query = select(leases.c.epoch).where(leases.c.name == name, leases.c.holder == holder)
+    if connection.execute(query.with_for_update(read=True)).scalar() != epoch:
+        raise StorageError(
+            f"another collector holds the lease {name}; this one held it as number {epoch}",
+            hint="nothing to do: the other one goes on from what is stored",
+            code=LOCKED,
+        )
+
+
+def _end() -> ColumnElement[int]:
+    return _NOW + int(LEASE_SECONDS * 1e9)
+
+
+__all__ = ["PAGER", "UPKEEP", "Lease", "hold", "holder_of", "release", "renew", "take"]

@@ -1,0 +1,265 @@
+"""Damaged files of a lake: told, and taken out so that what they held can be sent again."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vitals_collector.numbers.interface import STORED_STREAMS, StreamKey
+from vitals_collector.numbers.lake_engine import Engine
+from vitals_collector.numbers.lake_known import (
+    EPOCH,
+    FENCES,
+    HOLES,
+    LEVELLED,
+    MARK_COLUMNS,
+    MARKS,
+    NEW_MARKS,
+    Known,
+    newest_marks,
+)
+from vitals_collector.numbers.lake_outlines import OUTLINES
+from vitals_collector.numbers.lake_place import META
+from vitals_collector.numbers.lake_tables import table_of
+
+_HOLE = ("run", "incarnation", "stream", "first_seq", "end_seq")
+_Hole = tuple[int, str, str, int, int]
+
+
+class DamagedFile(NamedTuple):
+    """A file whose bytes are not those that were written, and what it held by the catalogue."""
+
+    path: str
+    """Table and file."""
+    num_rows: int
+    run_ids: tuple[str, ...]
+    """Runs that it may have rows of."""
+    bounds: dict[str, tuple[int, int]]
+    """Least and greatest ``run``, ``step`` and ``seq``, where the table has them."""
+
+    @property
+    def table(self) -> str:
+        """The stream, or what else lay in it."""
+        return self.path.partition("/")[0]
+
+
+def check(engine: Engine, known: Known) -> list[DamagedFile]:
+    """Read every file; return those that are damaged, or gone."""
+    known.look_again()
+    paths = engine.files.check((*known.places, OUTLINES, MARKS, NEW_MARKS, FENCES, LEVELLED))
+    return [_described(engine, known, path) for path in paths]
+
+
+def _described(engine: Engine, known: Known, path: str) -> DamagedFile:
+    name = path.partition("/")[2]
+    held = engine.ask(
+        f"SELECT d.record_count AS num, c.column_name AS name, s.min_value, s.max_value"
+        f" FROM {META}_data_file d JOIN {META}_column c ON c.table_id = d.table_id"
+        f" JOIN {META}_file_column_stats s"
+        "  ON s.data_file_id = d.data_file_id AND s.column_id = c.column_id"
+        f" WHERE d.data_file_id = ({_DATA_FILE}) AND c.column_name IN ('run', 'step', 'seq')",
+        [name, name],
+    ).to_pylist()
+    bounds = {
+        row["name"]: (int(row["min_value"]), int(row["max_value"]))
+        for row in held
+        if row["min_value"] is not None
+    }
+    low, high = bounds.get("run", (-(2**63), 2**63 - 1))
+    run_ids = tuple(sorted(r for r, number in known.runs.items() if low <= number <= high))
+    return DamagedFile(path, int(held[0]["num"]) if held else 0, run_ids, bounds)
+
+
+_DATA_FILE = (
+    f"SELECT data_file_id FROM {META}_data_file WHERE path = ? UNION ALL"
+    f" SELECT data_file_id FROM {META}_delete_file WHERE path = ?"
+)
+
+
+def forget_damaged(engine: Engine, known: Known) -> list[DamagedFile]:
+    """Take the damaged files out of the lake, and open holes where their rows were.
+
+    A writer's rows that are whole stay; those that were in the file are taken when they are sent
+    again, once. Of deleted runs nothing is known any more where their marks were damaged.
+
+    Raises:
+        StorageError: nothing was changed, or it is to be called again.
+    """
+    with engine.lock:
+        damaged = check(engine, known)
+        if not damaged:
+            return []
+        _end_files(engine, [file.path.partition("/")[2] for file in damaged])
+        engine.files.forget(file.path for file in damaged)
+        run_ids = {run_id for file in damaged for run_id in file.run_ids}
+        numbers = [known.runs[run_id] for run_id in run_ids]
+        if numbers:
+            streams = {file.table for file in damaged} & set(STORED_STREAMS)
+            _mend(engine, known, numbers, damaged, streams)
+        known.forget()
+        return damaged
+
+
+def _end_files(engine: Engine, names: Sequence[str]) -> None:
+    """Make a state of the lake that has not these files: what they hold cannot be deleted by row.
+
+    It is done as DuckLake ends a file of which every row was deleted.
+    """
+    ids = engine.ask(
+        f"SELECT data_file_id AS id, table_id FROM {META}_data_file WHERE data_file_id IN"
+        f" (SELECT data_file_id FROM {META}_data_file WHERE path IN ({_marks(names)}) UNION ALL"
+        f" SELECT data_file_id FROM {META}_delete_file WHERE path IN ({_marks(names)}))",
+        [*names, *names],
+    ).to_pydict()
+    files = ", ".join(map(str, ids["id"]))
+    changes = ",".join(f"deleted_from_table:{table}" for table in sorted(set(ids["table_id"])))
+    with engine.catalogue_transaction():
+        engine.execute(
+            f"INSERT INTO {META}_snapshot SELECT snapshot_id + 1, now(), schema_version,"
+            f" next_catalog_id, next_file_id FROM {META}_snapshot"
+            " ORDER BY snapshot_id DESC LIMIT 1"
+        )
+        newest = f"(SELECT max(snapshot_id) FROM {META}_snapshot)"
+        engine.execute(
+            f"INSERT INTO {META}_snapshot_changes (snapshot_id, changes_made)"
+            f" SELECT max(snapshot_id), '{changes}' FROM {META}_snapshot"
+        )
+        for kind in ("data", "delete"):
+            engine.execute(
+                f"UPDATE {META}_{kind}_file SET end_snapshot = {newest}"
+                f" WHERE data_file_id IN ({files}) AND end_snapshot IS NULL"
+            )
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ", ".join("?" * len(values))
+
+
+def _mend(
+    engine: Engine,
+    known: Known,
+    numbers: Sequence[int],
+    damaged: Iterable[DamagedFile],
+    streams: set[str],
+) -> None:
+    """Make marks, holes and outlines of these runs agree with the rows that are left."""
+    listed = ", ".join(map(str, numbers))
+    with engine.transaction():
+        marks: dict[tuple[int, str, str], tuple[str, int, int]] = {}
+        for row in engine.read(newest_marks(numbers)).to_pylist():
+            key = row["run"], row["incarnation"], row["stream"]
+            marks[key] = row["source"], row["seq"], row["epoch"]
+        if any(file.table in (MARKS, NEW_MARKS) for file in damaged):
+            for stream in known.places:
+                left = engine.read(
+                    f'SELECT run, incarnation, source, max(seq) AS seq, max("{EPOCH}") AS epoch'
+                    f" FROM {stream} WHERE run IN ({listed}) GROUP BY ALL"
+                )
+                for row in left.to_pylist():
+                    key = row["run"], row["incarnation"], stream
+                    if marks.get(key, ("", -1, 0))[1] < row["seq"]:
+                        marks[key] = row["source"], row["seq"], row["epoch"]
+        rows = [
+            (run, incarnation, source, stream, seq, epoch)
+            for (run, incarnation, stream), (source, seq, epoch) in marks.items()
+        ]
+        if rows:  # among the new ones: upkeep looks at these runs again
+            engine.insert(NEW_MARKS, table_of(MARK_COLUMNS, rows))
+        engine.execute(f"DELETE FROM {OUTLINES} WHERE run IN ({listed})")
+        for stream in streams:
+            bounds = [file.bounds["seq"] for file in damaged if file.table == stream]
+            first, last = min(low for low, _ in bounds), max(high for _, high in bounds)
+            of_stream = f"FROM {HOLES} WHERE run IN ({listed}) AND stream = '{stream}'"
+            before = engine.read(f"SELECT {', '.join(_HOLE)} {of_stream}").to_pydict()
+            holes = [
+                *zip(*before.values(), strict=True),
+                *_holes(engine, stream, numbers, marks, first, last),
+            ]
+            if holes:
+                engine.execute(f"DELETE {of_stream}")
+                engine.insert(HOLES, table_of(_HOLE, _joined(holes)))
+
+
+def _holes(
+    engine: Engine,
+    stream: str,
+    numbers: Sequence[int],
+    marks: dict[tuple[int, str, str], tuple[str, int, int]],
+    first: int,
+    last: int,
+) -> list[_Hole]:
+    """Return the numbers between two that no row has although the mark is above them.
+
+    Those of rows that became levels, or were thinned, are not missing.
+    """
+    listed = ", ".join(map(str, numbers))
+    left = engine.read(
+        f"SELECT run, incarnation, list(seq) AS seqs FROM {stream}"
+        f" WHERE run IN ({listed}) AND seq BETWEEN {first} AND {last} GROUP BY ALL"
+    )
+    present = {
+        (row["run"], row["incarnation"]): np.sort(np.array(row["seqs"], np.int64))
+        for row in left.to_pylist()
+    }
+    levelled = _levelled(engine, stream, listed, first, last)
+    holes = []
+    for (run, incarnation, of_stream), (source, mark, _) in marks.items():
+        if of_stream != stream or not source:
+            continue
+        own = present.get((run, incarnation), np.zeros(0, np.int64))
+        levels = [np.arange(*bounds) for bounds in levelled.get((run, incarnation), ())]
+        own = np.unique(np.concatenate((own, *levels)))
+        ends = np.concatenate(([first - 1], own, [min(last, mark) + 1]))
+        holes += [
+            (run, incarnation, stream, int(ends[i]) + 1, int(ends[i + 1]))
+            for i in np.flatnonzero(np.diff(ends) > 1).tolist()
+        ]
+    return holes
+
+
+def _levelled(
+    engine: Engine, stream: str, runs: str, first: int, last: int
+) -> dict[tuple[int, str], list[tuple[int, int]]]:
+    """Return by writer the numbers between two that were thinned, as a first and an end."""
+    ranges: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    levels = engine.read(
+        f"SELECT run, incarnation, greatest(first_seq, {first}) AS low,"
+        f" least(last_seq, {last}) + 1 AS high FROM {LEVELLED}"
+        f" WHERE run IN ({runs}) AND stream = '{stream}'"
+        f" AND num_taken > 0 AND first_seq <= {last} AND last_seq >= {first}"
+    )
+    for run, incarnation, low, high in zip(*levels.to_pydict().values(), strict=True):
+        ranges.setdefault((run, incarnation), []).append((low, high))
+    return ranges
+
+
+def _joined(holes: Iterable[_Hole]) -> list[_Hole]:
+    """Return the same numbers in holes that do not touch."""
+    joined: list[_Hole] = []
+    for hole in sorted(holes):
+        before = joined[-1] if joined else None
+        if before is not None and before[:3] == hole[:3] and hole[3] <= before[4]:
+            joined[-1] = (*hole[:3], before[3], max(hole[4], before[4]))
+        else:
+            joined.append(hole)
+    return joined
+
+
+def missing(known: Known, key: StreamKey) -> list[tuple[int, int]]:
+    """Return what damage took from a stream: first numbers, each with the one behind the last."""
+    return list(known.holes(key[0]).get(key[1:], ()))
+
+
+def fill(
+    engine: Engine, run: int, writer: Sequence[str], first: int, holes: Sequence[tuple[int, int]]
+) -> None:
+    """Note, in a commit, which holes a writer has left, and that rows from ``first`` on are new.
+
+    What was outlined behind them is outlined again: that is known by one number for each writer.
+    """
+    of_writer = "WHERE run = ? AND incarnation = ? AND stream = ?"
+    engine.execute(f"DELETE FROM {HOLES} {of_writer}", [run, *writer])
+    if holes:
+        engine.insert(HOLES, table_of(_HOLE, [(run, *writer, *hole) for hole in holes]))
+    outlined = f"DELETE FROM {OUTLINES} {of_writer} AND last_seq >= ?"
+    engine.execute(outlined, [run, *writer, first])

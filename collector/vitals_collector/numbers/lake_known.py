@@ -1,0 +1,329 @@
+"""What is remembered of a lake's catalogue: its runs and columns, and how far streams are stored.
+
+Of a run it is read when the run is first asked for, so that a start costs the same after ten runs
+and after ten thousand. What this process has written itself is always up to date; what another
+collector may have added to is read again after a second.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+from vitals_collector.numbers.interface import STORED_STREAMS, common_type
+from vitals_collector.numbers.lake_engine import Engine
+from vitals_collector.numbers.lake_tables import KEYS, TYPES, Places, number_for, unspelled
+
+RUNS, KINDS = "runs", "kinds"
+NEW_MARKS, MARKS = "new_marks", "marks"
+"""How far each stream was stored by the commits since the last upkeep, and before it: one row of
+each writer."""
+HOLES = "holes"
+"""Numbers of rows that were stored and then lost by damage: they are taken when they come again."""
+OWNERS, FENCES = "owners", "fences"
+"""Who took which run over, and how far its streams were then."""
+LEVELLED = "levelled"
+"""Which rows of which writers became levels or were thinned, by windows: they are not missing."""
+EPOCH = "$epoch"
+"""The column of rows that says whose they are."""
+NOBODYS = 2**31 - 1
+"""The epoch of levels: maintenance writes them, whoever owns the run."""
+MARK_COLUMNS = ("run", "incarnation", "source", "stream", "seq", "epoch")
+LEVELLED_COLUMNS = (
+    *("run", "stream", "attempt", "first_at", "end_at", "incarnation"),
+    *("first_seq", "last_seq", "num_taken", "reason"),
+)
+_MARK = "run BIGINT, incarnation VARCHAR, source VARCHAR, stream VARCHAR, seq BIGINT, epoch BIGINT"
+_TABLES = {
+    RUNS: "run_id VARCHAR, run BIGINT",
+    NEW_MARKS: _MARK,
+    MARKS: _MARK,
+    OWNERS: "run BIGINT, epoch BIGINT",
+    FENCES: "run BIGINT, epoch BIGINT, incarnation VARCHAR, stream VARCHAR, seq BIGINT",
+    HOLES: "run BIGINT, incarnation VARCHAR, stream VARCHAR, first_seq BIGINT, end_seq BIGINT",
+    LEVELLED: "run BIGINT, stream VARCHAR, attempt BIGINT, first_at BIGINT, end_at BIGINT,"
+    " incarnation VARCHAR, first_seq BIGINT, last_seq BIGINT, num_taken BIGINT, reason VARCHAR",
+    KINDS: "run BIGINT, stream VARCHAR, name VARCHAR, kind VARCHAR",
+}
+_INLINED = (RUNS, KINDS, HOLES, OWNERS, FENCES)
+"""These lie in the catalogue itself; 4,096 marks there would cost 90 ms more."""
+_FRESH_SECONDS = 1.0
+_MINE_SECONDS = 5.0
+"""How long nobody is thought to have taken over a run that this process writes."""
+_IDLE_SECONDS = 3_600.0
+_HOLES_SECONDS = 60.0
+
+Writer = tuple[str, str]
+"""Incarnation and stream."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def locked(method: Callable[Concatenate["Known", P], R]) -> Callable[Concatenate["Known", P], R]:
+    """Let one thread at a time call the method."""
+
+    @wraps(method)
+    def call(self: "Known", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class RunState:
+    """What is remembered of one run."""
+
+    def __init__(self, now: float) -> None:
+        self.read_at = self.used_at = self.holes_read_at = now
+        self.is_mine = False
+        """Whether this process has written it since it was read: nobody else does then."""
+        self.marks: dict[Writer, int] = {}
+        self.holes: dict[Writer, list[tuple[int, int]]] = {}
+        """Numbers below the mark that are missing: a first one, and the one behind the last."""
+        self.sources: dict[Writer, str] = {}
+        """Who writes; none where its rows were deleted."""
+        self.kinds: dict[str, dict[str, set[str]]] = defaultdict(dict)
+        """By stream and column."""
+
+    def stored(self, writer: Writer, seq: int, source: str, holes: list[tuple[int, int]]) -> None:
+        """Note how far a writer's stream is stored."""
+        self.is_mine = True
+        self.marks[writer] = seq
+        self.sources[writer] = source
+        if holes or writer in self.holes:
+            self.holes[writer] = holes
+
+
+def marks_of(runs: Iterable[int], snapshot: int | None = None, *, is_stale: bool = False) -> str:
+    """Return the question for the marks that count, or for those of owners that were replaced.
+
+    Args:
+        runs: the numbers of the runs.
+        snapshot: the state of the lake; None for the newest.
+        is_stale: whether the marks that do not count are wanted.
+    """
+    listed = ", ".join(map(str, runs))
+    at = "" if snapshot is None else f" AT (VERSION => {snapshot})"
+    counts = "(coalesce(m.epoch >= e.newest, true) OR m.seq <= coalesce(f.seq, -1))"
+    columns = ", ".join(f"m.{name}" for name in MARK_COLUMNS)
+    return (
+        f"SELECT {columns} FROM (SELECT * FROM {NEW_MARKS}{at} WHERE run IN ({listed})"
+        f" UNION ALL SELECT * FROM {MARKS}{at} WHERE run IN ({listed})) m"
+        f" LEFT JOIN (SELECT run, max(epoch) AS newest FROM {FENCES}{at} GROUP BY run) e"
+        " ON e.run = m.run"
+        f" LEFT JOIN (SELECT * FROM {FENCES}{at}) f ON f.run = m.run AND f.epoch = e.newest"
+        " AND f.incarnation = m.incarnation AND f.stream = m.stream"
+        f" WHERE {'NOT ' if is_stale else ''}{counts}"
+    )
+
+
+def newest_marks(runs: Iterable[int], snapshot: int | None = None) -> str:
+    """Return the question for each writer's newest mark."""
+    return (
+        "SELECT run, incarnation, arg_max(source, seq) AS source, stream, max(seq) AS seq,"
+        f" arg_max(epoch, seq) AS epoch FROM ({marks_of(runs, snapshot)})"
+        " GROUP BY run, incarnation, stream"
+    )
+
+
+class Known:
+    """What is remembered of the catalogue. For any thread."""
+
+    def __init__(self, engine: Engine, *, is_shared: bool) -> None:
+        """Make the tables that are missing, and read what there is.
+
+        Args:
+            engine: the lake.
+            is_shared: whether others may write the runs that this process writes.
+        """
+        self._engine = engine
+        self._is_shared = is_shared
+        self.lock = threading.RLock()
+        """Of what is remembered; never held while the lake is changed, so that readers go on."""
+        self.runs: dict[str, int] = {}
+        self.places: dict[str, Places] = {}
+        self.epochs: dict[str, int] = {}
+        """Of the runs that this process has taken over; of all others 0."""
+        self._states: dict[str, RunState] = {}
+        with engine.transaction():
+            for name, columns in _TABLES.items():
+                engine.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns})")
+        for name in _INLINED:
+            engine.inline(name)
+        self.look_again()
+
+    @locked
+    def look_again(self) -> None:
+        """Read which runs and columns there are: another collector may have added to them."""
+        found = self._engine.ask(f"SELECT run_id, run FROM {RUNS}").to_pydict()
+        self.runs = dict(zip(found["run_id"], found["run"], strict=True))
+        kinds = {place: kind for kind, place in TYPES.items()}
+        columns = self._engine.ask(
+            "SELECT table_name, column_name, data_type FROM duckdb_columns()"
+            " WHERE database_name = 'lake' ORDER BY column_index"
+        )
+        places: dict[str, Places] = {}
+        for table, place, kind in zip(*columns.to_pydict().values(), strict=True):
+            if table in STORED_STREAMS:
+                of_table = places.setdefault(table, {})
+                if place not in KEYS:
+                    of_table[unspelled(place), kinds[kind]] = place
+        self.places = places
+
+    @locked
+    def forget(self) -> None:
+        """Read everything again when it is next asked for."""
+        self._states.clear()
+        self.look_again()
+
+    @locked
+    def forget_run(self, run_id: str) -> None:
+        """Read what there is of the run again when it is next asked for."""
+        self._states.pop(run_id, None)
+
+    @locked
+    def forget_idle(self) -> None:
+        """Free the room of runs that nobody has asked for in an hour."""
+        before = time.monotonic() - _IDLE_SECONDS
+        for run_id, state in list(self._states.items()):
+            if state.used_at < before:
+                self._states.pop(run_id, None)
+
+    @locked
+    def number(self, run_id: str) -> int | None:
+        """Return the run's number; None where the lake has nothing of it."""
+        if run_id not in self.runs:
+            self.look_again()
+        return self.runs.get(run_id)
+
+    @locked
+    def changed(self) -> list[str]:
+        """Return the runs of which rows came since the last upkeep."""
+        runs = set(self._engine.ask(f"SELECT DISTINCT run FROM {NEW_MARKS}")["run"].to_pylist())
+        if not runs.issubset(self.runs.values()):
+            self.look_again()
+        return [run_id for run_id, run in self.runs.items() if run in runs]
+
+    @locked
+    def new_numbers(self, run_ids: Iterable[str]) -> dict[str, int]:
+        """Return numbers for those runs that have none."""
+        numbers: dict[str, int] = {}
+        for run_id in run_ids:
+            if run_id not in self.runs and run_id not in numbers:
+                numbers[run_id] = number_for(run_id, (*self.runs.values(), *numbers.values()))
+        return numbers
+
+    @locked
+    def run(self, run_id: str, *, is_fresh: bool = False) -> RunState:
+        """Return what is known of a run; with ``is_fresh``, also what others wrote until now."""
+        now = time.monotonic()
+        state = self._states.get(run_id)
+        if state is not None:
+            state.used_at = now
+            is_mine = state.is_mine and not self._is_shared
+            fresh_seconds = _MINE_SECONDS if state.is_mine else _FRESH_SECONDS
+            if is_mine or not is_fresh or now < state.read_at + fresh_seconds:
+                return state
+        number = self.runs.get(run_id) if state is None and not is_fresh else self.number(run_id)
+        state = RunState(now)
+        if number is not None:
+            self._read({number: state})
+        self._states[run_id] = state
+        return state
+
+    def _read(self, states: Mapping[int, RunState]) -> None:
+        for table in (NEW_MARKS, MARKS):
+            self._engine.files.need(table, *states)
+        runs = ", ".join(map(str, states))
+        marks = self._engine.ask(newest_marks(states)).to_pydict()
+        for run, incarnation, source, stream, seq, _ in zip(*marks.values(), strict=True):
+            states[run].marks[incarnation, stream] = seq
+            if source:
+                states[run].sources[incarnation, stream] = source
+        for run, holes in self._holes(states).items():
+            states[run].holes = holes
+        kinds = self._engine.ask(
+            f"SELECT DISTINCT run, stream, name, kind FROM {KINDS} WHERE run IN ({runs})"
+        ).to_pydict()
+        for run, stream, name, kind in zip(*kinds.values(), strict=True):
+            states[run].kinds[stream].setdefault(name, set()).add(kind)
+
+    @locked
+    def holes(self, run_id: str) -> dict[Writer, list[tuple[int, int]]]:
+        """Return what damage took of a run; another process may maintain the lake."""
+        state, now = self.run(run_id), time.monotonic()
+        number = self.runs.get(run_id)
+        is_old = self._is_shared and now >= state.holes_read_at + _HOLES_SECONDS
+        if is_old and number is not None:
+            state.holes_read_at = now
+            state.holes = self._holes([number]).get(number, {})
+        return state.holes
+
+    def _holes(self, runs: Iterable[int]) -> dict[int, dict[Writer, list[tuple[int, int]]]]:
+        holes: dict[int, dict[Writer, list[tuple[int, int]]]] = {}
+        listed = self._engine.ask(
+            f"SELECT run, incarnation, stream, first_seq, end_seq FROM {HOLES}"
+            f" WHERE run IN ({', '.join(map(str, runs))}) ORDER BY first_seq"
+        ).to_pydict()
+        for run, incarnation, stream, first, end in zip(*listed.values(), strict=True):
+            of_run = holes.setdefault(run, {})
+            of_run.setdefault((incarnation, stream), []).append((first, end))
+        return holes
+
+    @locked
+    def new_kinds(
+        self, written: Mapping[str, Mapping[str, Iterable[tuple[str, str]]]]
+    ) -> list[tuple[str, str, str, str]]:
+        """Return run, stream, name and type of the columns that the catalogue has not yet.
+
+        Args:
+            written: by run and stream, the columns with their types.
+        """
+        new = []
+        for run_id, streams in written.items():
+            known = self.run(run_id).kinds
+            for stream, columns in streams.items():
+                before = known[stream]
+                new += [
+                    (run_id, stream, name, kind)
+                    for name, kind in columns
+                    if kind not in before.get(name, ())
+                ]
+        return new
+
+    @locked
+    def kinds(self, run_id: str, stream: str) -> dict[str, str]:
+        """Return the columns of the run's stream, each with its type."""
+        state = self.run(run_id, is_fresh=True)
+        if not any(source for (_, key), source in state.sources.items() if key == stream):
+            return {}  # its rows were removed
+        return {name: common_type(kinds) for name, kinds in state.kinds[stream].items()}
+
+    @locked
+    def columns(self, run_id: str, stream: str) -> Places:
+        """Return the places of the columns that the run's rows of the stream have."""
+        kinds = self.run(run_id, is_fresh=True).kinds[stream]
+        columns = {(name, kind) for name, of_name in kinds.items() for kind in of_name}
+        if not columns <= self.places.get(stream, {}).keys():
+            self.look_again()  # another collector has added some
+        return {column: self.places[stream][column] for column in sorted(columns)}
+
+    @locked
+    def sources(self, run_id: str, stream: str) -> list[str]:
+        """Return who wrote rows of the run's stream."""
+        sources = self.run(run_id, is_fresh=True).sources
+        return sorted({source for (_, key), source in sources.items() if key == stream})
+
+    @locked
+    def marks(self, run_id: str, stream: str) -> dict[str, tuple[int, str]]:
+        """Return by incarnation how far the run's stream is stored, and its source."""
+        state = self.run(run_id, is_fresh=True)
+        return {
+            incarnation: (state.marks[incarnation, key], source)
+            for (incarnation, key), source in state.sources.items()
+            if key == stream
+        }

@@ -1,0 +1,150 @@
+"""Outlines of rows: of each stretch and column extremes, ends, and what is not finite. Pure.
+
+A stretch is some rows of one writer, one behind the other: of one attempt, and of steps that rise
+within 256 (of streams without steps: within 256 numbers). What is outlined later is added beside
+it, so a stretch may be one row.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vitals_collector.numbers.interface import HOST_STREAMS, Column
+from vitals_collector.numbers.points import Floats, Ints, Mask
+
+STREAMS = ("steps", "gpu", "node")
+"""Whose curves have outlines: a column of the others mixes several series."""
+STRETCH = 256
+"""Steps, or rows."""
+EXTREMES, NONFINITE, TOO_MANY = 0, 1, 2
+"""What an entry is: of a stretch the extremes and ends; one value that is not finite; or the ends
+of a stretch with so many of these that its rows are to be read."""
+_MOST_NONFINITE = 8
+ROWS = ""
+"""The column of the entries that say which rows were outlined."""
+
+
+class Rows(NamedTuple):
+    """Rows of one stream by writer and number, in parallel arrays."""
+
+    writer: Ints
+    seq: Ints
+    step: Ints
+    attempt: Ints
+    time_unix_ns: Ints
+
+
+class Entries(NamedTuple):
+    """What is kept of stretches, in parallel arrays."""
+
+    name: Ints
+    """Place of the column among those that were given, counted from 1; 0 is ``ROWS``."""
+    writer: Ints
+    kind: npt.NDArray[np.int8]
+    attempt: Ints
+    last_seq: Ints
+    """Of the stretch."""
+    num: Ints
+    """Values that it stands for."""
+    low: Floats
+    low_step: Ints
+    low_unix_ns: Ints
+    high: Floats
+    high_step: Ints
+    high_unix_ns: Ints
+    first: Floats
+    """Finite or not; so is the last."""
+    first_step: Ints
+    first_unix_ns: Ints
+    last: Floats
+    last_step: Ints
+    last_unix_ns: Ints
+
+
+def outline(stream: str, rows: Rows, columns: Mapping[str, Column]) -> Entries:
+    """Return the entries of all columns, and those of ``ROWS``."""
+    stretch = _stretches(stream, rows)
+    last_seq = rows.seq[np.append(np.flatnonzero(np.diff(stretch)), len(stretch) - 1)]
+    everything = np.arange(len(stretch))
+    parts = [_entries(0, rows, stretch, last_seq, everything, np.zeros(len(stretch)))]
+    for i, column in enumerate(columns.values(), 1):
+        at = everything if not column.is_missing.any() else np.flatnonzero(~column.is_missing)
+        if len(at):
+            values = column.values[at].astype(np.float64, copy=False)
+            parts.append(_entries(i, rows, stretch, last_seq, at, values))
+    return Entries(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _stretches(stream: str, rows: Rows) -> Ints:
+    """Return the number of each row's stretch."""
+    is_host = stream in HOST_STREAMS
+    along = (rows.seq if is_host else rows.step) // STRETCH
+    is_new = np.diff(rows.writer) != 0
+    is_new |= np.diff(rows.attempt) != 0
+    is_new |= np.diff(along) != 0
+    is_new |= np.diff(rows.time_unix_ns) < 0
+    if not is_host:
+        is_new |= np.diff(rows.step) <= 0
+    return np.concatenate(([0], np.cumsum(is_new)))
+
+
+def _entries(
+    name: int, rows: Rows, stretch: Ints, last_seq: Ints, at: Ints, values: Floats
+) -> Entries:
+    of_value = stretch[at]
+    starts = _starts(of_value)
+    ends = np.append(starts[1:], len(at)) - 1
+    nums = ends - starts + 1
+    is_finite = np.isfinite(values)
+    group = np.repeat(np.arange(len(starts)), nums)
+    if is_finite.all():
+        low, high, bad = values, values, np.zeros(0, np.int64)
+        num_bad = np.zeros(len(starts), np.int64)
+    else:
+        low, high = (np.where(is_finite, values, side) for side in (np.inf, -np.inf))
+        bad = np.flatnonzero(~is_finite)
+        num_bad = np.bincount(group[bad], minlength=len(starts))
+    lows, highs = (
+        _first_of(low, group, starts, np.minimum),
+        _first_of(high, group, starts, np.maximum),
+    )
+    kind = np.where(num_bad > _MOST_NONFINITE, TOO_MANY, EXTREMES)
+    bad = bad[kind[group[bad]] == EXTREMES]  # these are kept one by one
+    num = np.where(kind == EXTREMES, nums - num_bad, nums)
+    which = np.concatenate((np.arange(len(starts)), group[bad]))
+    own = [np.concatenate((places, bad)) for places in (lows, highs, starts, ends)]
+    low_at, high_at, first_at, last_at = (at[places] for places in own)
+    of_low, of_high, of_first, of_last = (values[places] for places in own)
+    return Entries(
+        name=np.full(len(which), name),
+        writer=rows.writer[first_at],
+        kind=np.concatenate((kind, np.full(len(bad), NONFINITE))).astype(np.int8),
+        attempt=rows.attempt[first_at],
+        last_seq=last_seq[of_value[starts]][which],
+        num=np.concatenate((num, np.ones(len(bad), np.int64))),
+        low=of_low,
+        low_step=rows.step[low_at],
+        low_unix_ns=rows.time_unix_ns[low_at],
+        high=of_high,
+        high_step=rows.step[high_at],
+        high_unix_ns=rows.time_unix_ns[high_at],
+        first=of_first,
+        first_step=rows.step[first_at],
+        first_unix_ns=rows.time_unix_ns[first_at],
+        last=of_last,
+        last_step=rows.step[last_at],
+        last_unix_ns=rows.time_unix_ns[last_at],
+    )
+
+
+def _starts(groups: Ints) -> Ints:
+    return np.concatenate(([0], np.flatnonzero(np.diff(groups)) + 1))
+
+
+def _first_of(values: Floats, group: Ints, starts: Ints, extreme: np.ufunc) -> Ints:
+    """Return where each group has its extreme value first."""
+    is_extreme: Mask = values == extreme.reduceat(values, starts)[group]
+    at = np.flatnonzero(is_extreme)
+    return at[_starts(group[at])]

@@ -1,0 +1,82 @@
+"""Reads everything that has a checksum and lists what is damaged; says what a store takes."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sqlalchemy import Connection, LargeBinary, Table, func, select, type_coerce
+
+from vitals_collector.numbers.lake import Lake
+from vitals_collector.storage.checksums import Record, is_record_whole
+from vitals_collector.storage.schema import metadata
+from vitals_collector.storage.store import Store
+
+
+class Damaged(NamedTuple):
+    """A file of rows, or the records of a table, that are damaged."""
+
+    what: str
+    num_rows: int
+    run_ids: tuple[str, ...]
+    """That it may be of; none where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSize:
+    """What the database and the rows take."""
+
+    where: str
+    num_bytes: int
+    num_free: int
+    """Bytes that new records take before the database grows."""
+
+
+def check(store: Store) -> list[Damaged]:
+    """Read every file of rows, every record, and what SQLite checks by itself.
+
+    Raises:
+        StorageError: the database cannot be read at all.
+    """
+    damaged = []
+    with store.read() as connection:
+        if connection.dialect.name == "sqlite":
+            report_rows = connection.exec_driver_sql("PRAGMA quick_check(20)")
+            lines = [str(row[0]) for row in report_rows]
+            damaged += [Damaged(line, 0, ()) for line in lines if line != "ok"]
+        for table in metadata.sorted_tables:
+            if num := _num_damaged(connection, table):
+                damaged.append(Damaged(f"records in {table.name}", num, ()))
+    if isinstance(store.numbers, Lake):
+        files = store.numbers.check()
+        damaged += [Damaged(file.path, file.num_rows, file.run_ids) for file in files]
+    return damaged
+
+
+def _num_damaged(connection: Connection, table: Table) -> int:
+    records = [
+        type_coerce(column, LargeBinary)
+        for column in table.columns
+        if isinstance(column.type, Record)
+    ]
+    if not records:
+        return 0
+    return sum(
+        not all(is_record_whole(stored) for stored in row if stored)
+        for row in connection.execute(select(*records))
+    )
+
+
+def store_size(store: Store) -> StoreSize:
+    """Return what the store takes on its disks."""
+    lake = store.numbers.size() if isinstance(store.numbers, Lake) else 0
+    with store.read() as connection:
+        if connection.dialect.name == "sqlite":
+            page, pages, free = (
+                int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())
+                for name in ("page_size", "page_count", "freelist_count")
+            )
+            return StoreSize(store.where, page * pages + lake, page * free)
+        size = connection.execute(select(func.pg_database_size(func.current_database())))
+        return StoreSize(store.where, int(size.scalar_one()) + lake, 0)
+
+
+__all__ = ["Damaged", "StoreSize", "check", "store_size"]

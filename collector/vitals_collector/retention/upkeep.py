@@ -1,0 +1,295 @@
+"""Keeps a store small, quick and whole, in one thread: merges, thinning, removal, damage."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+import msgspec
+from sqlalchemy import func, select, update
+
+from trainvitals.catalog import ROW_COLUMNS
+from trainvitals.clock import Clock
+from trainvitals.errors import StorageError
+from trainvitals.records import Note
+from vitals_collector.live.run_status import Liveness
+from vitals_collector.numbers.lake import Lake
+from vitals_collector.numbers.lake_files import DAMAGED
+from vitals_collector.retention import removal
+from vitals_collector.retention.histories import history
+from vitals_collector.retention.levels import RunHistory, When, level_run, thin_run
+from vitals_collector.retention.settings import VolumeSettings
+from vitals_collector.storage.schema import RANKS, events, measured_columns, runs, sources
+from vitals_collector.storage.store import Store, insert
+
+INTERVAL_SECONDS = 60.0
+OVER_CAP = "over_cap"
+"""Code of the note that what is kept for ever is above the cap."""
+VOLUMES = "volumes"
+"""The incarnation of notes that no rank wrote."""
+_MERGE_SECONDS = 20.0
+"""After which a merge goes on in the next round."""
+_LOOK_SECONDS = 600.0
+"""How often runs are looked at: their rows get old, and the watchers read on."""
+_QUIET_SECONDS = 86_400.0
+_PAUSE = 1.0
+"""How long to rest after a window, in times of what it took: writers go first."""
+_NEVER = 2**62
+_OF_EVERY_ROW = frozenset(column.name for column in ROW_COLUMNS)
+_LOG = logging.getLogger("vitals.collector.upkeep")
+
+
+class Upkeep:
+    """The thread ``vitals-upkeep``: a merge a minute where rows came, a look at runs in ten."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: VolumeSettings,
+        *,
+        clock: Clock,
+        lost_after_seconds: float = 60.0,
+        is_mine: Callable[[], bool] = lambda: True,
+        pause: float = _PAUSE,
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            store: whose rows lie in a lake.
+            settings: what is kept, and for how long.
+            clock: what is old is told from it.
+            lost_after_seconds: a run that is silent for longer does not run.
+            is_mine: whether this collector maintains the store: one at a time does.
+            pause: how long to rest after a window, in times of what it took.
+        """
+        assert isinstance(store.numbers, Lake), "rows in memory need no upkeep"
+        self._store, self._lake, self._settings = store, store.numbers, settings
+        self._clock, self._is_mine, self._pause = clock, is_mine, pause
+        self._lost_after_seconds = lost_after_seconds
+        self._up_since_unix_ns = clock.time_ns()
+        self._quiet: dict[str, tuple[int, int]] = {}
+        """By run, its newest row when nothing was left to go, and when to look again."""
+        self._num_named: dict[str, int] = {}
+        self._over_cap: dict[str, str] = {}
+        """Runs that are above the cap though all was thinned that may be, each with the words."""
+        self._is_merged = False
+        self._looked_ns: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="vitals-upkeep", daemon=True)
+
+    def start(self) -> None:
+        """Begin: a round now, and one a minute."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End behind the piece of work that is under way."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            self.once()
+            self._stop.wait(INTERVAL_SECONDS)
+
+    def once(self) -> None:
+        """Do what is due; an error is logged, counted, and ends the round."""
+        try:
+            self._lake.give_back_memory()
+            if self._is_mine():
+                self._maintain()
+        except StorageError as error:
+            self._mend(error)
+        except Exception:  # noqa: BLE001 - the thread must not end
+            self._store.counters.fail("upkeep")
+            _LOG.exception("upkeep_failed again_in=%gs", INTERVAL_SECONDS)
+
+    def _maintain(self) -> None:
+        now_ns = self._clock.monotonic_ns()
+        is_time = self._looked_ns is None or now_ns - self._looked_ns >= _LOOK_SECONDS * 1e9
+        if is_time:
+            self._looked_ns = now_ns
+        # Also where nothing came: another process may have removed runs.
+        if is_time or not self._is_merged or self._lake.known.changed():
+            self._is_merged = self._lake.merge(_MERGE_SECONDS)
+        if is_time and self._is_going():
+            self._is_merged &= not self.look()
+        self._store.reclaim(above=0.1)
+
+    def _is_going(self) -> bool:
+        return not self._stop.is_set() and self._is_mine()
+
+    def do_all(self) -> int:
+        """Do all that is due, at once; return how many rows or runs went.
+
+        Raises:
+            StorageError: the store refused; call again.
+        """
+        num = self.look()
+        while not self._lake.merge(_MERGE_SECONDS):
+            pass  # it goes on where it was
+        while self._store.reclaim():
+            pass
+        return num
+
+    def look(self) -> int:
+        """Thin and remove what is due in every run; return how many rows or runs went.
+
+        Raises:
+            StorageError: the store refused; nothing is half done, call again.
+        """
+        removal.finish(self._store)
+        when = Liveness(
+            now_unix_ns=self._clock.time_ns(),
+            up_since_unix_ns=self._up_since_unix_ns,
+            lost_after_seconds=self._lost_after_seconds,
+        )
+        num = len(removal.delete_old(self._store, self._settings.keep_days, when))
+        sizes = self._lake.sizes()
+        for run_id, newest_unix_ns in self._due(sizes, when.now_unix_ns).items():
+            if not self._is_going():
+                return num
+            try:
+                num += self._thin(run_id, newest_unix_ns, sizes)
+            except Exception as error:
+                if isinstance(error, StorageError) and error.code == DAMAGED:
+                    raise
+                self._store.counters.fail("upkeep")
+                _LOG.exception("thinning_failed run=%s again_in=%gs", run_id, _LOOK_SECONDS)
+        self._keep_sizes(sizes)
+        return num
+
+    def _due(self, sizes: Mapping[str, int], now_unix_ns: int) -> dict[str, int]:
+        """Return the runs to look at, and when the newest of their rows was written.
+
+        One of which nothing came, whose rows were old already, is looked at once a day: the
+        watchers may have read on.
+        """
+        query = select(sources.c.run_id, func.max(sources.c.last_seen_unix_ns))
+        with self._store.read() as connection:
+            rows = connection.execute(query.group_by(sources.c.run_id)).all()
+        newest_by_run = {run_id: int(newest or 0) for run_id, newest in rows if run_id in sizes}
+        self._quiet = {run: of for run, of in self._quiet.items() if run in newest_by_run}
+        cap = self._settings.max_run_bytes
+        return {
+            run_id: newest
+            for run_id, newest in sorted(newest_by_run.items())
+            if (quiet := self._quiet.get(run_id)) is None
+            or quiet[0] != newest
+            or now_unix_ns >= quiet[1]
+            or (0 < cap < sizes[run_id] and run_id not in self._over_cap)
+        }
+
+    def _thin(self, run_id: str, newest_unix_ns: int, sizes: dict[str, int]) -> int:
+        """Thin what is old in a run, and more where it is above its cap."""
+        with self._store.read() as connection:
+            run = history(self._store, connection, run_id)
+        now = self._clock.time_ns()
+        settings, cap = self._settings, self._settings.max_run_bytes
+        when = When(
+            now - int(settings.keep_hours * 3_600e9),
+            now,
+            is_enough=lambda: not self._is_going(),
+            rest=lambda seconds: self._pause and self._stop.wait(self._pause * seconds),
+        )
+        num = self._take(run, when)
+        if num:
+            sizes[run_id] = self._lake.num_bytes(run_id)
+        if 0 < cap < sizes[run_id]:
+
+            def is_enough() -> bool:
+                sizes[run_id] = self._lake.num_bytes(run_id)
+                return not self._is_going() or sizes[run_id] <= cap
+
+            num += self._take(
+                run, when._replace(before_unix_ns=_NEVER, reason="size", is_enough=is_enough)
+            )
+            sizes[run_id] = self._lake.num_bytes(run_id)
+        if not num and newest_unix_ns < when.before_unix_ns:
+            self._quiet[run_id] = newest_unix_ns, now + int(_QUIET_SECONDS * 1e9)
+        return num
+
+    def _take(self, run: RunHistory, when: When) -> int:
+        before = _counts(self._lake, run.run_id)
+        num = level_run(self._lake, run, self._settings, when)
+        num += thin_run(self._lake, run, self._settings, when)
+        counters = self._store.counters
+        with counters.lock:
+            for key, total in _counts(self._lake, run.run_id).items() if num else ():
+                taken = total - before.get(key, 0)
+                counters.thinned[key] = counters.thinned.get(key, 0) + taken
+        return num
+
+    def _keep_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Write down what runs take, and say which are above their cap with nothing left to go."""
+        with self._store.write() as connection:
+            stored = connection.execute(select(runs.c.run_id, runs.c.num_bytes))
+            before = {row.run_id: row.num_bytes for row in stored}
+            for run_id, num_bytes in sizes.items():
+                if before.get(run_id, num_bytes) != num_bytes:
+                    own = runs.c.run_id == run_id
+                    connection.execute(update(runs).where(own).values(num_bytes=num_bytes))
+                # No writer sends levels: here they get their names.
+                levels = self._lake.kinds(run_id, RANKS).keys() - _OF_EVERY_ROW
+                if len(levels) != self._num_named.get(run_id, 0):
+                    statement = insert(connection, measured_columns).on_conflict_do_nothing()
+                    named = [{"run_id": run_id, "stream": RANKS, "name": n} for n in sorted(levels)]
+                    connection.execute(statement, named)
+                    self._num_named[run_id] = len(levels)
+        cap = self._settings.max_run_bytes
+        self._over_cap = {
+            run_id: self._say_over(run_id, num_bytes)
+            for run_id, num_bytes in sizes.items()
+            if 0 < cap < num_bytes
+        }
+        self._store.counters.over_cap = self._over_cap
+
+    def _say_over(self, run_id: str, num_bytes: int) -> str:
+        if run_id in self._over_cap:
+            return self._over_cap[run_id]
+        cap = self._settings.max_run_bytes
+        text = (
+            f"this run has {num_bytes / 1e9:.3g} GB, above its cap of {cap / 1e9:.3g} GB, and "
+            "nothing more can be thinned: rank 0, the worst ranks, and what is near incidents stay"
+        )
+        _LOG.warning("run_over_cap run=%s bytes=%d cap=%d", run_id, num_bytes, cap)
+        own = (events.c.run_id == run_id, events.c.incarnation == VOLUMES)
+        note = Note(code=OVER_CAP, text=text, severity="warning")
+        with self._store.write() as connection:
+            if connection.execute(select(func.max(events.c.seq)).where(*own)).scalar() is None:
+                connection.execute(
+                    events.insert().values(
+                        run_id=run_id,
+                        incarnation=VOLUMES,
+                        source="collector",
+                        seq=0,
+                        time_unix_ns=self._clock.time_ns(),
+                        kind="Note",
+                        summary=f"{text} [{OVER_CAP}]",
+                        body=msgspec.msgpack.encode(note),
+                    )
+                )
+        return text
+
+    def _mend(self, error: StorageError) -> None:
+        """Take damaged files out, where they were what was met."""
+        self._store.counters.fail("upkeep")
+        if error.code != DAMAGED:
+            _LOG.error("upkeep_failed again_in=%gs error=%s", INTERVAL_SECONDS, error.text)
+            return
+        try:
+            damaged = self._lake.forget_damaged()
+        except StorageError as again:
+            _LOG.error("upkeep_failed again_in=%gs error=%s", INTERVAL_SECONDS, again.text)
+            return
+        self._is_merged = False
+        for file in damaged:
+            self._store.damage.tell(
+                f"{file.path} ({file.num_rows} rows, runs {', '.join(file.run_ids)})"
+            )
+
+
+def _counts(lake: Lake, run_id: str) -> dict[tuple[str, str], int]:
+    return {(part.stream, part.reason): part.num_rows for part in lake.thinned(run_id)}
+
+
+__all__ = ["INTERVAL_SECONDS", "OVER_CAP", "VOLUMES", "Upkeep"]

@@ -1,0 +1,71 @@
+"""What the pager knows of what other collectors did meanwhile."""
+
+import pytest
+
+from tests.collector.alerting import Heard, decision
+from tests.collector.rows import Writer
+from trainvitals.testing import ManualClock
+from trainvitals.views import AckRequest
+from vitals_collector.alerts.inbox import Inbox
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.live.engine import assemble
+from vitals_collector.storage.store import Store
+
+pytestmark = [
+    pytest.mark.servers,
+    pytest.mark.parametrize("store", ["postgresql"], indirect=True),
+]
+
+
+class Pager:
+    """A collector's acting parts, and others that take rows and silences past it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.clock = ManualClock()
+        self.heard = Heard(reposts=True)
+        self.acting = assemble(store, [self.heard], clock=self.clock, is_shared=True)
+        store.after_ingest.clear()  # what is stored, another collector stores
+
+    def store_elsewhere(self) -> None:
+        raw = Writer().events(decision(action="rollback"))
+        ingest(self.store, raw, received_unix_ns=self.clock.time_ns())
+
+    def pass_time(self, seconds: int) -> None:
+        for _ in range(0, seconds, 5):
+            self.acting.lease.look()
+            self.acting.engine.poll()
+            self.acting.dispatcher.pump()
+            self.clock.advance(5)
+
+
+def test_what_another_collector_stored_is_told_and_told_again_while_it_fires(store: Store) -> None:
+    pager = Pager(store)
+    pager.pass_time(5)
+    pager.store_elsewhere()
+    pager.pass_time(10)
+    assert pager.heard.words == ["TrainingRolledBack firing"]
+    pager.pass_time(70)
+    assert pager.heard.words.count("TrainingRolledBack firing") > 1
+
+
+def test_what_was_silenced_at_another_collector_is_told_no_more(store: Store) -> None:
+    pager = Pager(store)
+    pager.store_elsewhere()
+    pager.pass_time(5)
+    (alert,) = pager.heard.alerts
+    elsewhere = Inbox(store, clock=pager.clock)
+    silence = AckRequest(by="ana", reason="I am on it", silence_seconds=600.0)
+    elsewhere.acknowledge(alert.fingerprint, silence)
+    pager.pass_time(70)
+    assert pager.heard.words.count("TrainingRolledBack firing") == 1
+
+
+def test_who_holds_no_lease_tells_nothing(store: Store) -> None:
+    pager, other = Pager(store), Pager(store)
+    pager.acting.lease.look()
+    other.store_elsewhere()
+    other.pass_time(10)
+    assert other.heard.words == []
+    pager.pass_time(5)
+    assert pager.heard.words == ["TrainingRolledBack firing"]

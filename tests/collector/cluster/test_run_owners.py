@@ -1,0 +1,114 @@
+"""Each run has one owner among collectors on one PostgreSQL, and what another commits is no row."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.collector.rows import OTHER_RUN, RUN, Writer, seqs_stored
+from tests.collector.test_ingest import die_after_the_rows
+from trainvitals.clock import SystemClock
+from trainvitals.errors import NotOwnerError, StorageError
+from trainvitals.testing import ManualClock
+from vitals_collector.cluster import leases, owners
+from vitals_collector.cluster.owners import RunOwners
+from vitals_collector.ingest.ingest import ingest, ingest_bodies
+from vitals_collector.storage.store import Store, open_data_store
+
+pytestmark = [
+    pytest.mark.servers,
+    pytest.mark.parametrize("lake_store", ["postgresql"], indirect=True),
+]
+
+
+@pytest.fixture
+def first(lake_store: Store) -> Store:
+    """Return the store of a collector that owns what it is sent."""
+    lake_store.claims = RunOwners(lake_store, clock=SystemClock(), url="http://first:1")
+    return lake_store
+
+
+@pytest.fixture
+def second(first: Store, postgres: str, tmp_path: Path) -> Iterator[Store]:
+    """Give the store of another one, on the same database and lake."""
+    with contextlib.closing(open_data_store(tmp_path / "second", postgres)) as store:
+        store.claims = RunOwners(store, clock=SystemClock(), url="http://second:1")
+        yield store
+
+
+def test_rows_of_a_run_are_taken_by_one_and_the_other_says_by_whom(first: Store, second: Store):
+    mine, other = Writer(), Writer(run=OTHER_RUN)
+    assert 5 == ingest(first, mine.steps(range(5))).num_new
+    refused, stored = ingest_bodies(second, [[mine.steps([5])], [other.steps([0])]], 0)
+    assert isinstance(refused, NotOwnerError)
+    assert "http://first:1" == refused.owner
+    assert RUN in refused.text
+    assert isinstance(stored, tuple)
+    assert [1] == [reply.num_new for reply in stored], "another body is no less welcome"
+    with pytest.raises(NotOwnerError):
+        ingest(first, other.steps([1]))
+
+
+def test_owners_that_take_turns_at_a_stream_store_each_row_once(
+    first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
+):
+    writer = Writer()
+    raws = [writer.steps(range(begin, begin + 4), loss=0.5) for begin in range(0, 24, 4)]
+    for number in range(0, 6, 2):
+        ingest(first, raws[number])
+        first.claims.close()
+        with monkeypatch.context() as patch:
+            die_after_the_rows(second, patch)
+            with pytest.raises(MemoryError):
+                ingest(second, raws[number + 1])
+        second.claims.close()
+        assert [0, 4] == [ingest(first, raw).num_new for raw in raws[number : number + 2]]
+    assert [*range(24)] == seqs_stored(first)
+
+
+def test_an_owner_that_was_paused_answers_nobody_and_what_it_commits_is_taken_out(
+    first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
+):
+    for module in (leases, owners):
+        monkeypatch.setattr(module, "LEASE_SECONDS", 4.0)
+        monkeypatch.setattr(module, "MARGIN_SECONDS", 0.5)
+    writer = Writer()
+    ingest(first, writer.steps(range(5)))
+    more = writer.steps(range(5, 10))
+    time.sleep(4.1)
+    assert 5 == ingest(second, more).num_new
+    last = writer.steps(range(10, 15))
+    # It was stopped behind this question, and goes on now.
+    monkeypatch.setattr(first.claims, "claim", lambda run_ids: {})
+    with pytest.raises(StorageError, match="lease of run"):
+        ingest(first, last)
+    second.numbers.merge()
+    assert [*range(10)] == seqs_stored(second)
+    assert 5 == ingest(second, last).num_new
+    second.numbers.merge()
+    assert [*range(15)] == seqs_stored(second)
+
+
+def test_a_lease_is_renewed_while_rows_come_and_let_go_when_none_do(
+    lake_store: Store, postgres: str, tmp_path: Path
+):
+    clock = ManualClock()
+    mine = RunOwners(lake_store, clock=clock)
+    assert {} == mine.claim([RUN])
+    for _ in range(3):
+        clock.advance(5.0)
+        mine.renew()
+        mine.confirm([RUN])
+    clock.advance(owners.LEASE_SECONDS)
+    with pytest.raises(StorageError, match="ended"):
+        mine.confirm([RUN])
+    assert {} == mine.claim([RUN])
+    clock.advance(1.0)
+    mine.renew()
+    for _ in range(130):
+        clock.advance(5.0)
+        mine.renew()
+    with contextlib.closing(open_data_store(tmp_path / "second", postgres)) as store:
+        assert {} == RunOwners(store, clock=clock).claim([RUN]), "it was let go"

@@ -1,0 +1,136 @@
+"""One flipped bit in any file of the lake is told, and what was in it can be sent again, once."""
+
+import contextlib
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.collector.numbers.test_numbers import plain
+from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
+from trainvitals.errors import StorageError
+from trainvitals.wire import Batch
+from vitals_collector.numbers import lake_upkeep
+from vitals_collector.numbers.interface import Curve, Numbers, Span
+from vitals_collector.numbers.lake import Lake
+from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.points import AttemptRow
+
+ATTEMPTS = [AttemptRow(1, None, 0)]
+
+
+def sent() -> list[Batch]:
+    """Return what two runs have written."""
+    batches = []
+    for first in (0, 10, 20):
+        for run in (RUN, OTHER_RUN):
+            for rank in (0, 1):
+                rows = [{"loss": float(first + i + 100 * rank)} for i in range(10)]
+                batches.append(batch(identity(run, rank=rank), rows, first_seq=first))
+    return batches
+
+
+def answers(numbers: Numbers, run: str) -> list[object]:
+    """Return all that a run's losses are asked for."""
+    span = Span(run, "steps")
+    columns = numbers.scan(span, ["loss", "rank", "seq"])
+    curves = [Curve(span._replace(sources=(f"rank:{rank}",)), "loss", 2) for rank in (0, 1)]
+    drawn = numbers.curves(curves, ATTEMPTS, "lineage")
+    ends = [(len(d.points), d.points.value[[0, -1]].tolist(), d.num_values) for d in drawn]
+    return [{name: plain(column) for name, column in columns.items()}, [end[1:] for end in ends]]
+
+
+@pytest.fixture(scope="module", params=["never merged", "merged", "partly merged"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a lake with what was sent."""
+    folder = tmp_path_factory.mktemp("whole")
+    lake, batches = Lake(folder), sent()
+    lake.append(batches[:4])
+    if request.param == "partly merged":
+        lake.merge()
+    lake.append(batches[4:])
+    if request.param == "merged":
+        lake.merge()
+    lake.close()
+    return folder
+
+
+def test_a_flipped_bit_in_any_file_is_told_and_its_rows_are_taken_again_once(
+    whole: Path, tmp_path: Path
+) -> None:
+    expected = MemoryNumbers()
+    expected.append(sent())
+    lake = Lake(whole)
+    assert lake.check() == []
+    live = {path for path, is_live, _ in _listed(lake) if is_live}
+    lake.close()
+    rng = random.Random(5)
+    assert {path.split("/")[0] for path in live} >= {"steps"}
+    for path in sorted(live):
+        folder = tmp_path / path.replace("/", "-")
+        shutil.copytree(whole, folder)
+        file = folder / "data" / "main" / path
+        content = bytearray(file.read_bytes())
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        file.write_bytes(content)
+        _check_repair(folder, path, expected)
+        shutil.rmtree(folder)
+
+
+def _listed(lake: Lake) -> list[tuple[str, bool, object]]:
+    tables = ("steps", "outlines", "marks", "new_marks")
+    return [row for table in tables for row in lake.engine.files._listed(table)]
+
+
+def _check_repair(folder: Path, path: str, expected: MemoryNumbers) -> None:
+    lake = Lake(folder)
+    refused = 0
+    for run in (RUN, OTHER_RUN):
+        try:
+            assert answers(lake, run) == answers(expected, run)
+        except StorageError as error:
+            refused += 1
+            assert path in str(error)
+    assert refused > 0
+    (damaged,) = lake.check()
+    assert damaged.path == path
+    assert damaged.run_ids
+    with pytest.raises(StorageError, match="damaged"):
+        lake.merge()
+    assert [file.path for file in lake.forget_damaged()] == [path]
+    assert lake.check() == []
+    lost = sum(
+        end - first
+        for run in (RUN, OTHER_RUN)
+        for rank in (0, 1)
+        for first, end in lake.missing((run, identity(run, rank=rank).incarnation, "steps"))
+    )
+    assert lost == (damaged.num_rows if damaged.table == "steps" else 0)
+    lake.merge()
+    assert sum(lake.append(sent())) == lost
+    assert sum(lake.append(sent())) == 0
+    for _ in range(2):
+        for run in (RUN, OTHER_RUN):
+            assert answers(lake, run) == answers(expected, run)
+        lake.merge()
+    lake.close()
+    lake = Lake(folder)
+    assert sum(lake.append(sent())) == 0
+    lake.close()
+
+
+def test_a_file_that_another_collector_has_merged_away_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)
+    with contextlib.closing(Lake(tmp_path)) as lake:
+        for run in (RUN, OTHER_RUN):
+            lake.append([batch(identity(run), [{"loss": 1.0}])])
+    with contextlib.closing(Lake(tmp_path)) as lake, contextlib.closing(Lake(tmp_path)) as other:
+        assert plain(lake.scan(Span(RUN, "steps"), ["loss"])["loss"]) == [1.0]  # sees both files
+        other.merge()
+        other.merge()
+        assert len(list((tmp_path / "data" / "main" / "steps").iterdir())) == 1
+        assert plain(lake.scan(Span(OTHER_RUN, "steps"), ["loss"])["loss"]) == [1.0]
+        assert lake.check() == []

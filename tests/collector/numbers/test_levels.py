@@ -1,0 +1,276 @@
+"""Old steps of ranks become numbers over the ranks; the lake and memory alike."""
+
+import math
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.collector.numbers.test_numbers import plain
+from tests.collector.numbers.written import RUN, batch, identity
+from trainvitals.errors import StorageError
+from trainvitals.rows import Value
+from vitals_collector.numbers import lake_levels
+from vitals_collector.numbers.interface import Curve, Levelled, Numbers, Span, Window
+from vitals_collector.numbers.lake import Lake
+from vitals_collector.numbers.levels import STATISTICS
+from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.points import AttemptRow
+
+SIZE = 256
+FIRST = Window(1, 0, SIZE)
+KINDS = {"rank_loss": "f8", "step_duration_seconds": "f8", "tokens": "i8", "z": "f8", "host": "S8"}
+NUMBERS = ("rank_loss", "step_duration_seconds", "tokens", "z")
+STEPS = Span(RUN, "steps")
+
+
+def rows_of(rank: int, num: int) -> list[dict[str, Value]]:
+    """Return a rank's rows: rank 3 is slow, 5's loss is far off, 7 has a NaN, 9 an infinity."""
+    rng = random.Random(rank)
+    rows: list[dict[str, Value]] = []
+    for step in range(num):
+        row: dict[str, Value] = {
+            "rank_loss": 2.0 + rng.random() + (50.0 if rank == 5 and step == 11 else 0.0),
+            "step_duration_seconds": 0.1 + rng.random() / 100 + (rank == 3) * 0.5,
+            "tokens": 2**40 + rank,
+            "host": b"node-%d" % rank,
+        }
+        if step % 3 == 0:
+            row["z"] = {7: math.nan, 9: math.inf}.get(rank, rng.random())
+        rows.append(row)
+    return rows
+
+
+def fill(numbers: Numbers, *, num_ranks: int = 12, num: int = 600, first: int = 0) -> None:
+    """Store rows of some ranks."""
+    numbers.append(
+        [
+            batch(identity(rank=r), rows_of(r, num)[first:], first_seq=first, kinds=KINDS)
+            for r in range(num_ranks)
+        ]
+    )
+
+
+def kept_rows(numbers: Numbers) -> dict[int, int]:
+    """Return how many rows each rank has."""
+    ranks = numbers.scan(STEPS, ["rank"])["rank"].values
+    return dict(zip(*(part.tolist() for part in np.unique(ranks, return_counts=True)), strict=True))
+
+
+def levels(numbers: Numbers) -> dict[str, list[Value | str]]:
+    """Return the numbers over ranks."""
+    names = [f"{name}:{what}" for name in NUMBERS for what in STATISTICS]
+    scanned = numbers.scan(Span(RUN, "ranks"), ["step", "attempt", "num_ranks", *names])
+    return {name: plain(column) for name, column in scanned.items()}
+
+
+def test_a_window_keeps_rank_0_the_worst_ranks_and_numbers_over_all_others(
+    numbers: Numbers,
+) -> None:
+    fill(numbers)
+    due = numbers.next_window(RUN, 1, SIZE)
+    assert due is not None
+    assert (due.window, due.newest_unix_ns) == (FIRST, 1_700_000_000_000_000_255)
+    assert set(due.last_seqs.values()) == {255}
+    assert len(due.last_seqs) == 11
+    done = numbers.level(RUN, FIRST, 4)
+    # With a NaN or an infinity first; then by turns the slowest and the furthest loss.
+    assert done == Levelled(7 * SIZE, ("rank:7", "rank:9", "rank:3", "rank:5"))
+    whole = dict.fromkeys((0, 7, 9, 3, 5), 600)
+    assert kept_rows(numbers) == dict.fromkeys(range(12), 600 - SIZE) | whole
+    over = levels(numbers)
+    assert over["step"] == list(range(SIZE))
+    assert set(over["num_ranks"]) == {11}
+    ranks = [rows_of(rank, 600) for rank in range(1, 12)]
+    for step in (0, 11, 255):
+        losses = [row["rank_loss"] for row in (rank[step] for rank in ranks)]
+        assert over["rank_loss:min"][step] == min(losses)
+        assert over["rank_loss:max"][step] == max(losses)
+        assert over["rank_loss:mean"][step] == pytest.approx(sum(losses) / 11)
+    assert over["tokens:max"][0] == 2**40 + 11
+    assert [over[f"z:{what}"][0] for what in ("num", "nonfinite")] == [9, 2]
+    assert [over[f"z:{what}"][1] for what in STATISTICS] == [None] * 5
+    assert numbers.sources(RUN, "ranks") == ["ranks"]
+
+
+def test_windows_come_one_after_the_other_and_each_once(numbers: Numbers) -> None:
+    fill(numbers)
+    windows = []
+    while (due := numbers.next_window(RUN, 1, SIZE)) is not None:
+        windows.append(due[0])
+        numbers.level(RUN, due[0], 2)
+    assert windows == [Window(1, start, start + SIZE) for start in (0, 256, 512)]
+    assert levels(numbers)["step"] == list(range(600))
+    assert numbers.next_window(RUN, 2, SIZE) is None
+
+
+def test_a_window_near_an_incident_loses_nothing_and_has_its_numbers(numbers: Numbers) -> None:
+    fill(numbers)
+    assert numbers.level(RUN, FIRST, 2, is_whole=True).num_rows == 0
+    assert kept_rows(numbers) == dict.fromkeys(range(12), 600)
+    assert len(levels(numbers)["step"]) == SIZE
+    due = numbers.next_window(RUN, 1, SIZE)
+    assert due is not None
+    assert due[0].first_step == SIZE
+
+
+def test_rows_that_became_numbers_are_not_taken_again(numbers: Numbers) -> None:
+    fill(numbers)
+    numbers.level(RUN, FIRST, 2)
+    before = kept_rows(numbers)
+    fill(numbers)
+    assert kept_rows(numbers) == before
+
+
+def test_values_that_overflow_together_have_a_mean_between_their_ends(numbers: Numbers) -> None:
+    largest = 1.7e308
+    numbers.append(
+        [batch(identity(rank=rank), [{"z": largest}, {"z": math.nan}]) for rank in (1, 2, 3)]
+    )
+    numbers.level(RUN, FIRST, 1)
+    scanned = numbers.scan(Span(RUN, "ranks"), [f"z:{what}" for what in STATISTICS])
+    assert [plain(column) for column in scanned.values()] == [
+        [largest, None],
+        [largest, None],
+        [largest, None],
+        [3, 0],
+        [0, 3],
+    ]
+
+
+def test_the_lake_and_memory_make_the_same_levels(tmp_path: Path) -> None:
+    lake, memory = Lake(tmp_path), MemoryNumbers()
+    for numbers in (lake, memory):
+        fill(numbers, num_ranks=24)
+    assert lake.level(RUN, FIRST, 8) == memory.level(RUN, FIRST, 8)
+    mine, expected = levels(lake), levels(memory)
+    for name, values in expected.items():
+        assert mine[name] == (pytest.approx(values) if name.endswith(":mean") else values)
+    assert kept_rows(lake) == kept_rows(memory)
+    lake.close()
+
+
+def test_an_overview_shows_no_row_that_was_taken_away(tmp_path: Path) -> None:
+    lake, memory = Lake(tmp_path), MemoryNumbers()
+    for numbers in (lake, memory):
+        fill(numbers, num=1_000)
+    lake.merge()  # all is outlined
+    for numbers in (lake, memory):
+        numbers.level(RUN, FIRST, 2)
+    curves = [
+        Curve(Span(RUN, "steps", (f"rank:{rank}",)), "rank_loss", 4) for rank in (0, 1, 7, 11)
+    ]
+    for _ in range(2):
+        drawn = lake.curves(curves, [AttemptRow(1, None, 0)], "lineage")
+        whole = memory.curves(curves, [AttemptRow(1, None, 0)], "lineage")
+        for mine, expected in zip(drawn, whole, strict=True):
+            assert len(mine.points) < len(expected.points)
+            assert mine.num_values == expected.num_values
+            assert mine.points.step[0] == expected.points.step[0]
+            assert mine.points.value.max() == expected.points.value.max()
+        lake.merge()
+    lake.close()
+
+
+def test_rows_that_came_while_a_window_was_read_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = Lake(tmp_path)
+    fill(lake)
+    plan = lake_levels.plan
+
+    def plan_and_get_rows(*args: object, **kwargs: object) -> object:
+        planned = plan(*args, **kwargs)  # type: ignore[arg-type]
+        lake.append([batch(identity(rank=99), rows_of(99, 10), kinds=KINDS)])
+        return planned
+
+    monkeypatch.setattr(lake_levels, "plan", plan_and_get_rows)
+    with pytest.raises(StorageError, match="changed meanwhile"):
+        lake.level(RUN, FIRST, 2)
+    assert kept_rows(lake) == dict.fromkeys(range(12), 600) | {99: 10}
+    assert levels(lake)["step"] == []
+    monkeypatch.setattr(lake_levels, "plan", plan)
+    lake.level(RUN, FIRST, 2)
+    assert levels(lake)["num_ranks"][0] == 12
+    lake.close()
+
+
+def test_levels_stay_when_a_run_gets_a_new_owner(tmp_path: Path) -> None:
+    """Maintenance is no owner: what it wrote is neither stale nor taken out."""
+    lake = Lake(tmp_path)
+    lake.own({RUN: 1})
+    fill(lake)
+    other = Lake(tmp_path)
+    other.level(RUN, FIRST, 2)
+    lake.own({RUN: 2})
+    other.merge()
+    assert len(levels(lake)["step"]) == SIZE
+    assert kept_rows(lake)[1] == 600 - SIZE
+    for each in (lake, other):
+        each.close()
+
+
+def test_damage_opens_no_holes_where_rows_became_levels(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    fill(lake, num_ranks=4)
+    lake.level(RUN, FIRST, 1)
+    lake.close()
+    (file,) = sorted((tmp_path / "data/main/steps").glob("*.parquet"), key=_size)[-1:]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    lake = Lake(tmp_path)
+    assert [found.table for found in lake.forget_damaged()] == ["steps"]
+    assert lake.missing((RUN, identity(rank=1).incarnation, "steps")) == [(SIZE, 600)]
+    assert lake.missing((RUN, identity(rank=0).incarnation, "steps")) == [(0, 600)]
+    lake.close()
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
+
+
+THINNER = """
+import sys
+from pathlib import Path
+from tests.collector.numbers.test_levels import RUN, SIZE
+from vitals_collector.numbers.lake import Lake
+
+lake = Lake(Path(sys.argv[1]))
+print("open", flush=True)
+while (due := lake.next_window(RUN, 1, SIZE)) is not None:
+    lake.level(RUN, due[0], 2)
+    print("level", flush=True)
+    lake.merge()
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_row_or_its_numbers(tmp_path: Path) -> None:
+    lake, rng = Lake(tmp_path), random.Random(7)
+    num = 12 * SIZE
+    fill(lake, num_ranks=5, num=num)
+    lake.close()
+    seen = []
+    for _ in range(6):
+        with subprocess.Popen(
+            [sys.executable, "-c", THINNER, str(tmp_path)], stdout=subprocess.PIPE
+        ) as thinner:
+            assert thinner.stdout is not None
+            for _ in range(rng.randint(1, 2)):
+                thinner.stdout.readline()
+            time.sleep(rng.uniform(0.0, 0.4))  # anywhere in a window or a merge
+            thinner.kill()
+        lake = Lake(tmp_path)
+        done = levels(lake)["step"]
+        assert done == list(range(len(done)))
+        assert len(done) % SIZE == 0
+        # Rank 0 and two of each window have all rows, the two others those that are no level.
+        assert sum(kept_rows(lake).values()) == 3 * num + 2 * (num - len(done))
+        assert lake.check() == []
+        lake.close()
+        seen.append(len(done))
+    assert seen[-1] > 0

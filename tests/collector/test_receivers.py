@@ -1,0 +1,371 @@
+"""Receivers as they are: real processes, HTTP and SMTP; those that hang, and a collector killed."""
+
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tests.collector.rows import Writer
+from tests.collector.test_notifiers import alert, receiver
+from trainvitals.errors import ConfigError
+from trainvitals.testing import ManualClock
+from vitals_collector.alerts.delivery import Dispatcher
+from vitals_collector.alerts.messages import Links
+from vitals_collector.alerts.notifiers import DELIVERED, delivery_id
+from vitals_collector.alerts.receivers import ReceiverSettings, notifier_settings
+from vitals_collector.alerts.worker import WorkerNotifier
+from vitals_collector.cli import control
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.storage.store import open_data_store
+
+
+@contextmanager
+def tcp(handle) -> Iterator[int]:
+    """Serve each connection by ``handle(socket)``; gives the port."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            handle(self.request)
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+        block_on_close = False
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def drip(connection: socket.socket) -> None:
+    """Answer one byte at a time, forever: no single read ever times out."""
+    try:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
+        while True:
+            connection.sendall(b"a")
+            time.sleep(0.05)
+    except OSError:
+        pass
+
+
+def hang(connection: socket.socket) -> None:
+    """Take everything and say nothing."""
+    while connection.recv(65536):
+        pass
+
+
+@contextmanager
+def worker(
+    url: str, *, kind: str = "apprise", deadline: float = 30.0, name: str = "team"
+) -> Iterator[WorkerNotifier]:
+    settings = ReceiverSettings(name=name, kind=kind, url=url)
+    links = Links(public_url="http://vitals.example")
+    notifier = WorkerNotifier(settings, links=links, deadline_seconds=deadline)
+    try:
+        yield notifier
+    finally:
+        notifier.close()
+
+
+def children() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children()
+        if any("alerts.worker" in word for word in child.cmdline())
+    ]
+
+
+# ------------------------------------------------------------------------------------ processes
+
+
+def test_a_receiver_that_drips_bytes_is_cut_off_at_the_deadline_and_can_be_tried_again():
+    with (
+        tcp(drip) as port,
+        worker(f"http://127.0.0.1:{port}/", kind="webhook", deadline=2.0) as hook,
+    ):
+        for _ in range(2):
+            result = hook.notify([alert()])
+            assert (True, "no answer in 2 s") == (result.recoverable, result.error)
+        assert [] == children()
+
+
+def test_one_receiver_that_hangs_delays_no_other():
+    with (
+        tcp(hang) as port,
+        receiver() as server,
+        worker(f"http://127.0.0.1:{port}/", kind="webhook", name="stuck") as stuck,
+        worker(server.url, kind="webhook", name="good") as good,
+    ):
+        settled = threading.Event()
+        dispatcher = Dispatcher([stuck, good], clock=ManualClock())
+        dispatcher.start()
+        dispatcher.submit(alert())
+        for _ in range(200):
+            if server.posted:
+                settled.set()
+                break
+            time.sleep(0.05)
+        dispatcher.close(timeout=0.5)
+        assert settled.is_set()
+    assert [] == children()
+
+
+def test_the_process_starts_at_first_need_stays_for_the_next_and_shows_no_address():
+    with receiver() as server, worker(server.url, kind="webhook") as hook:
+        assert [] == children()
+        assert DELIVERED == hook.notify([alert()])
+        (first,) = children()
+        assert "s3cret" not in " ".join(first.cmdline())
+        assert DELIVERED == hook.notify([alert("f2")])
+        assert [first.pid] == [child.pid for child in children()]
+        first.kill()
+        assert DELIVERED == hook.notify([alert("f3")])
+        assert 3 == len(server.posted)
+
+
+def test_closing_ends_a_delivery_that_hangs_and_starts_no_other():
+    reached = threading.Event()
+
+    def note_and_hang(connection: socket.socket) -> None:
+        reached.set()
+        hang(connection)
+
+    with tcp(note_and_hang) as port, worker(f"http://127.0.0.1:{port}/", kind="webhook") as hook:
+        hook._running()  # as after an earlier delivery
+        thread = threading.Thread(target=hook.notify, args=([alert()],))
+        thread.start()
+        assert reached.wait(30)
+        hook.close()
+        thread.join(5)
+        assert not thread.is_alive()
+    assert [] == children()
+
+
+HANGING = """
+import sys
+from tests.collector.test_notifiers import alert
+from vitals_collector.alerts.receivers import ReceiverSettings
+from vitals_collector.alerts.worker import WorkerNotifier
+settings = ReceiverSettings(name="x", kind="webhook", url=sys.argv[1])
+WorkerNotifier(settings).notify([alert()])
+"""
+
+
+def test_the_process_dies_with_the_collector_also_within_a_call():
+    reached = threading.Event()
+
+    def note_and_hang(connection: socket.socket) -> None:
+        reached.set()
+        hang(connection)
+
+    with tcp(note_and_hang) as port:
+        command = [sys.executable, "-c", HANGING, f"http://127.0.0.1:{port}/"]
+        with subprocess.Popen(command) as collector:
+            assert reached.wait(30)
+            (process,) = psutil.Process(collector.pid).children()
+            collector.send_signal(signal.SIGKILL)
+        process.wait(5)
+
+
+# ------------------------------------------------------------------------------------- channels
+
+
+@pytest.mark.parametrize("schema", ["json", "ntfy", "mmost"])
+def test_a_message_says_what_happened_what_was_done_and_what_to_do(schema: str):
+    path = {"json": "", "ntfy": "topic", "mmost": "3ccdd113474722377935511fc85d3dd4"}[schema]
+    view = alert(name="RunLost", summary="rank 1 is silent")
+    with receiver() as server:
+        port = server.server_address[1]
+        with worker(f"{schema}://127.0.0.1:{port}/{path}") as team:
+            assert DELIVERED == team.notify([view])
+        text = json.dumps(json.loads(server.posted[0][2]))
+    for words in (
+        "Page: RunLost",
+        "rank 1 is silent",
+        "Vitals: ",
+        "To do: ",
+        "docs/RUNBOOK.md#runlost",
+        f"http://vitals.example/?run={view.run_id}",
+        delivery_id(view, "team"),
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize(("status", "recoverable"), [(403, False), (503, True)])
+def test_what_a_channel_answers_is_told_without_its_address(status: int, recoverable: bool):
+    with receiver(status) as server:
+        port = server.server_address[1]
+        with worker(f"json://user:s3cret@127.0.0.1:{port}/s3cret") as team:
+            result = team.notify([alert()])
+    assert (recoverable, True) == (result.recoverable, str(status) in result.error)
+    assert "s3cret" not in result.error
+
+
+def test_an_email_arrives_by_smtp():
+    lines: list[bytes] = []
+
+    def smtp(connection: socket.socket) -> None:
+        stream = connection.makefile("rwb", buffering=0)
+        stream.write(b"220 test\r\n")
+        in_data = False
+        for line in stream:
+            lines.append(line)
+            if in_data and line != b".\r\n":
+                continue
+            in_data = line.upper().startswith(b"DATA")
+            stream.write(b"354 go on\r\n" if in_data else b"250 ok\r\n")
+
+    with tcp(smtp) as port:
+        url = f"mailto://127.0.0.1:{port}/?from=vitals@example.com&to=me@example.com&mode=insecure"
+        with worker(url) as mail:
+            assert DELIVERED == mail.notify([alert(name="RunLost")])
+    text = b"".join(lines).decode()
+    assert "me@example.com" in text
+    assert "Subject: Page: RunLost" in text
+
+
+# -------------------------------------------------------------------------------------- settings
+
+
+def written(folder: Path, text: str, mode: int = 0o600) -> Path:
+    file = folder / "receivers.toml"
+    file.write_text(text)
+    file.chmod(mode)
+    return file
+
+
+TEAM = '[[receivers]]\nname = "team"\nurl = "json://user:s3cret@127.0.0.1:9/"\n'
+
+
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="0640"):
+        notifier_settings(file=written(tmp_path, TEAM, 0o640))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3cret",
+        TEAM + TEAM,
+        TEAM.replace("team", "log"),
+        TEAM + "colour = 's3cret'\n",
+        TEAM + "after_minutes = -1\n",
+        TEAM + "env = 'NOT_SET'\n",
+        TEAM + "kind = 'webhook'\n",
+        '[[receivers]]\nname = "team"\nurl = "s3cret"\n',
+        '[[receivers]]\nname = "team"\nenv = "NOT_SET"\n',
+    ],
+)
+def test_a_wrong_file_is_an_error_that_repeats_no_address(tmp_path: Path, text: str):
+    with pytest.raises(ConfigError) as caught:
+        notifier_settings(file=written(tmp_path, text))
+    assert "s3cret" not in str(caught.value)
+
+
+def test_the_guides_file_is_taken_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "alerts.md"
+    text = guide.read_text().partition("<!-- test: receivers -->\n```toml\n")[2].partition("```")[0]
+    monkeypatch.setenv("MANAGER_ADDRESS", "pagerduty://KEY@API")
+    settings = notifier_settings(file=written(tmp_path, text))
+    assert ["team", "manager", "own"] == [r.name for r in settings.receivers]
+
+
+def test_an_address_may_lie_in_the_environment_and_is_shown_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TEAM_ADDRESS", "json://user:s3cret@h/s3cret")
+    text = '[[receivers]]\nname = "team"\nenv = "TEAM_ADDRESS"\n'
+    settings = notifier_settings(file=written(tmp_path, text))
+    assert "json://user:s3cret@h/s3cret" == settings.receivers[0].url
+    assert "s3cret" not in repr(settings)
+
+
+def test_vitals_alerts_test_says_per_receiver_what_happened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    caplog.set_level(logging.DEBUG)
+    app = typer.Typer()
+    control.register(app)
+    with receiver() as server:
+        port = server.server_address[1]
+        good = f'[[receivers]]\nname = "good"\nurl = "json://127.0.0.1:{port}/s3cret"\n'
+        file = written(tmp_path, TEAM + good)
+        words = ["alerts", "test", "--receivers", str(file), "--format", "json"]
+        result = CliRunner().invoke(app, words)
+        assert 1 == result.exit_code
+        outcomes = {row["receiver"]: row["outcome"] for row in json.loads(result.stdout)}
+        assert {"team": "failed", "good": "delivered"} == outcomes
+        only = CliRunner().invoke(app, [*words, "--receiver", "good"])
+        assert (0, 2) == (only.exit_code, len(server.posted))
+    assert "s3cret" not in result.output + caplog.text
+
+
+# ------------------------------------------------------------------------------------- kill -9
+
+
+PAGING = """
+import sys, time
+from pathlib import Path
+from tests.collector.rows import RUN
+from trainvitals.alerting import Alert
+from trainvitals.clock import SystemClock
+from vitals_collector.alerts.inbox import Occurrence
+from vitals_collector.alerts.receivers import notifier_settings
+from vitals_collector.alerts.worker import build_notifiers
+from vitals_collector.live.engine import assemble
+from vitals_collector.storage.store import open_data_store
+
+data, url, number = sys.argv[1:]
+clock = SystemClock()
+store = open_data_store(Path(data))
+acting = assemble(store, build_notifiers(notifier_settings(webhooks=[url])), clock=clock)
+acting.dispatcher.start()
+acting.engine._resend()
+labels = {"run": RUN, "cause": number}
+page = Alert(name="StateDamaged", severity="page", labels=labels, summary="x", step=1, point=True)
+acting.inbox.take([Occurrence(RUN, clock.time_ns(), page)], cursors={})
+print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_thirty_kills_lose_no_page_and_repeat_none_more_than_once(tmp_path: Path):
+    rng = random.Random(21)
+    store = open_data_store(tmp_path / "data")
+    ingest(store, Writer().steps([0]))
+    store.close()
+    with receiver() as server:
+        for number in range(31):
+            arguments = [str(tmp_path / "data"), server.url, str(number)]
+            command = [sys.executable, "-c", PAGING, *arguments]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline(), "its page is stored: it must arrive"
+                time.sleep(5.0 if number == 30 else rng.uniform(0.0, 1.2))
+                process.kill()
+        posted = [a for _, _, body in server.posted for a in json.loads(body)["alerts"]]
+    by_page = Counter(a["labels"]["cause"] for a in posted)
+    assert {str(number) for number in range(31)} == set(by_page), "none is lost"
+    assert {1, 2} >= set(by_page.values())
+    assert 31 == len({a["delivery_id"] for a in posted})

@@ -1,0 +1,100 @@
+"""One node of two falls silent in mid-run: the pager hears its name, and hears when it is back."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.collector.test_notifiers import Receiver, receiver
+from tests.e2e.lab import Lab, free_port, open_lab, until
+from trainvitals.alerting import ABSENCE_ALERTS
+from trainvitals.views import RunQuestion, RunsQuestion, RunSummary
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+NODES = ("node-a", "node-b")
+LOST_AFTER_SECONDS = 15
+
+
+class Job:
+    """Two nodes of one rank, each with its agent and with processes that can be frozen."""
+
+    def __init__(self, lab: Lab, pager: Receiver) -> None:
+        self.lab = lab
+        self.pager = pager
+        self.port = free_port()
+        lab.collector(self.port, "--webhook", pager.url, "--lost-after", LOST_AFTER_SECONDS)
+        rendezvous = free_port()
+        for number, name in enumerate(NODES):
+            shared = lab.shared / name
+            shared.mkdir()
+            here = {"VITALS_NODE": name, "VITALS_SHM": str(shared)}
+            lab.train(
+                *("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number)),
+                *("--master-addr", "127.0.0.1", "--master-port", str(rendezvous)),
+                steps=1_000_000,
+                name=name,
+                **here,
+                VITALS_AGENT="off",
+            )
+            where = ("--collector", f"http://127.0.0.1:{self.port}", "--token-file", lab.tokens)
+            lab.start_vitals("agent", "--dir", lab.runs, "--node", name, *where, **here)
+
+    def is_seen(self) -> bool:
+        with self.lab.client(self.port) as client:
+            return bool(client.ask(RunsQuestion()))
+
+    def summary(self) -> RunSummary:
+        with self.lab.client(self.port) as client:
+            return client.ask(RunQuestion(run_id=self.lab.run_id())).summary
+
+    def told(self) -> list[tuple[str, str, str]]:
+        """Return what the pager was told of parts that are gone: name, part, state."""
+        alerts = [a for _, _, body in self.pager.posted for a in json.loads(body)["alerts"]]
+        return [
+            (a["name"], a["labels"]["cause"], a["state"])
+            for a in alerts
+            if a["name"] in ABSENCE_ALERTS
+        ]
+
+    def signal_node(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to every process of a node: to its peers a frozen one is a dead machine."""
+        mark = f"VITALS_NODE={name}".encode()
+        for pid in self.lab.alive():
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                os.kill(pid, number)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with open_lab(tmp_path) as lab, receiver() as pager:
+        yield Job(lab, pager)
+
+
+def test_a_node_that_falls_silent_pages_by_its_name_within_the_limit_and_comes_back(job: Job):
+    until(job.is_seen, "the run is seen")
+    until(lambda: job.summary().last_step > 20, "steps of both arrive")
+    healthy_until = time.monotonic() + LOST_AFTER_SECONDS + 5
+    until(lambda: time.monotonic() > healthy_until, "a healthy while passes")
+    assert [] == job.told()
+    assert ("running", ()) == (job.summary().state, job.summary().missing)
+
+    job.signal_node("node-b", signal.SIGSTOP)
+    began = time.monotonic()
+    until(job.told, "the pager hears of it")
+    seconds = time.monotonic() - began
+    assert [("NodeLost", "node-b", "firing")] == job.told()
+    assert LOST_AFTER_SECONDS - 5 <= seconds <= LOST_AFTER_SECONDS + 15
+    assert ("running", "critical", ("node-b",)) == (
+        job.summary().state,
+        job.summary().health,
+        job.summary().missing,
+    )
+
+    job.signal_node("node-b", signal.SIGCONT)
+    until(lambda: ("NodeLost", "node-b", "resolved") in job.told(), "the pager hears it is back")
+    until(lambda: () == job.summary().missing, "nothing is missing")

@@ -1,0 +1,219 @@
+"""Hook, agent and collector of neighbouring versions work together, and are upgraded one by one.
+
+The older ones are those of a named commit, from this repository's own history. Its collector had
+the rows in tables of its database: to upgrade it is to begin a new data folder.
+"""
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.agent.builders import NODE, RUN
+from tests.e2e.lab import Lab, RowKey, _answers, free_port, open_lab, stored_rows, until
+from tests.e2e.mirror import Mirror
+from trainvitals.io.private import private_base
+from trainvitals.views import RunQuestion
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+OLD_COMMIT = "e8d8822"
+PACKAGES = ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy")
+ROWS_OF_A_STAGE = 100
+
+
+def path_of(root: Path) -> str:
+    """Return the PYTHONPATH by which the programs of a tree are started; tests are always ours."""
+    folders = (root, *(root / name for name in ("agent", "collector", "dashboard", "deploy")), ROOT)
+    return os.pathsep.join(map(str, folders))
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory) -> str:
+    """The PYTHONPATH of the older version."""
+    command = ["git", "-C", str(ROOT), "archive", OLD_COMMIT, *PACKAGES]
+    try:
+        archived = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no git on this machine")
+    if archived.returncode:
+        pytest.skip(f"commit {OLD_COMMIT} is not in this tree's history")
+    folder = tmp_path_factory.mktemp("old")
+    with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    show = [sys.executable, "-c", "import vitals_agent, trainvitals; print(vitals_agent.__file__)"]
+    environ = {**os.environ, "PYTHONPATH": path_of(folder)}
+    shown = subprocess.run(
+        show, env=environ, capture_output=True, text=True, check=True, cwd=folder
+    )
+    assert shown.stdout.startswith(str(folder))
+    return path_of(folder)
+
+
+class Parts:
+    """A collector, an agent and ranks, each of a version of its own, replaced while rows come."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.port = free_port()
+        self.mirror = Mirror(lab.shared)
+        self.base = private_base(lab.environ())
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self._ended = threading.Event()
+        # A part takes seconds to come back, and a segment may be written and freed in that time.
+        self._looking = threading.Thread(target=self._look_on)
+        self._looking.start()
+
+    def _look_on(self) -> None:
+        while not self._ended.wait(0.05):
+            self.mirror.look()
+
+    def close(self) -> None:
+        """Look at what was written a last time."""
+        self._ended.set()
+        self._looking.join()
+
+    def stop(self, part: str) -> None:
+        """Stop the part as a service manager would."""
+        self.running[part].send_signal(signal.SIGTERM)
+        self.running.pop(part).wait(30)
+
+    def agent(self, path: str) -> None:
+        """Start the agent of the version at ``path``, in place of the one that runs."""
+        if "agent" in self.running:
+            self.stop("agent")
+        where = (f"http://127.0.0.1:{self.port}", "--token-file", self.lab.tokens, "--node", NODE)
+        arguments = ("agent", "--dir", self.lab.runs, "--collector", *where)
+        self.running["agent"] = self.lab.start_vitals(*arguments, PYTHONPATH=path)
+
+    def collector(self, path: str, data: Path) -> None:
+        """Start the collector of the version at ``path``."""
+        listen = ("--data", data, "--listen", f"127.0.0.1:{self.port}")
+        self.running["collector"] = self.lab.start_vitals("collector", *listen, PYTHONPATH=path)
+        until(lambda: _answers(self.port), "the collector answers")
+
+    def rank(self, rank: int, path: str) -> subprocess.Popen[bytes]:
+        module = ("-m", "tests.agent.rank_main", str(self.base), str(self.lab.runs), str(rank))
+        process = subprocess.Popen(
+            [sys.executable, *module, "--every", "0.02"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=self.lab.environ(PYTHONPATH=path),
+            cwd=self.lab.folder,
+        )
+        self.lab.processes.append(process)
+        return process
+
+    def stored(self) -> Counter[tuple[RowKey, bytes]]:
+        """Return the ranks' rows that a collector of this version has."""
+        rows = stored_rows(self.lab.data)
+        return Counter({row: n for row, n in rows.items() if row[0][0].startswith("rank:")})
+
+    def go_on(self, num_stored: Callable[[], int]) -> None:
+        """Wait until more rows are stored."""
+        enough = num_stored() + ROWS_OF_A_STAGE
+        until(lambda: num_stored() >= enough, "rows go on to be stored")
+
+    def end(self, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Have the ranks say goodbye."""
+        for rank in ranks:
+            rank.communicate(b"end\n")
+        self.close()
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Parts]:
+    with open_lab(tmp_path) as lab:
+        lab.runs.mkdir()
+        parts = Parts(lab)
+        yield parts
+        parts.close()
+
+
+@pytest.mark.timeout(180)
+def test_an_old_agent_and_old_ranks_are_served_by_a_new_collector_and_upgraded_in_mid_run(
+    old, parts
+):
+    new = path_of(ROOT)
+    parts.collector(new, parts.lab.data)
+    parts.agent(old)
+    ranks = [parts.rank(0, old), parts.rank(1, new)]
+    parts.go_on(lambda: len(parts.stored()))
+    parts.agent(new)  # its spool is an old one
+    parts.go_on(lambda: len(parts.stored()))
+    parts.end(ranks)
+    until(
+        lambda: parts.mirror.rows.keys() <= {key for key, _ in parts.stored()},
+        "all rows are stored",
+    )
+    assert parts.stored() == Counter(parts.mirror.rows.items())
+    assert len(parts.mirror.rows) > 2 * ROWS_OF_A_STAGE
+    assert 0 == parts.mirror.num_lost
+    with parts.lab.client(parts.port) as client:
+        detail = client.ask(RunQuestion(run_id=RUN))
+    assert {0} == {source.num_lost_rows for source in detail.sources}
+
+
+def marks_of(data: Path) -> dict[tuple[str, str, str], int]:
+    """Return how far each stream of a rank is stored by a collector of the old version."""
+    query = (
+        "SELECT sources.source, streams.incarnation, streams.stream, streams.last_seq"
+        " FROM streams JOIN sources USING (run_id, incarnation) WHERE sources.rank >= 0"
+    )
+    address = f"file:{data / 'vitals.db'}?mode=ro"
+    with contextlib.closing(sqlite3.connect(address, uri=True, timeout=30)) as database:
+        return {tuple(key): mark for *key, mark in database.execute(query)}
+
+
+@pytest.mark.timeout(180)
+def test_an_old_collectors_data_is_refused_in_words_and_untouched_and_no_row_is_lost(old, parts):
+    new, lab = path_of(ROOT), parts.lab
+    old_data = lab.data
+    parts.collector(old, old_data)
+    parts.agent(new)
+    ranks = [parts.rank(0, old), parts.rank(1, new)]
+    parts.go_on(lambda: sum(marks_of(old_data).values()))  # a new agent and an old collector
+    parts.stop("collector")
+    before, marks = dump(old_data), marks_of(old_data)
+    refused = lab.vitals("collector", "--data", old_data, PYTHONPATH=new)
+    assert 0 != refused.returncode
+    assert "give another --data" in refused.stderr
+    assert before == dump(old_data)
+
+    lab.data = lab.folder / "new"
+    lab.data.mkdir(mode=0o700)
+    shutil.copy(old_data / "tokens.json", lab.data)
+    parts.collector(new, lab.data)  # the agent goes on with what nobody has acknowledged
+    parts.go_on(lambda: len(parts.stored()))
+    parts.end(ranks)
+
+    def missing() -> set[RowKey]:
+        keys = {key for key, _ in parts.stored()}
+        return {key for key in parts.mirror.rows.keys() - keys if key[3] > marks.get(key[:3], -1)}
+
+    until(lambda: not missing(), "each row is in one of the two")
+    assert {1} == set(parts.stored().values())
+    assert 0 == parts.mirror.num_lost
+    parts.stop("collector")
+    refused = lab.vitals("collector", "--data", lab.data, PYTHONPATH=old)
+    assert 0 != refused.returncode
+    assert "upgrade this program" in refused.stderr
+
+
+def dump(data: Path) -> list[str]:
+    """Return all that is in a collector's database."""
+    address = f"file:{data / 'vitals.db'}?mode=ro"
+    with contextlib.closing(sqlite3.connect(address, uri=True)) as database:
+        return list(database.iterdump())
