@@ -6,7 +6,7 @@ import pytest
 
 from tests.collector.alerting import decision, started
 from tests.collector.conftest import Served
-from tests.collector.rows import RUN, SECOND, Writer
+from tests.collector.rows import RUN, SECOND, START, Writer
 from tests.collector.test_replay import COURSE, columns
 from trainvitals.cli.main import main
 from trainvitals.io.mailbox import verify_command
@@ -131,7 +131,8 @@ def test_a_step_is_accepted_as_healthy_in_a_folder(run_dir: RunDir, capsys):
 
 
 def test_nobody_is_told_that_an_ended_run_will_take_a_command(run_dir: RunDir, capsys):
-    spool_of(run_dir, [Writer().events(RunEnded(state="finished"))])
+    relaunch = Writer(started=START + 60 * SECOND)
+    spool_of(run_dir, [relaunch.events(RunEnded(state="finished"))])
     assert 2 == run_cli("command", str(run_dir.path), "halt", "--reason", "x")
     assert "is finished, so it cannot take a command" in capsys.readouterr().err
     assert not (run_dir.path / "commands").exists()
