@@ -15,6 +15,7 @@ PARTS: Mapping[str, Callable[..., Iterator[Row]]] = {
     "idle": later("vitals_bench.ingest.idle", "measure_idle"),
     "fleet": later("vitals_bench.ingest.fleet", "measure_fleet"),
     "alert": later("vitals_bench.ingest.fleet", "measure_alert"),
+    "cluster": later("vitals_bench.ingest.cluster", "measure_cluster"),
     "store": later("vitals_bench.ingest.stored", "measure_store"),
     "bytes": later("vitals_bench.ingest.stored", "measure_bytes"),
 }

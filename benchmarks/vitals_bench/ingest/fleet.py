@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
-import msgspec
 import numpy as np
 
 from trainvitals.errors import TransportError
@@ -25,7 +23,7 @@ from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.views import RunQuestion, SeriesQuestion
 from vitals_bench.ingest import servers
 from vitals_bench.ingest.asked import Asked
-from vitals_bench.ingest.driver import Outcome, Plan
+from vitals_bench.ingest.driver import Outcome, Plan, outcome_of, started_driver
 from vitals_bench.ingest.node import RealNode, Receiver
 from vitals_bench.ingest.records import RANKS_PER_NODE
 from vitals_bench.processes import Started
@@ -96,24 +94,20 @@ def measure_size(size: Size) -> Iterator[Row]:
         node = leave.enter_context(RealNode(folder, place, run_id, world_size=world_size))
         leave.enter_context(node.agent(url, tokens))
         begin_ns = time.time_ns() + int(_CONNECT_SECONDS * 1e9)
-        address = urlsplit(url)
         plan = Plan(
-            host=address.hostname or "",
-            port=address.port or 0,
+            addresses=(urlsplit(url).netloc,),
             token_file=str(tokens),
-            run_id=run_id,
+            run_ids=(run_id,),
             first_rank=RANKS_PER_NODE,
             num_nodes=size.num_nodes - 1,
             world_size=world_size,
             begin_ns=begin_ns,
             num_steps=size.num_steps + size.num_probes,
         )
-        (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
-        args = [sys.executable, "-m", "vitals_bench.ingest.driver", str(folder / "plan.json")]
-        driver = leave.enter_context(Started("driver", args, folder))
+        driver = leave.enter_context(started_driver(plan, folder))
         reader = leave.enter_context(CollectorClient(url, read_tokens(tokens).read, timeout=30.0))
         seen = _watch(size, plan, collector, node, reader, receiver)
-        seen.outcome = _outcome_of(driver)
+        seen.outcome = outcome_of(driver)
         seen.num_lost = _count_lost(plan, node, reader)
     yield from rows_of(size, seen)
 
@@ -142,7 +136,7 @@ def _watch(
         node.step(step)
         began_at[f"probe-{step}"] = began
         node.decide(step, f"probe-{step}")
-        _wait_for_row(reader, plan.run_id, step, began)
+        _wait_for_row(reader, plan.run_ids[0], step, began)
         seen.queryable.append(time.monotonic() - began)
     until = time.monotonic() + _GIVE_UP_SECONDS
     while began_at.keys() - receiver.came_at.keys() and time.monotonic() < until:
@@ -171,18 +165,6 @@ def _wait_for_row(reader: CollectorClient, run_id: str, step: int, began: float)
         time.sleep(_POLL_SECONDS)
 
 
-def _outcome_of(driver: Started) -> Outcome:
-    driver.popen.wait(120.0)
-    lines = driver.log.read_text().splitlines()
-    try:
-        outcome = msgspec.json.decode(lines[-1] if lines else "", type=Outcome)
-    except msgspec.DecodeError:
-        raise RuntimeError(f"the driver ended with: {lines[-5:]}") from None
-    if outcome.refused:
-        raise RuntimeError(f"the collector refused: {outcome.refused}")
-    return outcome
-
-
 def _count_lost(plan: Plan, node: RealNode, reader: CollectorClient) -> int:
     """Return how many rows of ranks the collector does not have; it gets a while to come to it."""
     sent = plan.num_nodes * RANKS_PER_NODE * plan.num_steps + node.num_rows
@@ -195,7 +177,7 @@ def _count_lost(plan: Plan, node: RealNode, reader: CollectorClient) -> int:
 
 
 def _num_stored(plan: Plan, reader: CollectorClient) -> int:
-    sources = reader.ask(RunQuestion(run_id=plan.run_id)).sources
+    sources = reader.ask(RunQuestion(run_id=plan.run_ids[0])).sources
     return sum(source.num_rows for source in sources if source.source.startswith("rank:"))
 
 

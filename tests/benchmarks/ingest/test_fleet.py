@@ -1,14 +1,18 @@
 """The simulated fleet: its driver's connections, its figures, and a small one all the way."""
 
+import asyncio
+import contextlib
+
 import pytest
 
-from vitals_bench.ingest import fleet
+from vitals_bench.ingest import driver, fleet
 from vitals_bench.ingest.driver import Node, Outcome
 from vitals_bench.ingest.fleet import Seen, Size, growth
 
 OUTCOME = Outcome(
     num_rows=9,
     num_posts=3,
+    num_again=0,
     num_unanswered=0,
     refused=(),
     late_seconds=0.004,
@@ -22,34 +26,42 @@ class Transport:
         self.written = []
 
     def write(self, data):
-        self.written.append(data)
+        self.written.append(data.partition(b"\r\n\r\n")[2])
 
 
 def answer(body, status="200 OK"):
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
+def stored(num_rows):
+    return answer(b'[{"durable_seq":0,"num_new":%d,"num_duplicate":0}]' % num_rows)
+
+
 @pytest.fixture
 def node():
-    made = Node("POST / HTTP/1.1\r\n")
+    made = Node(["127.0.0.1:1"], "token")
     made.connection_made(Transport())
     return made
+
+
+def written(node):
+    return node._transport.written
 
 
 def test_while_a_node_waits_for_its_answer_the_next_bodies_gather_and_go_together(node):
     for body in (b"one", b"two", b"three"):
         node.post(body)
-    assert [b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\none"] == node.transport.written
-    node.data_received(answer(b'[{"durable_seq":0,"num_new":8,"num_duplicate":0}]'))
-    assert b"POST / HTTP/1.1\r\nContent-Length: 8\r\n\r\ntwothree" == node.transport.written[1]
+    assert [b"one"] == written(node)
+    node.data_received(stored(8))
+    assert b"twothree" == written(node)[1]
     assert (8, False) == (node.num_rows, node.is_done)
-    node.data_received(answer(b'[{"durable_seq":0,"num_new":16,"num_duplicate":0}]'))
+    node.data_received(stored(16))
     assert (24, True, 2, []) == (node.num_rows, node.is_done, len(node.times), node.refused)
 
 
 def test_an_answer_may_come_in_pieces(node):
     node.post(b"one")
-    whole = answer(b'[{"durable_seq":0,"num_new":8,"num_duplicate":0}]')
+    whole = stored(8)
     for i in range(len(whole)):
         assert 0 == node.num_rows
         node.data_received(whole[i : i + 1])
@@ -62,9 +74,52 @@ def test_what_is_refused_is_kept_in_its_own_words(node):
     node.post(b"two")
     reply = b'[{"durable_seq":-1,"num_new":0,"num_duplicate":0,"code":"V200","text":"torn"}]'
     node.data_received(answer(reply))
-    node.post(b"three")
-    node.connection_lost(None)
-    assert ['{"text":"no token"}', "torn", "connection lost: None"] == node.refused
+    assert ['{"text":"no token"}', "torn"] == node.refused
+
+
+async def _serve(replies, heard):
+    """Answer each post with the next reply; None ends the connection without one."""
+
+    async def each(reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.rsplit(b"Content-Length: ")[1].split()[0])
+                heard.append(await reader.readexactly(length))
+                reply = replies.pop(0)
+                if reply is None:
+                    break
+                writer.write(reply)
+        writer.close()
+
+    server = await asyncio.start_server(each, "127.0.0.1", 0)
+    return server, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def test_a_node_goes_to_the_owner_and_to_the_next_collector_where_no_answer_comes(monkeypatch):
+    monkeypatch.setattr(driver, "_AGAIN_SECONDS", 0.01)
+
+    async def play():
+        heard = [], []
+        owner, at = await _serve([None], heard[1])
+        moved = f"HTTP/1.1 421 Moved\r\nVitals-Owner: http://{at}\r\nContent-Length: 0\r\n\r\n"
+        first, begin = await _serve([moved.encode(), stored(3)], heard[0])
+        node = Node([begin, at], "token")
+        await node.connect()
+        node.post(b"rows")
+        for _ in range(200):
+            await asyncio.sleep(0.01)
+            if node.is_done:
+                break
+        node.close()
+        first.close()
+        owner.close()
+        await asyncio.sleep(0.05)  # for what they served to end
+        return heard, node
+
+    heard, node = asyncio.run(play())
+    assert ([b"rows", b"rows"], [b"rows"]) == heard
+    assert (3, 2, []) == (node.num_rows, node.num_again, node.refused)
 
 
 @pytest.mark.parametrize(
