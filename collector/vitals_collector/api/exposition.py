@@ -23,7 +23,7 @@ from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
 from trainvitals.clock import Clock
 from trainvitals.detect.registry import ACTED_CAUSES
 from trainvitals.errors import VitalsError
-from trainvitals.views import CommandView, RunSummary
+from trainvitals.views import CommandStatus, RunSummary
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.alerts.silences import silences_now
@@ -54,7 +54,6 @@ MAX_ALERTS = 500
 TOLD_AFTER_END_SECONDS = 86_400.0
 """How long an alert that resolved is told as 0: rules believe an older 1 for as long, so that the
 death of this process resolves nothing."""
-_COMMAND_STATES = [(status,) for status in get_args(CommandView.__annotations__["status"])]
 _REJECTIONS = [(code,) for code in sorted(_codes(VitalsError) | {BUSY, FULL, LOCKED})]
 MAX_LABEL = 80
 
@@ -99,7 +98,7 @@ class StoreCollector(Collector):
             families = _run_families(self._store.moment(connection), shown)
             families |= _own_families(self._store)
         families["collector_commands_total"] = _born(
-            _COMMAND_STATES, _by_one(commands.counts(self._store))
+            product(get_args(CommandStatus)), _by_one(commands.counts(self._store))
         )
         watching = self._acting.engine.watching
         families["collector_unmerged_rows_total"] = {(): float(watching.num_unmerged)}
