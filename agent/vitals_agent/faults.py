@@ -20,6 +20,7 @@ Part = Literal[
     "sampler.node",
     "sampler.process",
     "shipper",
+    "shipper.refused",
     "spool",
     "tailer",
 ]
