@@ -67,7 +67,7 @@ class AlertSpec:
     help: str
     """What it means."""
     to_do: str
-    """What to do."""
+    """What to do; RUN in a command is the run's id."""
     point: bool
     """A point event: resolves after healthy steps. Otherwise when the run's state changes."""
     did: str = "took no action; training goes on."
@@ -129,7 +129,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=False,
         did="goes on trying, and tells all other receivers.",
         help="A receiver of alerts has taken nothing for 5 minutes, or refused 10 deliveries in a "
-        "row. It is about no run.",
+        "row.",
         to_do="Check its address and its token; `vitals alerts test` shows what it answers.",
         ends="the receiver takes a delivery, or is no longer configured.",
     ),

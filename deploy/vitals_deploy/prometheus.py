@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainvitals.alerting import ALERTS, RUNBOOK
+from trainvitals.alerting import ALERTS, RUNBOOK, AlertSpec
 from trainvitals.catalog import spec
 
 SCRAPE_INTERVAL = "15s"
@@ -109,8 +109,13 @@ def _by_alert(texts: Mapping[str, str], otherwise: str) -> str:
     return "{{ " + "{{ else ".join(cases) + "{{ else }}" + otherwise + "{{ end }}"
 
 
+def _to_do(alert: AlertSpec) -> str:
+    """Return what to do, with commands that can be pasted."""
+    return alert.to_do.replace(" RUN", " {{ $labels.run }}")
+
+
 _TOLD = tuple(alert for alert in ALERTS if alert.severity != "log")
-_OF_RUN = "{{ if $labels.run }}on run {{ $labels.run }}{{ else }}(of no run){{ end }}"
+_OF_RUN = "{{ if $labels.run }} on run {{ $labels.run }}{{ end }}"
 
 _SECTION = "{{ $labels.alert | toLower }}"
 _PAGE = "/{{ if $labels.run }}?run={{ $labels.run }}{{ end }}"
@@ -124,7 +129,7 @@ ENGINE_RULES = (
         'collector_alert_firing{severity=~"page|notify"}[24h])) == 1 '
         "unless on (run, alert, severity) max by (run, alert, severity) "
         "(collector_alert_firing) == 0",
-        summary="{{ $labels.alert }} " + _OF_RUN,
+        summary="{{ $labels.alert }}" + _OF_RUN,
         description=_by_alert(
             {alert.name: alert.help for alert in _TOLD}, "These rules are older than this alert."
         )
@@ -133,7 +138,7 @@ ENGINE_RULES = (
         did=_by_alert(
             {alert.name: alert.did for alert in _TOLD}, "acted as `vitals alerts list` says."
         ),
-        to_do=_by_alert({alert.name: alert.to_do for alert in _TOLD}, "Read the runbook."),
+        to_do=_by_alert({alert.name: _to_do(alert) for alert in _TOLD}, "Read the runbook."),
         metrics=("collector_alert_firing",),
     ),
 )

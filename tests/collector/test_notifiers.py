@@ -21,7 +21,7 @@ from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
 from vitals_collector.alerts import notifiers
 from vitals_collector.alerts.delivery import Checked, DispatchConfig, Dispatcher
-from vitals_collector.alerts.messages import Links
+from vitals_collector.alerts.messages import Links, details_of
 from vitals_collector.alerts.notifiers import (
     DELIVERED,
     AlertmanagerNotifier,
@@ -164,6 +164,10 @@ def test_a_body_says_what_vitals_did_what_to_do_and_where_to_look():
         "dashboard_url": f"https://v.example/?run={RUN}",
     }.items() <= known.items()
     assert not {"description", "action_taken", "runbook_url", "dashboard_url"} & set(unknown)
+
+
+def test_a_command_in_a_message_has_the_runs_id():
+    assert f"`vitals resume {RUN}`" in details_of(alert(name="TrainingHalted"), LINKS)["to_do"]
 
 
 def test_an_alertmanager_gets_the_same_as_annotations_and_the_runs_page_as_source():

@@ -39,7 +39,8 @@ def details_of(alert: AlertView, links: Links) -> dict[str, str]:
     if spec is not None:
         details["description"] = spec.help
         details["action_taken"] = f"Vitals {spec.did}"
-        details["to_do"] = spec.to_do
+        # A command that can be pasted: whoever was woken looks up no id.
+        details["to_do"] = spec.to_do.replace(" RUN", f" {alert.run_id or 'RUN'}")
         details["runbook_url"] = f"{links.runbook_url}#{alert.name.lower()}"
     if links.public_url and alert.run_id:
         details["dashboard_url"] = f"{links.public_url}/?run={quote(alert.run_id, safe='')}"
