@@ -22,7 +22,7 @@ from trainvitals.cli.main import build_app
 from trainvitals.detect.user_alerts import FUNCTIONS, GRAMMAR, OPERATORS, Rule
 from trainvitals.errors import VitalsError
 from trainvitals.policy.judge import SECTIONS
-from vitals_deploy import slurm
+from vitals_deploy import prometheus, slurm
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -55,7 +55,13 @@ What each alert means, what Vitals did, and what to do. Messages link to these s
 alert of a run, start with `vitals show RUN`, `vitals why RUN STEP` and `vitals postmortem RUN`.
 `vitals alerts ack ALERT` tells the others that somebody is working on it and stops the escalation;
 `vitals alerts silence ALERT --hours 2 --reason "..."` stops its messages. Who is told:
-[guide](guides/alerts.md#who-is-told)."""
+[guide](guides/alerts.md#who-is-told).
+
+"100 healthy steps" are counted by the run: an alert of a run that halted, failed or was lost stays
+until the run is resumed. Silence it if nobody will."""
+RULES = """\
+What the rules of `vitals deploy prometheus` raise: the alerts above, and what a collector cannot
+say, that it or an agent is gone."""
 _SEVERITIES = {
     "page": "page: somebody must act now",
     "notify": "notice: without urgency",
@@ -67,10 +73,14 @@ def runbook_page() -> str:
     """Return a section per alert: links of messages lead to it."""
     lines = ["# Runbook", "", NOTICE, RUNBOOK]
     for spec in ALERTS:
-        ends = "100 healthy steps without it" if spec.point else "the condition ends"
         lines += ["", f"## {spec.name}", "", spec.help, ""]
-        lines += [f"- Vitals {spec.did}", f"- Severity: {_SEVERITIES[spec.severity]}."]
-        lines += [f"- Resolves when: {ends}, or the run finishes."]
+        lines += [f"- Vitals {spec.did}", f"- To do: {spec.to_do}"]
+        lines += [f"- Severity: {_SEVERITIES[spec.severity]}.", f"- Resolves when {spec.ends}"]
+    lines += ["", "## Alerts of Prometheus", "", RULES]
+    for rule in (*prometheus.ABSENCE_RULES, *prometheus.LOSS_RULES):
+        lines += ["", f"## {rule.name}", "", rule.description, ""]
+        lines += [f"- Vitals {rule.did}", f"- To do: {rule.to_do}"]
+        lines += [f"- Severity: {_SEVERITIES[rule.severity]}.", f"- Resolves when {rule.ends}"]
     return "\n".join(lines) + "\n"
 
 

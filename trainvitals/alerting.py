@@ -60,16 +60,20 @@ def fingerprint(name: str, labels: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertSpec:
-    """One alert Vitals can raise."""
+    """One alert Vitals can raise. Its texts are read by somebody who was woken."""
 
     name: str
     severity: Severity
     help: str
-    """What it means and what to do."""
+    """What it means."""
+    to_do: str
+    """What to do; RUN in a command is the run's id."""
     point: bool
     """A point event: resolves after healthy steps. Otherwise when the run's state changes."""
     did: str = "took no action; training goes on."
     """What Vitals did, as the end of a sentence that begins with its name."""
+    ends: str = "100 healthy steps have passed without it, or the run has finished."
+    """When it is over, as the end of a sentence; a condition says its own."""
 
 
 ALERTS: tuple[AlertSpec, ...] = (
@@ -78,14 +82,18 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="page",
         point=False,
         did="halted the run.",
-        help="Vitals halted the run. Next: `vitals postmortem RUN`, then `vitals resume RUN`.",
+        help="The run made no healthy progress any more, or somebody ordered the halt.",
+        to_do="Read `vitals postmortem RUN`, then `vitals resume RUN`.",
+        ends="the run is resumed.",
     ),
     AlertSpec(
         name="RunLost",
         severity="page",
         point=False,
         did="can do nothing for a job that is silent.",
-        help="A running job stopped reporting without a clean exit. Check its node and its log.",
+        help="A running job stopped reporting without a clean exit.",
+        to_do="Check its nodes and its log, then restart the job.",
+        ends="the run reports again.",
     ),
     AlertSpec(
         name="NodeLost",
@@ -93,22 +101,27 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=False,
         did="can do nothing for a node that is silent.",
         help="A node of a running job is silent: neither its agent nor its ranks report, and the "
-        "other ranks pass no step without it. Check the node, then restart the job.",
+        "other ranks pass no step without it.",
+        to_do="Check the node, then restart the job.",
+        ends="the node reports again, the job is restarted, or the run has ended.",
     ),
     AlertSpec(
         name="RankLost",
         severity="page",
         point=False,
         did="can do nothing for a process that is gone.",
-        help="A rank's process ended without a word while the job goes on; the others wait for it. "
-        "Check the rank's log and its node, then restart the job.",
+        help="A rank's process ended without a word while the job goes on; the others wait for it.",
+        to_do="Check the rank's log and its node, then restart the job.",
+        ends="the rank reports again, the job is restarted, or the run has ended.",
     ),
     AlertSpec(
         name="AgentLost",
         severity="notify",
         point=False,
         help="A node is silent while the run goes on with its ranks: training is fine, its agent "
-        "or its network is not. Restart the agent; the journal keeps rows up to its size limit.",
+        "or its network is not. The journal keeps rows up to its size limit.",
+        to_do="Restart the agent, or mend the node's network.",
+        ends="the node reports again, the job is restarted, or the run has ended.",
     ),
     AlertSpec(
         name="ReceiverFailing",
@@ -116,78 +129,87 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=False,
         did="goes on trying, and tells all other receivers.",
         help="A receiver of alerts has taken nothing for 5 minutes, or refused 10 deliveries in a "
-        "row. Check its address and its token; `vitals alerts test` shows what it answers.",
+        "row.",
+        to_do="Check its address and its token; `vitals alerts test` shows what it answers.",
+        ends="the receiver takes a delivery, or is no longer configured.",
     ),
     AlertSpec(
         name="RollbackBudgetLow",
         severity="page",
         point=True,
         did="rolled back for the last time.",
-        help="Rollback budget used up: the next incident halts the run. Next: `vitals postmortem "
-        "RUN`.",
+        help="The rollback budget is used up: the next incident halts the run.",
+        to_do="Find the cause before that: `vitals postmortem RUN`.",
     ),
     AlertSpec(
         name="StateDamaged",
         severity="page",
         point=True,
+        did="did not roll back; training goes on from damaged weights.",
         help="The loss on earlier batches is far higher than it was, so the weights are damaged, "
-        "and Vitals did not roll back (mode `guard`, or no checkpoint). Restart from a checkpoint; "
-        "if the run is healthy, `vitals command RUN accept STEP`.",
+        "and Vitals did not roll back (mode `guard`, or no checkpoint).",
+        to_do="Restart from a checkpoint; if the run is healthy, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="NonFiniteState",
         severity="page",
         point=True,
+        did="did not roll back; training goes on.",
         help="Optimizer state, buffers or unused parameters are NaN or infinite while the loss is "
         "finite, and Vitals did not roll back (mode `guard`, or a rollback did not fix it). In "
         "mode `heal` no snapshot or checkpoint is made while a trained tensor is so. The event "
-        "`nonfinite_state` names the tensors. Restart from a checkpoint; a buffer that the model "
-        "makes infinite itself can be ignored: snapshots go on with it.",
+        "`nonfinite_state` names the tensors.",
+        to_do="Restart from a checkpoint; a buffer that the model makes infinite itself can be "
+        "ignored: snapshots go on with it.",
     ),
     AlertSpec(
         name="NonFiniteStreak",
         severity="page",
         point=True,
         did="skips every update.",
-        help="32 losses in a row were NaN or infinite while the weights are healthy: every update "
-        "is skipped and the run makes no progress. Check the data.",
+        help="32 losses in a row were NaN or infinite while the weights are healthy: the run makes "
+        "no progress.",
+        to_do="Check the data.",
     ),
     AlertSpec(
         name="ProgressLost",
         severity="page",
         point=True,
-        help="For 100 steps the loss has lost 90 % of its earlier improvement. Restart from an "
-        "older checkpoint; if this is intended, `vitals command RUN accept STEP`.",
+        help="For 100 steps the loss has lost 90 % of its earlier improvement.",
+        to_do="Restart from an older checkpoint; if this is intended, `vitals command RUN accept "
+        "STEP`.",
     ),
     AlertSpec(
         name="LearningRateHeld",
         severity="page",
         point=True,
         did="rolled back, and holds the earlier learning rate.",
-        help="A learning-rate jump damaged the model. Vitals rolled back and holds the earlier "
-        "rate until the schedule asks for less than 3 times that. Fix the schedule.",
+        help="A learning-rate jump damaged the model. The earlier rate holds until the schedule "
+        "asks for less than 3 times that.",
+        to_do="Fix the schedule.",
     ),
     AlertSpec(
         name="TrainingRolledBack",
         severity="notify",
         point=True,
-        did="rolled back to a healthy checkpoint.",
-        help="Vitals rolled back to a healthy checkpoint and training continues. No action needed.",
+        did="rolled back to a healthy checkpoint; training goes on.",
+        help="Training had left its healthy course.",
+        to_do="No action needed; `vitals postmortem RUN` has the cause.",
     ),
     AlertSpec(
         name="LevelShiftAccepted",
         severity="notify",
         point=True,
         did="takes the new level as normal.",
-        help="Vitals accepted a lasting change of the loss or gradient norm as normal. Check the "
-        "data.",
+        help="The loss or the gradient norm changed for good.",
+        to_do="Check the data.",
     ),
     AlertSpec(
         name="SnapshotMissed",
         severity="notify",
         point=True,
-        help="A snapshot in memory could not be taken, so a rollback would go further back. The "
-        "event `snapshot_missed` has the reason.",
+        help="A snapshot in memory could not be taken, so a rollback would go further back.",
+        to_do="Read the reason in the event `snapshot_missed`, and free what it names.",
     ),
     AlertSpec(
         name="WithholdingSpent",
@@ -195,175 +217,200 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=True,
         did="withheld 32 updates, and applies further outliers.",
         help="32 of 1,000 updates (the limit) were withheld: outliers are applied until older ones "
-        "expire. If they are healthy, `vitals command RUN accept STEP`.",
+        "expire.",
+        to_do="Check the data; if these updates are healthy, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="TroubleObserved",
         severity="notify",
         point=True,
-        help="Mode is observe: Vitals took no action, but would have rolled back or halted.",
+        help="Vitals would have rolled back or halted, but its mode is `observe`.",
+        to_do="Look at the run: `vitals why RUN STEP`.",
     ),
     AlertSpec(
         name="RunFailed",
         severity="notify",
         point=False,
         did="recorded how the job ended.",
-        help="The training program ended with an error. Read its traceback, then restart it.",
+        help="The training program ended with an error.",
+        to_do="Read its traceback, then restart it.",
+        ends="the run is resumed.",
     ),
     AlertSpec(
         name="RunOverCap",
         severity="notify",
         point=False,
         did="thinned all that may be thinned.",
-        help="A run takes more disk than its cap, and none of the rest may be thinned. Raise the "
-        "cap (`vitals collector --cap-gb`), or delete an ended run (`vitals store delete`).",
+        help="A run takes more disk than its cap, and none of the rest may be thinned.",
+        to_do="Raise the cap (`vitals collector --cap-gb`), or delete an ended run (`vitals store "
+        "delete`).",
+        ends="the run takes less than its cap.",
     ),
     AlertSpec(
         name="StepSkipped",
         severity="log",
         point=True,
         did="skipped the update.",
-        help="One update was skipped because it would have harmed the model. No action needed.",
+        help="One update would have harmed the model.",
+        to_do="No action needed.",
     ),
     AlertSpec(
         name="LossDiverged",
         severity="notify",
         point=True,
-        help="The loss rose and stays above its lowest level. Check learning rate and data; if "
-        "this is intended, `vitals command RUN accept STEP`.",
+        help="The loss rose and stays above its lowest level.",
+        to_do="Check learning rate and data; if it is intended, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="LossPlateau",
         severity="notify",
         point=True,
-        help="The loss never fell, is stuck since a restart, or rose and did not recover. Check "
-        "learning rate and data, or restart from an older checkpoint.",
+        help="The loss never fell, is stuck since a restart, or rose and did not recover.",
+        to_do="Check learning rate and data, or restart from an older checkpoint.",
     ),
     AlertSpec(
         name="LossCollapsed",
         severity="notify",
         point=True,
-        help="The loss fell to zero, or far below its usual values. Check for label leakage, empty "
-        "batches or a masked loss.",
+        help="The loss fell to zero, or far below its usual values.",
+        to_do="Check for label leakage, empty batches or a masked loss.",
     ),
     AlertSpec(
         name="GradientExplosion",
         severity="notify",
         point=True,
-        help="The gradient norm rose over several steps; a loss spike often follows. Watch the "
-        "loss.",
+        help="The gradient norm rose over several steps; a loss spike often follows.",
+        to_do="Watch the loss.",
     ),
     AlertSpec(
         name="LearningRateAnomaly",
         severity="notify",
         point=True,
-        help="The learning rate changed in a way no schedule does. Check the scheduler and its "
-        "resume.",
+        help="The learning rate changed in a way no schedule does.",
+        to_do="Check the scheduler and its resume.",
     ),
     AlertSpec(
         name="LossScaleCollapsed",
         severity="notify",
         point=True,
-        help="The gradient scaler found no scale without overflow, so updates are skipped. Use "
-        "bf16.",
+        help="The gradient scaler found no scale without overflow, so updates are skipped.",
+        to_do="Use bf16.",
     ),
     AlertSpec(
         name="LossScaleOverflows",
         severity="log",
         point=True,
-        help="The gradient scaler overflows too often, so many updates are skipped. Consider bf16.",
+        help="The gradient scaler overflows too often, so many updates are skipped.",
+        to_do="Consider bf16.",
     ),
     AlertSpec(
         name="ThroughputFell",
         severity="notify",
         point=True,
         help="Training is slower than it was (not counting evaluations and checkpoints).",
+        to_do="Look for a slow rank, a slow loader or throttled GPUs: `vitals show RUN`.",
     ),
     AlertSpec(
         name="DataBound",
         severity="notify",
         point=True,
-        help="Steps wait for batches. Give the loader more workers, or faster storage.",
+        help="Steps wait for batches.",
+        to_do="Give the loader more workers, or faster storage.",
     ),
     AlertSpec(
         name="StragglerRank",
         severity="notify",
         point=True,
-        help="All ranks wait for one. Look at its GPU, its node and its data.",
+        help="All ranks wait for one.",
+        to_do="Look at its GPU, its node and its data.",
     ),
     AlertSpec(
         name="MemoryCreep",
         severity="notify",
         point=True,
-        help="Device memory rises steadily and will run out. Something keeps tensors alive.",
+        help="Device memory rises steadily and will run out.",
+        to_do="Look for tensors that are kept, such as losses in a list.",
     ),
     AlertSpec(
         name="TrainingStalled",
         severity="page",
         point=False,
-        help="No step has finished for far too long, but the job is alive. A collective may hang: "
-        "look at the ranks that are behind, with `py-spy dump`, then restart the job.",
+        did="took no action; the job still waits.",
+        help="No step has finished for far too long, but the job is alive. A collective may hang.",
+        to_do="Look at the ranks that are behind, with `py-spy dump`, then restart the job.",
+        ends="a step finishes, or the run has ended.",
     ),
     AlertSpec(
         name="CheckpointOverdue",
         severity="notify",
         point=False,
-        help="No checkpoint was written for twice the usual interval. Check disk and saves.",
+        help="No checkpoint was written for twice the usual interval.",
+        to_do="Check disk and saves.",
+        ends="a checkpoint is written, or the run has ended.",
     ),
     AlertSpec(
         name="GpuFault",
         severity="notify",
         point=True,
-        help="A GPU reported a fatal Xid or an uncorrected memory error. Drain its node.",
+        help="A GPU reported a fatal Xid or an uncorrected memory error.",
+        to_do="Drain its node.",
     ),
     AlertSpec(
         name="GpuLost",
         severity="notify",
         point=True,
-        help="A GPU stopped responding; it may have fallen off the bus. Drain its node.",
+        help="A GPU stopped responding; it may have fallen off the bus.",
+        to_do="Drain its node.",
     ),
     AlertSpec(
         name="GpuThrottled",
         severity="notify",
         point=True,
-        help="A GPU is throttled for heat or power, and the others wait for it. Check its cooling.",
+        help="A GPU is throttled for heat or power, and the others wait for it.",
+        to_do="Check its cooling.",
     ),
     AlertSpec(
         name="GpuErrors",
         severity="log",
         point=True,
         help="A GPU reported an application Xid, or many corrected memory errors.",
+        to_do="Drain its node if this comes again.",
     ),
     AlertSpec(
         name="GpuPowerCapped",
         severity="log",
         point=True,
         help="A GPU runs far below its usual clock because of its power limit.",
+        to_do="Check its power limit.",
     ),
     AlertSpec(
         name="SpikeSeen",
         severity="log",
         point=True,
-        help="The loss or gradient norm was far above its usual values. The step's decision shows "
-        "whether the update was applied.",
+        did="left the update to the step's decision.",
+        help="The loss or gradient norm was far above its usual values.",
+        to_do="No action needed; `vitals why RUN STEP` shows whether the update was applied.",
     ),
     AlertSpec(
         name="RankLossApart",
         severity="log",
         point=True,
-        help="One rank's loss keeps differing from the others'. Check its data and its hardware.",
+        help="One rank's loss keeps differing from the others'.",
+        to_do="Check its data and its hardware.",
     ),
     AlertSpec(
         name="LayerOutlier",
         severity="log",
         point=True,
         help="One layer's gradients or updates are unusual while the others are not.",
+        to_do="Look at this layer if the loss rises.",
     ),
     AlertSpec(
         name="ActivationsGrew",
         severity="log",
         point=True,
         help="A module's output grew by an order of magnitude or more since warm-up.",
+        to_do="Watch the loss; lower the learning rate if it rises.",
     ),
     AlertSpec(
         name="UserAlert",
@@ -371,16 +418,20 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=True,
         help="A rule of the settings file, or `monitor.alert` in the training loop. Its cause is "
         "the name that you gave it, and its severity the level.",
+        to_do="Read its message and its value; `vitals why RUN STEP` shows what else held.",
     ),
 )
 """Every alert; docs and rules are derived from it."""
+
+RUNBOOK = "docs/RUNBOOK.md"
+"""Where the runbook lies in this project; each alert has a section of its name."""
 
 ABSENCE_ALERTS = ("NodeLost", "RankLost", "AgentLost")
 """Alerts about a part of a run that is gone; their cause names it."""
 _MOST_PARTS = 8
 """Parts that have an alert each; all others share one: a dead rack is not a hundred pages."""
 
-_BY_NAME = {spec.name: spec for spec in ALERTS}
+ALERTS_BY_NAME = {spec.name: spec for spec in ALERTS}
 
 ALERTED_KINDS = frozenset(kind.name for kind in KINDS.values() if kind.alert)
 """Kinds of findings that raise an alert by themselves. Others are told by the decision they lead
@@ -518,7 +569,7 @@ def point_is_over(
 
 
 def _raise(name: str, run_id: str, summary: str, step: int, cause: str = "") -> Alert:
-    spec = _BY_NAME[name]
+    spec = ALERTS_BY_NAME[name]
     labels = {"run": run_id} | ({"cause": cause} if cause else {})
     return Alert(
         name=name,

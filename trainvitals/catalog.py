@@ -369,7 +369,7 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "collector_remote_writes_total",
         "collector",
-        "Pushes of run metrics to the store of `--remote-write`, by outcome.",
+        "Pushes of run metrics by remote write, by outcome.",
         labels=("outcome",),
     ),
     _plain("collector_commands_total", "collector", "Commands by status.", labels=("status",)),

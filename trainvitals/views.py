@@ -415,6 +415,10 @@ class AlertsQuestion(Question[tuple[AlertView, ...]], frozen=True, kw_only=True)
     state: Literal["", "pending", "firing", "resolved"] = ""
 
 
+CommandStatus = Literal["pending", "delivered", "done", "refused", "expired", "invalid"]
+"""What can become of a command."""
+
+
 class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a person asks the ladder to do."""
 
@@ -430,7 +434,7 @@ class CommandView(msgspec.Struct, frozen=True, kw_only=True):
     """A command and what became of it."""
 
     command: Command
-    status: Literal["pending", "delivered", "done", "refused", "expired", "invalid"]
+    status: CommandStatus
     detail: str = ""
     step: int = -1
 
@@ -440,7 +444,7 @@ class CommandsQuestion(Question[tuple[CommandView, ...]], frozen=True, kw_only=T
     """The run's commands, newest first; ``pending`` is what an agent has to deliver."""
 
     run_id: str
-    status: Literal["", "pending", "delivered", "done", "refused", "expired", "invalid"] = ""
+    status: Literal["", CommandStatus] = ""
 
 
 class CellsReply(msgspec.Struct, frozen=True, kw_only=True):

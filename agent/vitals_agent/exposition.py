@@ -22,10 +22,11 @@ from trainvitals.catalog import (
     STEP_METRICS,
     MetricSpec,
 )
+from trainvitals.detect.registry import ACTED_CAUSES
 from trainvitals.errors import UsageError
 from trainvitals.rows import Value
 from vitals_agent.command_delivery import CommandDelivery
-from vitals_agent.faults import Faults
+from vitals_agent.faults import PARTS, Faults
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Sampling
 from vitals_agent.shipper import Shipper
@@ -210,7 +211,8 @@ def agent_readings(
         numbers["agent_corrupt_rows_total"] += shipper.num_refused_rows
     for name, value in numbers.items():
         yield Reading(name=name, value=value)
-    for part, count in faults.counts.items():
+    # Born at 0: a counter that appears with its first event shows no increase.
+    for part, count in (dict.fromkeys(PARTS, 0) | faults.counts).items():
         yield Reading(name="agent_part_failures_total", value=count, labels=(part,))
 
 
@@ -255,6 +257,6 @@ def _run_scope(run: ServedRun, tail: JournalTail) -> Iterator[Reading]:
         ("train_skipped_steps_total", [each.skips for each in lasts]),
         ("train_rollbacks_total", [each.rollbacks for each in lasts]),
     ):
-        for cause in sorted({cause for count in counts for cause in count}):
+        for cause in sorted({cause for count in counts for cause in count}.union(ACTED_CAUSES)):
             total = sum(count.get(cause, 0) for count in counts)
             yield Reading(name=name, value=total, labels=(*label, cause))

@@ -3,10 +3,29 @@
 import logging
 import threading
 from types import TracebackType
+from typing import Literal, get_args
 
 from trainvitals.errors import VitalsError
 
 log = logging.getLogger("vitals_agent")
+
+Part = Literal[
+    "discover",
+    "journal",
+    "journals",
+    "relay",
+    "relay.refused",
+    "release",
+    "sampler.gpu",
+    "sampler.node",
+    "sampler.process",
+    "shipper",
+    "shipper.refused",
+    "spool",
+    "tailer",
+]
+"""A part of the agent whose errors are kept from the others."""
+PARTS: tuple[str, ...] = get_args(Part)
 
 
 class Faults:
@@ -16,11 +35,11 @@ class Faults:
         self.counts: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def contained(self, part: str) -> "_Contained":
+    def contained(self, part: Part) -> "_Contained":
         """Swallow any Exception of the block; log the 1st, 2nd, 4th, 8th ... of each part."""
         return _Contained(self, part)
 
-    def record(self, part: str, error: Exception) -> None:
+    def record(self, part: Part, error: Exception) -> None:
         """Count an error that was dealt with; log the 1st, 2nd, 4th ... of each part.
 
         Errors of ours say all there is to say; any other one is a bug and comes with its traceback.
@@ -45,7 +64,7 @@ class _Contained:
 
     __slots__ = ("_faults", "_part")
 
-    def __init__(self, faults: Faults, part: str) -> None:
+    def __init__(self, faults: Faults, part: Part) -> None:
         self._faults = faults
         self._part = part
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trainvitals.alerting import RUNBOOK
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.errors import StorageError, UsageError
 from vitals_deploy import alertmanager, dashboard, prometheus, slurm, systemd
@@ -63,17 +64,43 @@ def deploy_prometheus(
     tokens: Annotated[
         Path | None, typer.Option(help="The collector's tokens.json: its read token is written.")
     ] = None,
+    public_url: Annotated[
+        str, typer.Option(help="The dashboard's address: alerts link a run's page.")
+    ] = "",
+    runbook_url: Annotated[
+        str, typer.Option(help="Where docs/RUNBOOK.md is published: alerts link its sections.")
+    ] = RUNBOOK,
     force: Force = False,
 ) -> None:
     """Write the scrape configuration and the alert rules."""
     targets = prometheus.agent_targets(runs) if runs else None
     token = None if tokens is None else read_token(tokens, scope="read")
-    made = prometheus.files(collector=collector, alertmanager=alertmanager, agents=targets)
+    made = prometheus.files(
+        collector=collector,
+        alertmanager=alertmanager,
+        agents=targets,
+        public_url=_template_free("--public-url", public_url),
+        runbook_url=_template_free("--runbook-url", runbook_url),
+    )
     if token is not None:
         del made[prometheus.TOKEN_FILE]
     _write(output, made, force=force)
     if token is not None:
         typer.echo(_write_secret(output / prometheus.TOKEN_FILE, token))
+
+
+def _template_free(option: str, url: str) -> str:
+    """Return the address; Prometheus would run what stands in double braces.
+
+    Raises:
+        UsageError: it has some.
+    """
+    if "{{" in url or not url.isprintable():
+        raise UsageError(
+            f"{option} is {url!r}; it must be an address without '{{{{'",
+            hint="for example https://vitals.example.org",
+        )
+    return url
 
 
 def deploy_grafana(

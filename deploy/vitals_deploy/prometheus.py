@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainvitals.alerting import ALERTS, RUNBOOK, AlertSpec
 from trainvitals.catalog import spec
 
 SCRAPE_INTERVAL = "15s"
@@ -78,12 +79,17 @@ FROM_FILES = """\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One alerting rule."""
+    """One alerting rule. Its texts say what happened, what Vitals did and what to do."""
 
     name: str
     expr: str
     summary: str
     description: str
+    did: str
+    """What Vitals did, as the end of a sentence that begins with its name."""
+    to_do: str
+    ends: str = ""
+    """When it is over, as the end of a sentence; for the runbook."""
     hold: str = ""
     """How long the expression must hold, as Prometheus writes it; empty is at once."""
     severity: str = ""
@@ -91,6 +97,28 @@ class Rule:
     metrics: tuple[str, ...] = field(default=())
     """Metrics of the catalog in the expression; a test holds them against it."""
 
+
+def _by_alert(texts: Mapping[str, str], otherwise: str) -> str:
+    """Return the template that says the text of `$labels.alert`; of a newer one something else."""
+    alerts_of: dict[str, list[str]] = {}
+    for alert, text in texts.items():
+        alerts_of.setdefault(text, []).append(json.dumps(alert))
+    cases = [
+        f"if eq $labels.alert {' '.join(alerts)} }}}}{text}" for text, alerts in alerts_of.items()
+    ]
+    return "{{ " + "{{ else ".join(cases) + "{{ else }}" + otherwise + "{{ end }}"
+
+
+def _to_do(alert: AlertSpec) -> str:
+    """Return what to do, with commands that can be pasted."""
+    return alert.to_do.replace(" RUN", " {{ $labels.run }}")
+
+
+_TOLD = tuple(alert for alert in ALERTS if alert.severity != "log")
+_OF_RUN = "{{ if $labels.run }} on run {{ $labels.run }}{{ end }}"
+
+_SECTION = "{{ $labels.alert | toLower }}"
+_PAGE = "/{{ if $labels.run }}?run={{ $labels.run }}{{ end }}"
 
 ENGINE_RULES = (
     Rule(
@@ -101,9 +129,16 @@ ENGINE_RULES = (
         'collector_alert_firing{severity=~"page|notify"}[24h])) == 1 '
         "unless on (run, alert, severity) max by (run, alert, severity) "
         "(collector_alert_firing) == 0",
-        summary="{{ $labels.alert }} on run {{ $labels.run }}",
-        description="The evidence, and what Vitals did about it: `vitals alerts list`, "
-        "`vitals show {{ $labels.run }}`.",
+        summary="{{ $labels.alert }}" + _OF_RUN,
+        description=_by_alert(
+            {alert.name: alert.help for alert in _TOLD}, "These rules are older than this alert."
+        )
+        + " The evidence: `vitals alerts list`"
+        + "{{ if $labels.run }}, `vitals show {{ $labels.run }}`{{ end }}.",
+        did=_by_alert(
+            {alert.name: alert.did for alert in _TOLD}, "acted as `vitals alerts list` says."
+        ),
+        to_do=_by_alert({alert.name: _to_do(alert) for alert in _TOLD}, "Read the runbook."),
         metrics=("collector_alert_firing",),
     ),
 )
@@ -116,31 +151,45 @@ ABSENCE_RULES = (
         hold="15s",
         severity="page",
         summary="No collector responds: a halted run would raise no alert",
-        description="Training continues and no data is lost: agents keep it in their spools. "
-        "Restart the collector.",
+        description="All collectors are down, or Prometheus cannot reach them.",
+        did="cannot alert now; training continues, and agents keep all rows in their spools.",
+        to_do="Restart the collector.",
+        ends="a collector responds again.",
     ),
     Rule(
         name="VitalsAgentDown",
-        expr='up{job="vitals-agent"} == 0 and on (run) train_run_state{state="running"} == 1 '
+        # The state of a run counts on for 50 min where no collector says another one: a dead
+        # collector resolves nothing. Less than the hour for which an ended run is told of.
+        expr='up{job="vitals-agent"} == 0 and on (run) '
+        '(last_over_time(train_run_state{state="running"}[50m]) == 1 '
+        'unless on (run) train_run_state{state!="running"} == 1) '
         'or up{job="vitals-agent", run=""} == 0',
         hold="5m",
         severity="notify",
         summary="The agent {{ $labels.instance }} does not respond",
-        description="Its run continues unmonitored; the journal keeps rows up to its size limit. "
-        "Restart the agent.",
+        description="An agent does not respond while its run goes on.",
+        did="took no action; training continues, and the journal keeps rows up to its size limit.",
+        to_do="Restart the agent.",
+        ends="the agent responds again, or its run has ended.",
         metrics=("train_run_state",),
     ),
     Rule(
         name="VitalsAgentStalled",
-        expr="agent_cycle_age_seconds > 120",
+        # An agent that then dies takes its words with it: they count until VitalsAgentDown fires.
+        expr="last_over_time(agent_cycle_age_seconds[15m]) > 120",
         hold="1m",
         severity="notify",
         summary="The agent {{ $labels.instance }} responds but makes no progress",
-        description="It finished its last cycle two minutes ago. A full or hanging disk below its "
-        "spool is the usual cause.",
+        description="An agent finished its last cycle two minutes ago. A full or hanging disk "
+        "below its spool is the usual cause.",
+        did="took no action; training continues.",
+        to_do="Check that disk, then restart the agent.",
+        ends="the agent finishes a cycle, or has not responded for 15 minutes.",
         metrics=("agent_cycle_age_seconds",),
     ),
 )
+
+_NO_MORE_LOSS = "15 minutes have passed without another one."
 
 LOSS_RULES = (
     Rule(
@@ -150,6 +199,9 @@ LOSS_RULES = (
         summary="The agent {{ $labels.instance }} dropped rows",
         description="A journal or the spool was full: the collector was too slow or down for too "
         "long.",
+        did="counted the lost rows; training continues.",
+        to_do="Check that the collector responds and has disk space.",
+        ends=_NO_MORE_LOSS,
         metrics=("agent_dropped_rows_total",),
     ),
     Rule(
@@ -157,7 +209,10 @@ LOSS_RULES = (
         expr="increase(collector_lost_rows_total[15m]) > 0",
         severity="notify",
         summary="Rows never reached the collector",
-        description="Sequence numbers have gaps; `vitals show RUN` names the source.",
+        description="Sequence numbers have gaps: rows never reached the collector.",
+        did="counted the lost rows.",
+        to_do="`vitals show RUN` names the source; check its node's disk and its agent.",
+        ends=_NO_MORE_LOSS,
         metrics=("collector_lost_rows_total",),
     ),
     Rule(
@@ -166,7 +221,10 @@ LOSS_RULES = (
         "or increase(collector_damaged_stretches_total[15m]) > 0",
         severity="notify",
         summary="{{ $labels.instance }} found damaged data in a spool or a journal",
-        description="Checksums did not match: check the disk. The lost rows are counted.",
+        description="Checksums in a spool or a journal did not match.",
+        did="set the damaged rows aside and counted them.",
+        to_do="Check the disk.",
+        ends=_NO_MORE_LOSS,
         metrics=("agent_corrupt_rows_total", "collector_damaged_stretches_total"),
     ),
     Rule(
@@ -174,8 +232,10 @@ LOSS_RULES = (
         expr="increase(collector_damaged_batches_total[15m]) > 0",
         severity="notify",
         summary="The collector's store is damaged",
-        description="Stored rows fail their checksum and are left out of all answers. `vitals "
-        "store check` lists them; check the disk.",
+        description="Stored rows fail their checksum.",
+        did="leaves them out of all answers.",
+        to_do="`vitals store check` lists them; check the disk.",
+        ends=_NO_MORE_LOSS,
         metrics=("collector_damaged_batches_total",),
     ),
     Rule(
@@ -183,7 +243,10 @@ LOSS_RULES = (
         expr="sum by (reason) (increase(collector_rejected_batches_total[15m])) > 0",
         severity="notify",
         summary="The collector rejects batches: {{ $labels.reason }}",
-        description="Usually an agent that is newer than the collector: update the collector.",
+        description="The collector rejects batches; usually an agent is newer than the collector.",
+        did="counted the batches and stored nothing of them.",
+        to_do="Update the collector.",
+        ends=_NO_MORE_LOSS,
         metrics=("collector_rejected_batches_total",),
     ),
     Rule(
@@ -192,7 +255,10 @@ LOSS_RULES = (
         'collector_notifications_total{outcome=~"failed|dropped"}[15m])) > 0',
         severity="notify",
         summary="Alerts fail at the notifier {{ $labels.notifier }}",
-        description="The receiver rejects them or is down; the collector's log says which.",
+        description="A receiver rejects alerts, or is down while too many wait for it.",
+        did="goes on trying.",
+        to_do="`vitals alerts test` shows what the receiver answers.",
+        ends=_NO_MORE_LOSS,
         metrics=("collector_notifications_total",),
     ),
 )
@@ -210,6 +276,8 @@ def files(
     alertmanager: str = "127.0.0.1:9093",
     token_file: str = TOKEN_FILE,
     agents: Iterable[Mapping[str, object]] | None = None,
+    public_url: str = "",
+    runbook_url: str = RUNBOOK,
 ) -> dict[str, str]:
     """Return the scrape configuration, the rules and, where they are given, the agents' targets.
 
@@ -218,6 +286,8 @@ def files(
         alertmanager: host and port of the Alertmanager.
         token_file: file with the collector's read token, as Prometheus will see it.
         agents: target groups as `agent_targets` returns them; None asks the collector for them.
+        public_url: the dashboard's address for people, where alerts link a run's page; "" for none.
+        runbook_url: where the runbook is published.
     """
     url = json.dumps(f"http://{collector}/v1/sd/agents")
     from_collector = FROM_COLLECTOR.format(url=url, token_file=json.dumps(token_file))
@@ -230,7 +300,7 @@ def files(
     )
     made = {
         "prometheus.yml": config,
-        "vitals_rules.yml": render_rules(),
+        "vitals_rules.yml": render_rules(public_url=public_url, runbook_url=runbook_url),
         TOKEN_FILE: "put the collector's read token here\n",
     }
     if agents is not None:
@@ -238,17 +308,17 @@ def files(
     return made
 
 
-def render_rules() -> str:
+def render_rules(*, public_url: str = "", runbook_url: str = RUNBOOK) -> str:
     """Return the rules as YAML; every text is quoted as JSON, which YAML reads as it is."""
     lines = ["# Alert rules of Vitals. Generated by `vitals deploy prometheus`.", "groups:"]
     for group, rules in GROUPS:
         lines += [f"  - name: {group}", "    rules:"]
         for rule in rules:
-            lines += _render_rule(rule)
+            lines += _render_rule(rule, public_url.rstrip("/"), runbook_url)
     return "\n".join(lines) + "\n"
 
 
-def _render_rule(rule: Rule) -> list[str]:
+def _render_rule(rule: Rule, public_url: str, runbook_url: str) -> list[str]:
     for metric in rule.metrics:
         spec(metric)  # a metric that the catalog does not know would never fire
     lines = [f"      - alert: {rule.name}", f"        expr: {json.dumps(rule.expr)}"]
@@ -256,12 +326,17 @@ def _render_rule(rule: Rule) -> list[str]:
         lines.append(f"        for: {rule.hold}")
     if rule.severity:
         lines += ["        labels:", f"          severity: {rule.severity}"]
-    return [
-        *lines,
-        "        annotations:",
-        f"          summary: {json.dumps(rule.summary)}",
-        f"          description: {json.dumps(rule.description)}",
-    ]
+    annotations = {
+        "summary": rule.summary,
+        "description": rule.description,
+        "action_taken": f"Vitals {rule.did}",
+        "to_do": rule.to_do,
+        "runbook_url": f"{runbook_url}#{_SECTION if rule in ENGINE_RULES else rule.name.lower()}",
+    }
+    if public_url and rule in ENGINE_RULES:
+        annotations["dashboard_url"] = public_url + _PAGE
+    lines.append("        annotations:")
+    return lines + [f"          {name}: {json.dumps(text)}" for name, text in annotations.items()]
 
 
 def agent_targets(runs: Path) -> list[dict[str, object]]:

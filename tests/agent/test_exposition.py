@@ -13,8 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.agent.builders import NODE, RUN
 from tests.agent.fake_nvml import gpus
 from trainvitals.catalog import CATALOG
+from trainvitals.detect.registry import ACTED_CAUSES
 from trainvitals.errors import UsageError
+from trainvitals.io.client import CollectorClient
 from trainvitals.records import Decision, DecisionMade
+from vitals_agent.faults import PARTS
 from vitals_agent.state_dir import AgentInfo
 
 SPECS = {spec.name: spec for spec in CATALOG}
@@ -103,6 +106,27 @@ def test_what_was_not_measured_has_no_sample(busy):
     assert "train_grad_norm" not in names  # the last step had none
     assert "gpu_ecc_uncorrected_errors_total" not in names
     assert "agent_shipped_rows_total" not in names  # there is no collector
+
+
+AGENT_COUNTERS = [m.name for m in CATALOG if (m.scope, m.kind) == ("agent", "counter")]
+
+
+@pytest.mark.parametrize("name", AGENT_COUNTERS)
+def test_each_counter_of_a_fresh_agent_with_a_collector_is_born_at_zero(world, name):
+    agent = world.agent(client=CollectorClient("http://127.0.0.1:9", "token"))
+    values = [value for (metric, _), value in scrape(agent).items() if metric == name]
+    assert values
+    assert {0.0} == set(values)
+
+
+def test_each_part_of_an_agent_and_each_cause_of_a_run_has_a_count_before_it_fails(world):
+    world.rank().step(0)
+    agent = world.agent()
+    agent.cycle(0.0)
+    counts = scrape(agent)
+    assert {0.0} == {counts["agent_part_failures_total", (part,)] for part in PARTS}
+    for name in ("train_skipped_steps_total", "train_rollbacks_total"):
+        assert {0.0} == {counts[name, (cause, RUN)] for cause in ACTED_CAUSES}
 
 
 def test_open_metrics_is_served_to_who_asks_for_it(busy):

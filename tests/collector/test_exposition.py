@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.collector.rows import RUN, SECOND, START, Writer
 from trainvitals.alerting import Alert, fingerprint
 from trainvitals.catalog import CATALOG, GPU_SCHEMA, STEP_METRICS
+from trainvitals.detect.registry import ACTED_CAUSES
 from trainvitals.errors import FormatError, NewerVersionError, StorageError
 from trainvitals.identity import new_run_id
 from trainvitals.records import Decision, DecisionMade, Finding, FindingRaised, RunInfo, RunStarted
@@ -170,7 +171,7 @@ def test_causes_that_are_no_causes_and_too_many_of_them_are_other(page: Page):
     (family,) = [
         f for f in text_string_to_metric_families(page.text()) if f.name == "train_skipped_steps"
     ]
-    assert len(family.samples) <= MAX_REASONS + 1
+    assert len(family.samples) <= MAX_REASONS + len(ACTED_CAUSES) + 1
     assert 62.0 == sum(sample.value for sample in family.samples)
 
 
@@ -221,6 +222,40 @@ def test_a_scrape_stores_nothing_and_so_works_on_a_full_disk(
     monkeypatch.setattr(page.store, "write", refuse)
     monkeypatch.setattr(page.store.numbers, "append", refuse)
     assert "train_loss" in generate_latest(page.registry).decode()
+
+
+COLLECTOR_COUNTERS = [m.name for m in CATALOG if (m.scope, m.kind) == ("collector", "counter")]
+
+
+@pytest.mark.parametrize("name", COLLECTOR_COUNTERS)
+def test_each_counter_of_a_fresh_collector_is_born_at_zero(page: Page, name: str):
+    families = {f.name: f for f in text_string_to_metric_families(page.text())}
+    values = [sample.value for sample in families[name.removesuffix("_total")].samples]
+    assert values
+    assert {0.0} == set(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("collector_part_failures_total", {"part": "upkeep"}),
+        ("collector_part_failures_total", {"part": "remote_write"}),
+        ("collector_thinned_rows_total", {"stream": "gpu", "reason": "size"}),
+        ("collector_thinned_rows_total", {"stream": "steps", "reason": "age"}),
+        ("collector_removed_runs_total", {"reason": "age"}),
+        ("collector_remote_writes_total", {"outcome": "dropped"}),
+        ("collector_commands_total", {"status": "refused"}),
+    ],
+)
+def test_a_label_set_that_can_come_is_there_before_it_does(page: Page, name: str, labels: dict):
+    assert 0.0 == page.value(name, **labels)
+
+
+def test_a_new_runs_counters_are_born_at_zero_for_each_cause(page: Page):
+    page.send(Writer().steps([0], loss=1.0))
+    for name in ("train_skipped_steps_total", "train_rollbacks_total"):
+        assert {0.0} == {page.value(name, run=RUN, reason=cause) for cause in ACTED_CAUSES}
+    assert 0.0 == page.value("train_nonfinite_total", run=RUN)
 
 
 def test_what_can_be_counted_is_there_before_it_happens(page: Page):

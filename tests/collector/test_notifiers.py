@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from tests.collector.conftest import Served
 from trainvitals.clock import SystemClock
-from trainvitals.errors import ConfigError
+from trainvitals.errors import ConfigError, UsageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
 from vitals_collector.alerts import notifiers
 from vitals_collector.alerts.delivery import Checked, DispatchConfig, Dispatcher
+from vitals_collector.alerts.messages import Links, details_of
 from vitals_collector.alerts.notifiers import (
     DELIVERED,
     AlertmanagerNotifier,
@@ -143,6 +144,47 @@ def test_a_delivery_has_one_id_in_its_body_and_header_on_every_try():
     assert [expected] * 2 == [headers["Vitals-Delivery-Id"] for headers in server.headers]
     states = {delivery_id(alert(state=state), "webhook") for state in ("firing", "resolved")}
     assert 3 == len(states | {delivery_id(alert(), "other")})
+
+
+LINKS = Links(public_url="https://v.example", runbook_url="https://w.example/RUNBOOK")
+
+
+def test_a_body_says_what_vitals_did_what_to_do_and_where_to_look():
+    lost, other = alert(name="RunLost"), alert("f2", name="OfANewerVersion", run_id="")
+    with receiver() as server:
+        hook = WebhookNotifier(server.url, clock=ManualClock(), links=LINKS)
+        assert DELIVERED == hook.notify([lost, other])
+        hook.close()
+    known, unknown = json.loads(server.posted[0][2])["alerts"]
+    assert {
+        "description": "A running job stopped reporting without a clean exit.",
+        "action_taken": "Vitals can do nothing for a job that is silent.",
+        "to_do": "Check its nodes and its log, then restart the job.",
+        "runbook_url": "https://w.example/RUNBOOK#runlost",
+        "dashboard_url": f"https://v.example/?run={RUN}",
+    }.items() <= known.items()
+    assert not {"description", "action_taken", "runbook_url", "dashboard_url"} & set(unknown)
+
+
+def test_a_command_in_a_message_has_the_runs_id():
+    assert f"`vitals resume {RUN}`" in details_of(alert(name="TrainingHalted"), LINKS)["to_do"]
+
+
+def test_an_alertmanager_gets_the_same_as_annotations_and_the_runs_page_as_source():
+    with receiver() as server:
+        for links in (LINKS, Links()):
+            url = f"http://127.0.0.1:{server.server_address[1]}"
+            notifier = AlertmanagerNotifier(url, clock=ManualClock(), links=links)
+            assert DELIVERED == notifier.notify([alert(name="RunLost", step=-1)])
+            notifier.close()
+    linked, plain = (json.loads(body)[0] for _, _, body in server.posted)
+    assert "https://w.example/RUNBOOK#runlost" == linked["annotations"]["runbook_url"]
+    assert "Vitals can do nothing for a job" in linked["annotations"]["action_taken"]
+    page = f"https://v.example/?run={RUN}"
+    assert [page] * 2 == [linked["annotations"]["dashboard_url"], linked["generatorURL"]]
+    assert "docs/RUNBOOK.md#runlost" == plain["annotations"]["runbook_url"]
+    assert not {"dashboard_url", "step"} & set(plain["annotations"])
+    assert "generatorURL" not in plain
 
 
 def test_a_body_links_to_acknowledge_what_can_be_and_only_that():
@@ -563,10 +605,10 @@ def test_where_an_alertmanager_is_configured_it_alone_routes():
     assert ["log", "webhook", "webhook-2"] == [n.name for n in build_notifiers(hooks)]
 
 
-def test_what_the_command_line_says_of_notifiers_is_what_the_collector_tells(
+def test_what_file_and_environment_say_of_notifiers_is_what_the_collector_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """An option that nobody hands over, on either way, is found here."""
+    """An address that nobody hands over, on either way, is found here."""
     started: list[CollectorSettings] = []
     monkeypatch.setattr(command, "_serve", lambda settings, where: started.append(settings))
     app = typer.Typer()
@@ -575,14 +617,31 @@ def test_what_the_command_line_says_of_notifiers_is_what_the_collector_tells(
     file.write_text('public_url = "http://v/"\n[[receivers]]\nname = "x"\nurl = "json://h/"\n')
     file.chmod(0o600)
     words = ["collector", "--data", str(tmp_path / "data"), "--receivers", str(file)]
-    words += ["--webhook", "http://127.0.0.1:1/"]
-    for more, names in (([], ["webhook", "x"]), (["--alertmanager", "http://h/"], None)):
-        assert 0 == CliRunner().invoke(app, words + more).exit_code
+    monkeypatch.setenv("VITALS_COLLECTOR_WEBHOOK", "http://127.0.0.1:1/ http://127.0.0.1:2/")
+    for url, names in (("", ["webhook", "webhook-2", "x"]), ("http://h/", None)):
+        monkeypatch.setenv("VITALS_COLLECTOR_ALERTMANAGER", url)
+        assert 0 == CliRunner().invoke(app, words).exit_code
         settings: NotifierSettings = started[-1].notifiers
         assert "http://v" == settings.links.public_url
         with Served(started[-1]) as served:
             running = served.app.state.acting.dispatcher.notifiers
             assert ["log", *(names or ["alertmanager"])] == [n.name for n in running]
+
+
+@pytest.mark.parametrize("option", ["--webhook", "--alertmanager", "--remote-write"])
+def test_an_address_on_the_command_line_is_refused_with_the_way_that_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+):
+    started: list[CollectorSettings] = []
+    monkeypatch.setattr(command, "_serve", lambda settings, where: started.append(settings))
+    app = typer.Typer()
+    command.register(app)
+    words = ["collector", "--data", str(tmp_path / "data"), option, "http://user:s3cret@h/"]
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, UsageError)
+    assert "VITALS_COLLECTOR_WEBHOOK" in error.hint and "--receivers" in error.hint
+    assert "s3cret" not in str(error)
+    assert [] == started
 
 
 AMTOOL = shutil.which("prometheus-alertmanager")

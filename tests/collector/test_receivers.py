@@ -1,5 +1,6 @@
 """Receivers as they are: real processes, HTTP and SMTP; those that hang, and a collector killed."""
 
+import http.client
 import json
 import logging
 import os
@@ -15,9 +16,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
+import requests
 import typer
 from typer.testing import CliRunner
 
@@ -25,10 +29,15 @@ from tests.collector.rows import Writer
 from tests.collector.test_notifiers import alert, receiver
 from trainvitals.errors import ConfigError
 from trainvitals.testing import ManualClock
+from vitals_collector.alerts.apprise_notifier import AppriseNotifier
 from vitals_collector.alerts.delivery import Dispatcher
 from vitals_collector.alerts.messages import Links
 from vitals_collector.alerts.notifiers import DELIVERED, delivery_id
-from vitals_collector.alerts.receivers import ReceiverSettings, notifier_settings
+from vitals_collector.alerts.receivers import (
+    ReceiverSettings,
+    load_notifier_settings,
+    notifier_settings,
+)
 from vitals_collector.alerts.worker import WorkerNotifier
 from vitals_collector.cli import control
 from vitals_collector.ingest.ingest import ingest
@@ -202,8 +211,8 @@ def test_a_message_says_what_happened_what_was_done_and_what_to_do(schema: str):
     for words in (
         "Page: RunLost",
         "rank 1 is silent",
-        "Vitals: ",
-        "To do: ",
+        "Vitals can do nothing for a job that is silent.",
+        "To do: Check its nodes and its log, then restart the job.",
         "docs/RUNBOOK.md#runlost",
         f"http://vitals.example/?run={view.run_id}",
         delivery_id(view, "team"),
@@ -219,6 +228,133 @@ def test_what_a_channel_answers_is_told_without_its_address(status: int, recover
             result = team.notify([alert()])
     assert (recoverable, True) == (result.recoverable, str(status) in result.error)
     assert "s3cret" not in result.error
+
+
+class Service(NamedTuple):
+    """What a service's documentation says of the request, and of its answer."""
+
+    address: str
+    host: str
+    path: str
+    """How it begins."""
+    needs: tuple[str, ...]
+    """Fields that the body must have, by their path; the last one's text is the message."""
+    answer: tuple[int, bytes]
+
+
+SERVICES = {
+    "slack": Service(
+        "slack://T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ",
+        "hooks.slack.com",
+        "/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ",
+        ("attachments.0.text",),
+        (200, b"ok"),
+    ),
+    "discord": Service(
+        "discord://4174216298/JHMHI8qBe7bk2ZwO5U711o3dV_js",
+        "discord.com",
+        "/api/webhooks/4174216298/JHMHI8qBe7bk2ZwO5U711o3dV_js",
+        ("content",),
+        (204, b""),
+    ),
+    "telegram": Service(
+        "tgram://123456789:abcdefg_hijklmnop/12315544",
+        "api.telegram.org",
+        "/bot123456789:abcdefg_hijklmnop/sendMessage",
+        ("chat_id", "text"),
+        (200, b'{"ok": true, "result": {}}'),
+    ),
+    "teams": Service(
+        "workflows://prod-1.logic.azure.com:443/643e69f83c8944/WzbiGvtoGrPFhFFU",
+        "prod-1.logic.azure.com",
+        "/workflows/643e69f83c8944/triggers/manual/paths/invoke",
+        ("type", "attachments.0.contentType", "attachments.0.content.body"),
+        (202, b""),
+    ),
+    "pagerduty": Service(
+        "pagerduty://IntegrationKey@ApiKey",
+        "events.pagerduty.com",
+        "/v2/enqueue",
+        ("routing_key", "event_action", "dedup_key", "payload.severity", "payload.summary"),
+        (202, b'{"status": "success"}'),
+    ),
+}
+
+
+def field(body: object, path: str) -> object:
+    for word in path.split("."):
+        body = body[int(word)] if isinstance(body, list) else body[word]  # type: ignore[index]
+    return body
+
+
+@contextmanager
+def played(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, object]]]:
+    """Take what is sent to the service's host; a request that it would refuse gets 400.
+
+    The bodies that apprise makes go over real HTTP to this machine; TLS and the service are not
+    there.
+    """
+    bodies: list[dict[str, object]] = []
+
+    def serve(connection: socket.socket) -> None:
+        stream = connection.makefile("rb")
+        path = stream.readline().split()[1].decode()
+        headers = http.client.parse_headers(stream)
+        body = json.loads(stream.read(int(headers["Content-Length"])))
+        try:
+            fields = [field(body, name) for name in service.needs]
+            is_good = path.startswith(service.path) and all(fields)
+        except (KeyError, IndexError, TypeError):
+            is_good = body.get("event_action") == "resolve" and "dedup_key" in body
+        bodies.append(body)
+        status, text = service.answer if is_good else (400, b"")
+        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+        connection.sendall(head.encode() + text)
+
+    send = requests.adapters.HTTPAdapter.send
+
+    def send_here(self, request, **how):  # type: ignore[no-untyped-def]
+        address = urlsplit(request.url)
+        assert ("https", service.host) == (address.scheme, address.hostname)
+        request.url = f"http://127.0.0.1:{port}{address.path}"
+        return send(self, request, **how)
+
+    with tcp(serve) as port:
+        monkeypatch.setattr(requests.adapters.HTTPAdapter, "send", send_here)
+        yield bodies
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # all plugins of apprise are loaded
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_request_for_a_service_has_what_its_documentation_asks_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    service = SERVICES[name]
+    with played(service, monkeypatch) as bodies:
+        team = AppriseNotifier(service.address, name="team", links=Links())
+        assert DELIVERED == team.notify([alert(name="RunLost", summary="rank 1 is silent")])
+    assert 1 == len(bodies)
+    text = json.dumps(bodies)
+    for words in ("Page: RunLost", "rank 1 is silent", "Vitals can do nothing", "To do: "):
+        assert words in text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # all plugins of apprise are loaded
+def test_to_pagerduty_the_end_of_an_alert_ends_its_incident_and_opens_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with played(SERVICES["pagerduty"], monkeypatch) as bodies:
+        team = AppriseNotifier(SERVICES["pagerduty"].address, name="team", links=Links())
+        assert DELIVERED == team.notify([alert(), alert(state="resolved"), alert("f2")])
+    told = [(body["event_action"], body["dedup_key"]) for body in bodies]
+    assert [("trigger", "f1"), ("resolve", "f1"), ("trigger", "f2")] == told
+
+
+def test_a_channel_follows_no_redirect():
+    with receiver() as trap, receiver(302, Location=trap.url) as server:
+        with worker(f"json://127.0.0.1:{server.server_address[1]}/") as team:
+            assert "302" in team.notify([alert()]).error
+        assert (1, []) == (len(server.posted), trap.posted)
 
 
 def test_an_email_arrives_by_smtp():
@@ -274,6 +410,8 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path):
         TEAM + "kind = 'webhook'\n",
         '[[receivers]]\nname = "team"\nurl = "s3cret"\n',
         '[[receivers]]\nname = "team"\nenv = "NOT_SET"\n',
+        '[remote_write]\nenv = "NOT_SET"\n',
+        '[remote_write]\nurl = "http://u:s3cret@a/"\nenv = "HOME"\n',
     ],
 )
 def test_a_wrong_file_is_an_error_that_repeats_no_address(tmp_path: Path, text: str):
@@ -297,6 +435,25 @@ def test_an_address_may_lie_in_the_environment_and_is_shown_nowhere(
     text = '[[receivers]]\nname = "team"\nenv = "TEAM_ADDRESS"\n'
     settings = notifier_settings(file=written(tmp_path, text))
     assert "json://user:s3cret@h/s3cret" == settings.receivers[0].url
+    assert "s3cret" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("table", "environ", "address"),
+    [
+        ("", "", ""),
+        ('[remote_write]\nurl = "http://u:s3cret@a/"\n', "", "http://u:s3cret@a/"),
+        ('[remote_write]\nenv = "PUSHED_TO"\n', "", "http://u:s3cret@b/"),
+        ('[remote_write]\nurl = "http://u:s3cret@a/"\n', "http://c/", "http://c/"),
+    ],
+)
+def test_where_metrics_are_pushed_to_lies_in_the_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, environ: str, address: str
+):
+    monkeypatch.setenv("PUSHED_TO", "http://u:s3cret@b/")
+    monkeypatch.setenv("VITALS_REMOTE_WRITE", environ)
+    settings = load_notifier_settings(written(tmp_path, TEAM + table))
+    assert address == settings.remote_write
     assert "s3cret" not in repr(settings)
 
 

@@ -22,6 +22,7 @@ from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
 from trainvitals.errors import ConfigError, MissingDependencyError
 from trainvitals.records import RunInfo, RunStarted
+from vitals_collector.alerts.receivers import NotifierSettings
 from vitals_collector.api import remote_write
 from vitals_collector.api.app import CollectorSettings
 from vitals_collector.api.remote_write import MAX_WAITING, RemoteWriter, remote_writer
@@ -269,7 +270,9 @@ def test_a_real_prometheus_that_comes_late_has_every_push_since_the_collector_st
         "--web.enable-remote-write-receiver",
     )
     settings = CollectorSettings(
-        data=tmp_path / "data", commit_seconds=0.0, remote_write=f"{url}/api/v1/write"
+        data=tmp_path / "data",
+        commit_seconds=0.0,
+        notifiers=NotifierSettings(remote_write=f"{url}/api/v1/write"),
     )
     with Served(settings) as served:
         writer = Writer()

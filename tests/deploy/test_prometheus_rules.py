@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trainvitals.alerting import ALERTS
 from trainvitals.catalog import CATALOG
 from vitals_deploy import prometheus
 from vitals_deploy.cli import write_files
@@ -41,7 +42,13 @@ def promtool(*command: object) -> str:
 
 
 def fire(tmp_path: Path, series: dict[str, str], at: str, alert: str) -> list[dict[str, str]]:
-    """Return the labels of the alerts that fire, asked of promtool's own rule engine.
+    """Return the labels of the alerts that fire, asked of promtool's own rule engine."""
+    labels = re.findall(r"Labels:\{([^}]*)\}", said_of(tmp_path, series, at, alert))
+    return [dict(re.findall(r'(\w+)="([^"]*)"', text)) for text in labels]
+
+
+def said_of(tmp_path: Path, series: dict[str, str], at: str, alert: str) -> str:
+    """Return what promtool says of the alerts that fire; "" of none.
 
     promtool only says yes or no to an expectation, so it is given none and its answer is read.
     """
@@ -63,9 +70,8 @@ def fire(tmp_path: Path, series: dict[str, str], at: str, alert: str) -> list[di
         ["promtool", "test", "rules", path], capture_output=True, text=True, timeout=60, check=False
     )
     got = done.stderr.rpartition("got:")[2]
-    labels = re.findall(r"Labels:\{([^}]*)\}", got)
-    assert (done.returncode != 0) == bool(labels), done.stderr
-    return [dict(re.findall(r'(\w+)="([^"]*)"', text)) for text in labels]
+    assert (done.returncode != 0) == bool(re.search(r"Labels:\{([^}]*)\}", got)), done.stderr
+    return got
 
 
 @pytest.mark.servers("promtool")
@@ -95,8 +101,73 @@ def test_no_rule_detects_from_scraped_samples():
     assert {"train_run_state"} == training
 
 
+def chosen(template: str, alert: str) -> str:
+    """Return what a template of `prometheus._by_alert` says of an alert."""
+    cases = re.findall(r"if eq \$labels\.alert ([^}]*) \}\}(.*?)\{\{ (?=else|end)", template)
+    (otherwise,) = re.findall(r"\{\{ else \}\}([^{]*)", template)[:1]
+    texts = [text for names, text in cases if json.dumps(alert) in names.split()]
+    assert len(texts) <= 1
+    return texts[0] if texts else otherwise
+
+
+def test_the_rule_that_hands_on_says_of_each_alert_what_vitals_did_and_what_to_do():
+    (rule,) = prometheus.ENGINE_RULES
+    told = [alert for alert in ALERTS if alert.severity != "log"]
+    assert len(told) > 30
+    for alert in told:
+        assert alert.help == chosen(rule.description, alert.name)
+        assert alert.did == chosen(rule.did, alert.name)
+        pasted = chosen(rule.to_do, alert.name)
+        assert alert.to_do == pasted.replace("{{ $labels.run }}", "RUN")
+        assert " RUN" not in pasted
+    assert "Read the runbook." == chosen(rule.to_do, "OfANewerVersion")
+    assert rule.to_do.count("{{ if") == rule.to_do.count("{{ end }}") == 1
+
+
+def test_every_rule_links_a_section_of_the_runbook_that_there_is():
+    runbook = (Path(__file__).parents[2] / "docs" / "RUNBOOK.md").read_text()
+    sections = set(re.findall(r"^## (\w+)$", runbook, re.MULTILINE))
+    text = prometheus.render_rules(runbook_url="https://w.example/R")
+    links = re.findall(r'runbook_url: "https://w.example/R#(.*)"', text)
+    assert len(RULES) == len(links)
+    assert {"{{ $labels.alert | toLower }}"} == set(links) - {name.lower() for name in sections}
+    assert {alert.name for alert in ALERTS} <= sections
+
+
+def test_a_page_is_linked_only_where_there_is_an_address():
+    assert "dashboard_url" not in prometheus.render_rules()
+    text = prometheus.render_rules(public_url="https://v.example/")
+    page = "https://v.example/{{ if $labels.run }}?run={{ $labels.run }}{{ end }}"
+    assert [page] == re.findall(r'dashboard_url: "(.*)"', text)
+
+
 @pytest.mark.servers("promtool")
 class TestAlerts:
+    def test_an_alert_of_no_run_is_told_without_one_and_with_all_that_is_known_of_it(
+        self, tmp_path
+    ):
+        labels = 'alert="ReceiverFailing", severity="page"}'
+        series = {FIRING.replace('run="R", ', "") + labels: "1x20"}
+        text = said_of(tmp_path, series, "2m", "VitalsAlert")
+        for words in (
+            'summary="ReceiverFailing"',
+            "Vitals goes on trying, and tells all other receivers.",
+            "Check its address and its token",
+            "docs/RUNBOOK.md#receiverfailing",
+        ):
+            assert words in text, text
+
+    def test_an_alert_of_a_run_names_it_and_links_its_section(self, tmp_path):
+        series = {FIRING + 'alert="TrainingHalted", severity="page"}': "1x20"}
+        text = said_of(tmp_path, series, "2m", "VitalsAlert")
+        for words in (
+            "TrainingHalted on run R",
+            "Vitals halted the run.",
+            "Read `vitals postmortem R`, then `vitals resume R`.",
+            "docs/RUNBOOK.md#traininghalted",
+        ):
+            assert words in text, text
+
     def test_what_the_engine_says_is_handed_on_with_its_severity(self, tmp_path):
         series = {FIRING + 'alert="RunHalted", severity="page"}': "0x4 1x20"}
         assert [] == fire(tmp_path, series, "45s", "VitalsAlert")
@@ -198,6 +269,39 @@ class TestAlerts:
     def test_the_agent_of_a_node_has_no_run_and_counts_always(self, tmp_path):
         series = {'up{job="vitals-agent", instance="a"}': "0x60"}
         assert 1 == len(fire(tmp_path, series, "10m", "VitalsAgentDown"))
+
+    def test_an_agent_that_restarts_within_five_minutes_is_no_news(self, tmp_path):
+        series = {
+            'up{job="vitals-agent", instance="a", run="R", node="n"}': "1x8 0x4 1x60",
+            'train_run_state{run="R", state="running"}': "1x80",
+        }
+        for at in ("3m", "8m", "12m"):
+            assert [] == fire(tmp_path, series, at, "VitalsAgentDown"), at
+
+    def test_a_collector_that_restarts_or_dies_ends_no_word_about_an_agent(self, tmp_path):
+        gone = {'up{job="vitals-agent", instance="a", run="R", node="n"}': "1x8 0x400"}
+        for states in ("1x30 stale _x2 1x300", "1x40 stale _x300"):
+            series = gone | {'train_run_state{run="R", state="running"}': states}
+            for at in ("8m", "20m"):
+                (alert,) = fire(tmp_path, series, at, "VitalsAgentDown")
+                assert "R" == alert["run"]
+
+    def test_an_agent_that_ends_with_its_run_is_no_news(self, tmp_path):
+        series = {
+            'up{job="vitals-agent", instance="a", run="R", node="n"}': "1x40 0x300",
+            'train_run_state{run="R", state="running"}': "1x40 stale",
+            'train_run_state{run="R", state="finished"}': "_x41 1x300",
+        }
+        for at in ("12m", "20m", "70m"):
+            assert [] == fire(tmp_path, series, at, "VitalsAgentDown"), at
+
+    def test_a_stall_ends_with_the_agents_restart_and_not_with_its_death(self, tmp_path):
+        stalled = 'agent_cycle_age_seconds{instance="a", job="vitals-agent"}'
+        died = {stalled: "1x4 15+15x20 stale _x100"}
+        assert 1 == len(fire(tmp_path, died, "10m", "VitalsAgentStalled"))
+        assert [] == fire(tmp_path, died, "25m", "VitalsAgentStalled")
+        restarted = {stalled: "1x4 15+15x20 stale _x2 0x100"}
+        assert [] == fire(tmp_path, restarted, "8m", "VitalsAgentStalled")
 
     def test_an_agent_that_answers_but_hangs_is_noticed(self, tmp_path):
         series = {'agent_cycle_age_seconds{instance="a", job="vitals-agent"}': "1x4 15+15x60"}

@@ -101,10 +101,10 @@ class Lab:
         words = [str(a) for a in arguments]
         return self.start(words[0], sys.executable, "-m", "trainvitals", *words, **environ)
 
-    def collector(self, port: int, *options: object) -> subprocess.Popen[bytes]:
+    def collector(self, port: int, *options: object, **environ: str) -> subprocess.Popen[bytes]:
         """Start the collector and wait until it answers."""
         listen = ("--data", self.data, "--listen", f"127.0.0.1:{port}")
-        process = self.start_vitals("collector", *listen, *options)
+        process = self.start_vitals("collector", *listen, *options, **environ)
         until(lambda: _answers(port) or process.poll() is not None, "the collector answers")
         assert process.poll() is None, self.log("collector").read_text()
         return process

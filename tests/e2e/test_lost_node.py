@@ -27,7 +27,8 @@ class Job:
         self.lab = lab
         self.pager = pager
         self.port = free_port()
-        lab.collector(self.port, "--webhook", pager.url, "--lost-after", LOST_AFTER_SECONDS)
+        late = ("--lost-after", LOST_AFTER_SECONDS)
+        lab.collector(self.port, *late, VITALS_COLLECTOR_WEBHOOK=pager.url)
         rendezvous = free_port()
         for number, name in enumerate(NODES):
             shared = lab.shared / name

@@ -79,7 +79,7 @@ class Watched:
         until(lambda: self.last_step() >= goal, f"step {goal} is stored")
 
     def serve(self):
-        return self.lab.collector(self.port, "--webhook", self.server.url)
+        return self.lab.collector(self.port, VITALS_COLLECTOR_WEBHOOK=self.server.url)
 
 
 def _own(alerts):

@@ -253,4 +253,10 @@ def test_every_alert_has_one_name_and_says_what_it_means() -> None:
     names = [spec.name for spec in ALERTS]
     assert sorted(set(names)) == sorted(names)
     assert all(re.fullmatch(r"([A-Z][a-z]+)+", name) for name in names)
-    assert all(spec.help.endswith(".") or "`" in spec.help for spec in ALERTS)
+    for spec in ALERTS:
+        for text in (spec.help, spec.did, spec.to_do, spec.ends):
+            assert text.endswith("."), (spec.name, text)
+
+
+def test_a_condition_says_itself_when_it_is_over() -> None:
+    assert all(spec.point == ("100 healthy steps" in spec.ends) for spec in ALERTS)

@@ -8,7 +8,7 @@ import pytest
 import trainvitals
 from trainvitals.alerting import ALERTED_KINDS, ALERTS, alerts_for_finding
 from trainvitals.detect.fleet import FleetDetectors
-from trainvitals.detect.registry import DETECTORS, DOMAINS, KINDS, kinds_about
+from trainvitals.detect.registry import ACTED_CAUSES, DETECTORS, DOMAINS, KINDS, kinds_about
 from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding
 
@@ -74,3 +74,14 @@ def test_a_cause_belongs_to_one_kind() -> None:
 def test_a_machine_is_a_machine_whoever_watches_it() -> None:
     of_nodes = {k for spec in DETECTORS.values() if spec.where == "agent" for k in spec.kinds}
     assert of_nodes | {"stalled", "checkpoint_overdue", "straggler"} <= kinds_about("machine")
+
+
+def test_each_kind_that_is_acted_on_has_a_cause_whose_count_begins_at_zero():
+    kinds = {
+        kind
+        for spec in DETECTORS.values()
+        for kind, level in spec.kinds.items()
+        if level == "actionable"
+    }
+    causes = {"nonfinite": "nonfinite_loss", "spike": "loss_outlier"}
+    assert {causes.get(kind, kind) for kind in kinds} <= set(ACTED_CAUSES)

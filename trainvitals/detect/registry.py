@@ -143,6 +143,19 @@ KINDS: Mapping[str, Kind] = {
     )
 }
 
+ACTED_CAUSES = (
+    "nonfinite_loss",
+    "nonfinite_gradient",
+    "nonfinite_params",
+    "nonfinite_state",
+    "loss_outlier",
+    "grad_norm_outlier",
+    "state_damaged",
+    "lr_jump",
+    "command",
+)
+"""The causes of skips and rollbacks: counters by cause begin with 0 for each of them."""
+
 DETECTORS: Mapping[str, DetectorSpec] = {
     spec.name: spec
     for spec in (

@@ -86,8 +86,12 @@ def measure_size(size: Size) -> Iterator[Row]:
         folder = Path(leave.enter_context(temporary))
         memory = TemporaryDirectory(prefix="vitals-bench-", dir=shm if shm.is_dir() else None)
         receiver = leave.enter_context(Receiver())
+        told = folder / "receivers.toml"
+        told.touch(0o600)
+        named = '[[receivers]]\nname = "bench"\nkind = "webhook"\n'
+        told.write_text(f'{named}url = "{receiver.url}"\n')
         collector, url, tokens = leave.enter_context(
-            servers.collector(folder, "--webhook", receiver.url)
+            servers.collector(folder, "--receivers", str(told))
         )
         run_id, world_size = new_run_id(time.time_ns()), size.num_nodes * RANKS_PER_NODE
         place = Path(leave.enter_context(memory))

@@ -1,7 +1,8 @@
 """Sends alerts as messages to people, by apprise: Slack, e-mail, PagerDuty, Teams and many more.
 
 Imported only in ``worker``'s process. Apprise says only yes or no; why is in its log, of which the
-HTTP status alone is repeated: the rest may hold an address.
+HTTP status alone is repeated: the rest may hold an address. It follows no redirect; names are
+resolved by its libraries, so addresses are not checked as those of our own webhook are.
 """
 
 import logging
@@ -35,11 +36,12 @@ class AppriseNotifier:
 
     def notify(self, alerts: Sequence[AlertView]) -> Result:
         """Send one message per alert; the first that is not taken ends it."""
-        service = apprise.Apprise()
-        if not service.add(self._url):
-            scheme = redacted(self._url).partition(":")[0]
-            return Result(recoverable=False, error=f"apprise cannot read its {scheme}:// address")
         for alert in alerts:
+            service = apprise.Apprise(asset=apprise.AppriseAsset(http_redirects=False))
+            if not service.add(_address_for(self._url, alert)):
+                scheme = redacted(self._url).partition(":")[0]
+                error = f"apprise cannot read its {scheme}:// address"
+                return Result(recoverable=False, error=error)
             message = message_of(alert, self._links, self.ack_links.get(alert.fingerprint, ""))
             is_over = alert.state == "resolved"
             kind = apprise.NotifyType.SUCCESS if is_over else _TYPES[alert.severity]
@@ -50,6 +52,16 @@ class AppriseNotifier:
             if not is_sent:
                 return _refusal(words)
         return DELIVERED
+
+
+def _address_for(url: str, alert: AlertView) -> str:
+    """Return the address with what names this alert to services that keep it.
+
+    To PagerDuty every message is an incident, the end of an alert too, unless it says which one.
+    """
+    if not url.startswith("pagerduty://") or re.search("[?&](action|dedup)=", url):
+        return url
+    return f"{url}{'&' if '?' in url else '?'}action=map&dedup={alert.fingerprint}"
 
 
 def _refusal(words: str) -> Result:

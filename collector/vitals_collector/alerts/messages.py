@@ -1,15 +1,13 @@
 """An alert in the words of a message: what happened, what Vitals did, what to do, and where."""
 
 from typing import NamedTuple
+from urllib.parse import quote
 
 import msgspec
 
-from trainvitals.alerting import ALERTS
+from trainvitals.alerting import ALERTS_BY_NAME, RUNBOOK
 from trainvitals.views import AlertView
 
-RUNBOOK = "docs/RUNBOOK.md"
-"""Where the runbook lies in this project; each alert has a section of its name."""
-_SPECS = {spec.name: spec for spec in ALERTS}
 _PREFIXES = {"page": "Page", "notify": "Notice", "log": "Info"}
 
 
@@ -31,23 +29,42 @@ class Message(NamedTuple):
     body: str
 
 
+def details_of(alert: AlertView, links: Links) -> dict[str, str]:
+    """Return what programs are told of an alert beside its summary; what there is not is left out.
+
+    The names are a promise: those of a webhook's body and of Alertmanager's annotations.
+    """
+    details: dict[str, str] = {}
+    spec = ALERTS_BY_NAME.get(alert.name)
+    if spec is not None:
+        details["description"] = spec.help
+        details["action_taken"] = f"Vitals {spec.did}"
+        # A command that can be pasted: whoever was woken looks up no id.
+        details["to_do"] = spec.to_do.replace(" RUN", f" {alert.run_id or 'RUN'}")
+        details["runbook_url"] = f"{links.runbook_url}#{alert.name.lower()}"
+    if links.public_url and alert.run_id:
+        details["dashboard_url"] = f"{links.public_url}/?run={quote(alert.run_id, safe='')}"
+    return details
+
+
 def message_of(alert: AlertView, links: Links, ack_link: str = "") -> Message:
     """Return the alert's message."""
-    prefix = "Resolved" if alert.state == "resolved" else _PREFIXES[alert.severity]
+    is_over = alert.state == "resolved"
+    prefix = "Resolved" if is_over else _PREFIXES[alert.severity]
     run = f" (run {alert.run_id})" if alert.run_id else ""
-    lines = [alert.summary]
-    spec = _SPECS.get(alert.name)
-    if spec is not None and alert.state != "resolved":
-        lines += [f"Vitals: {spec.did}", f"To do: {spec.help}"]
+    details = details_of(alert, links)
+    lines = [f"It is over. It was: {alert.summary}" if is_over else alert.summary]
+    if "to_do" in details and not is_over:
+        lines += [details["description"], details["action_taken"], f"To do: {details['to_do']}"]
     if alert.step >= 0:
         lines.append(f"Step: {alert.step}")
-    if spec is not None:
-        lines.append(f"Runbook: {links.runbook_url}#{alert.name.lower()}")
-    if links.public_url and alert.run_id:
-        lines.append(f"Run: {links.public_url}/?run={alert.run_id}")
+    if "runbook_url" in details:
+        lines.append(f"Runbook: {details['runbook_url']}")
+    if "dashboard_url" in details:
+        lines.append(f"Run: {details['dashboard_url']}")
     if ack_link:
         lines.append(f"Acknowledge: {ack_link}")
     return Message(f"{prefix}: {alert.title}{run}", "\n".join(lines))
 
 
-__all__ = ["Links", "Message", "message_of"]
+__all__ = ["Links", "Message", "details_of", "message_of"]

@@ -6,9 +6,10 @@ can turn the collector against its own network. All but the log run in ``worker`
 
 The webhook's body, documented and versioned::
 
-    {"version": 1, "alerts": [AlertView, "delivery_id" and "ack_url", ...]}
+    {"version": 1, "alerts": [AlertView and more, ...]}
 
-AlertView is in ``trainvitals.views``; ``ack_url`` is there where a link to acknowledge can be.
+AlertView is in ``trainvitals.views``; beside it are ``delivery_id``, ``ack_url`` where a link to
+acknowledge can be, and ``messages.details_of``.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ import msgspec
 from trainvitals.clock import Clock
 from trainvitals.errors import ConfigError
 from trainvitals.views import AlertView
+from vitals_collector.alerts.messages import Links, details_of
 
 WEBHOOK_VERSION = 1
 _LOG = logging.getLogger("vitals.collector.notify")
@@ -107,9 +109,11 @@ class WebhookNotifier:
         clock: Clock,
         name: str = "webhook",
         secret: str = "",
+        links: Links | None = None,
         timeout: float = 10.0,
     ) -> None:
         self.name = name
+        self._links = links or Links()
         self._url = check_url(url)
         self._clock = clock
         self._secret = secret
@@ -130,7 +134,7 @@ class WebhookNotifier:
     def _body_of(self, alert: AlertView, delivery: str) -> dict[str, object]:
         link = self.ack_links.get(alert.fingerprint, "")
         extra = {"delivery_id": delivery} | ({"ack_url": link} if link else {})
-        return {**msgspec.to_builtins(alert), **extra}
+        return {**msgspec.to_builtins(alert), **details_of(alert, self._links), **extra}
 
     def close(self) -> None:
         """Close kept connections."""
@@ -150,9 +154,16 @@ class AlertmanagerNotifier:
     takes_log = False
 
     def __init__(
-        self, url: str, *, clock: Clock, hold_seconds: float = 86_400.0, timeout: float = 10.0
+        self,
+        url: str,
+        *,
+        clock: Clock,
+        links: Links | None = None,
+        hold_seconds: float = 86_400.0,
+        timeout: float = 10.0,
     ) -> None:
         self._url = check_url(url).rstrip("/") + "/api/v2/alerts"
+        self._links = links or Links()
         self._client = _client(timeout)
         self._clock = clock
         self._hold_ns = int(hold_seconds * 1e9)
@@ -163,7 +174,11 @@ class AlertmanagerNotifier:
         That is long: an end is posted as such, and a collector that died ends no page.
         """
         until = self._clock.time_ns() + self._hold_ns
-        posted = [_alertmanager_alert(a, until) for a in alerts if a.state != "pending"]
+        posted = [
+            _alertmanager_alert(a, until, details_of(a, self._links))
+            for a in alerts
+            if a.state != "pending"
+        ]
         return (
             _post(self._client, self._url, msgspec.json.encode(posted), {}) if posted else DELIVERED
         )
@@ -173,15 +188,20 @@ class AlertmanagerNotifier:
         self._client.close()
 
 
-def _alertmanager_alert(alert: AlertView, until_unix_ns: int) -> dict[str, object]:
+def _alertmanager_alert(
+    alert: AlertView, until_unix_ns: int, details: dict[str, str]
+) -> dict[str, object]:
     ended = alert.ended_unix_ns if alert.state == "resolved" else None
     own = {"alertname": alert.name, "run": alert.run_id, "severity": alert.severity}
-    annotations = {"summary": alert.summary, "step": str(alert.step)}
+    step = {"step": str(alert.step)} if alert.step >= 0 else {}
+    # What Alertmanager's pages and messages call the source.
+    source = {"generatorURL": details["dashboard_url"]} if "dashboard_url" in details else {}
     return {
         "labels": {k: v for k, v in {**alert.labels, **own}.items() if v},
-        "annotations": annotations,
+        "annotations": {"summary": alert.summary, **details, **step},
         "startsAt": _rfc3339(alert.started_unix_ns),
         "endsAt": _rfc3339(until_unix_ns if ended is None else ended),
+        **source,
     }
 
 

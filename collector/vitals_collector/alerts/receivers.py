@@ -1,6 +1,7 @@
-"""Who is told of alerts: the settings of receivers, from the command line and from a file.
+"""Who is told of alerts: the settings of receivers, from the environment and from a file.
 
-The file holds addresses, which are secrets, so nobody else may be able to read it::
+Never from a command line, which every user of the machine can read: addresses are secrets. For the
+same reason nobody else may be able to read the file::
 
     public_url = "https://vitals.example"     # the dashboard: messages link the run's page
     collector_url = "https://collector.example"     # the collector: messages link to acknowledge
@@ -20,6 +21,9 @@ The file holds addresses, which are secrets, so nobody else may be able to read 
     kind = "webhook"
     url = "https://hooks.example/vitals"
     secret = "..."              # signs the bodies
+
+    [remote_write]
+    url = "https://user:password@prometheus.example/api/v1/write"     # or env
 """
 
 import importlib.util
@@ -33,8 +37,9 @@ from typing import Literal
 
 import msgspec
 
+from trainvitals.alerting import RUNBOOK
 from trainvitals.errors import ConfigError
-from vitals_collector.alerts.messages import RUNBOOK, Links
+from vitals_collector.alerts.messages import Links
 from vitals_collector.alerts.notifiers import check_url, redacted
 
 
@@ -67,6 +72,13 @@ class NotifierSettings:
     """Those that are told. With an Alertmanager among them, it alone routes."""
     links: Links = field(default_factory=Links)
     """Where messages lead."""
+    remote_write: str = field(default="", repr=False)
+    """Where run metrics are pushed to, which is a secret as well; "" is nowhere."""
+
+
+class _RemoteWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    url: str = ""
+    env: str = ""
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,12 +86,31 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     collector_url: str = ""
     runbook_url: str = RUNBOOK
     receivers: tuple[ReceiverSettings, ...] = ()
+    remote_write: _RemoteWrite = _RemoteWrite()
+
+
+def load_notifier_settings(file: Path | None) -> NotifierSettings:
+    """Return the addresses of the environment and of the file together.
+
+    Raises:
+        ConfigError: an address, a name or the file is wrong, or others may read the file.
+    """
+    return notifier_settings(
+        webhooks=os.environ.get("VITALS_COLLECTOR_WEBHOOK", "").split(),
+        alertmanager=os.environ.get("VITALS_COLLECTOR_ALERTMANAGER", ""),
+        remote_write=os.environ.get("VITALS_REMOTE_WRITE", ""),
+        file=file,
+    )
 
 
 def notifier_settings(
-    *, webhooks: Sequence[str] = (), alertmanager: str = "", file: Path | None = None
+    *,
+    webhooks: Sequence[str] = (),
+    alertmanager: str = "",
+    remote_write: str = "",
+    file: Path | None = None,
 ) -> NotifierSettings:
-    """Return the receivers of the command line and of the file together.
+    """Return these addresses and those of the file together.
 
     Raises:
         ConfigError: an address, a name or the file is wrong, or others may read the file.
@@ -103,7 +134,9 @@ def notifier_settings(
         collector_url=content.collector_url.rstrip("/"),
         runbook_url=content.runbook_url,
     )
-    return NotifierSettings(receivers=tuple(receivers), links=links)
+    stored = content.remote_write
+    pushed_to = remote_write or _address("remote_write", stored.url, stored.env)
+    return NotifierSettings(receivers=tuple(receivers), links=links, remote_write=pushed_to)
 
 
 def _read(file: Path) -> _File:
@@ -127,14 +160,20 @@ def _read(file: Path) -> _File:
 
 def _resolved(receiver: ReceiverSettings) -> ReceiverSettings:
     """Return the receiver with its address, where the environment has it."""
-    if not receiver.env:
-        return receiver
-    if receiver.url or not os.environ.get(receiver.env):
+    url = _address(f"receiver {receiver.name!r}", receiver.url, receiver.env)
+    return msgspec.structs.replace(receiver, url=url, env="")
+
+
+def _address(whose: str, url: str, env: str) -> str:
+    """Return the address that is written here, or that lies in the variable."""
+    if not env:
+        return url
+    if url or not os.environ.get(env):
         raise ConfigError(
-            f"receiver {receiver.name!r}: env is {receiver.env!r}; it must name a variable that is "
-            "set, and url must not be given beside it"
+            f"{whose}: env is {env!r}; it must name a variable that is set, and url must not be "
+            "given beside it"
         )
-    return msgspec.structs.replace(receiver, url=os.environ[receiver.env], env="")
+    return os.environ[env]
 
 
 def _check(receiver: ReceiverSettings, names: list[str]) -> None:
@@ -159,4 +198,4 @@ def _check(receiver: ReceiverSettings, names: list[str]) -> None:
         )
 
 
-__all__ = ["NotifierSettings", "ReceiverSettings", "notifier_settings"]
+__all__ = ["NotifierSettings", "ReceiverSettings", "load_notifier_settings", "notifier_settings"]

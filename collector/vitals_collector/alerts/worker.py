@@ -241,10 +241,14 @@ def make_notifier(receiver: ReceiverSettings, links: Links) -> Notifier:
     """Return what calls the receiver."""
     if receiver.kind == "webhook":
         return WebhookNotifier(
-            receiver.url, clock=SystemClock(), name=receiver.name, secret=receiver.secret
+            receiver.url,
+            clock=SystemClock(),
+            name=receiver.name,
+            secret=receiver.secret,
+            links=links,
         )
     if receiver.kind == "alertmanager":
-        return AlertmanagerNotifier(receiver.url, clock=SystemClock())
+        return AlertmanagerNotifier(receiver.url, clock=SystemClock(), links=links)
     from vitals_collector.alerts.apprise_notifier import AppriseNotifier
 
     return AppriseNotifier(receiver.url, name=receiver.name, links=links)

@@ -77,9 +77,7 @@ class CollectorSettings:
     origins: tuple[str, ...] = ()
     """Foreign origins whose pages may call it."""
     notifiers: NotifierSettings = field(default_factory=NotifierSettings)
-    """Where alerts go."""
-    remote_write: str = ""
-    """Where run metrics are pushed to; "" is nowhere."""
+    """Where alerts go, and run metrics."""
     lost_after_seconds: float = 60.0
     """A run that is silent for longer, and its agent too, is lost."""
     url: str = ""
@@ -135,7 +133,7 @@ def create_app(
             is_mine=lease.is_held,
         )
         writer = remote_writer(
-            settings.remote_write,
+            settings.notifiers.remote_write,
             _exposed(store, acting, clock, settings),
             store.counters,
             clock=clock,

@@ -5,9 +5,9 @@ name, cut short; runs that are not among the newest do not appear.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import APIRouter, Depends
 from prometheus_client import CollectorRegistry
@@ -21,20 +21,22 @@ from starlette.responses import PlainTextResponse, Response
 from trainvitals.alerting import ALERTS
 from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
 from trainvitals.clock import Clock
+from trainvitals.detect.registry import ACTED_CAUSES
 from trainvitals.errors import VitalsError
-from trainvitals.views import RunSummary
+from trainvitals.views import CommandStatus, RunSummary
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.alerts.silences import silences_now
 from vitals_collector.api.auth import require
+from vitals_collector.api.remote_write import OUTCOMES
 from vitals_collector.ingest.group_commit import BUSY
 from vitals_collector.live import overview
 from vitals_collector.live.engine import Acting
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.full_disk import FULL
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import STORED_STREAMS, Reason, Span
 from vitals_collector.storage.schema import alerts, decisions, findings, sources, streams
-from vitals_collector.storage.store import LOCKED, Moment, Store
+from vitals_collector.storage.store import LOCKED, PARTS, REMOVAL_REASONS, Moment, Store
 
 
 def _codes(of: type[VitalsError]) -> set[str]:
@@ -52,7 +54,6 @@ MAX_ALERTS = 500
 TOLD_AFTER_END_SECONDS = 86_400.0
 """How long an alert that resolved is told as 0: rules believe an older 1 for as long, so that the
 death of this process resolves nothing."""
-_OUTCOMES = ("delivered", "dropped", "failed", "retried")
 _REJECTIONS = [(code,) for code in sorted(_codes(VitalsError) | {BUSY, FULL, LOCKED})]
 MAX_LABEL = 80
 
@@ -96,9 +97,9 @@ class StoreCollector(Collector):
             shown = _shown(overview.summaries(connection, when), now)
             families = _run_families(self._store.moment(connection), shown)
             families |= _own_families(self._store)
-        families["collector_commands_total"] = {
-            (status,): num for status, num in commands.counts(self._store).items()
-        }
+        families["collector_commands_total"] = _born(
+            product(get_args(CommandStatus)), _by_one(commands.counts(self._store))
+        )
         watching = self._acting.engine.watching
         families["collector_unmerged_rows_total"] = {(): float(watching.num_unmerged)}
         families["collector_dropped_samples_total"] = {(): float(watching.num_dropped_samples)}
@@ -108,7 +109,7 @@ class StoreCollector(Collector):
             ((alert.name, alert.severity) for alert in ALERTS), self._acting.inbox.fired().items()
         )
         families["collector_notifications_total"] = _born(
-            product(self._acting.receivers, _OUTCOMES), self._acting.dispatcher.outcomes().items()
+            product(self._acting.receivers, OUTCOMES), self._acting.dispatcher.outcomes().items()
         )
         for name, samples in families.items():
             yield _family(spec(name), samples)
@@ -143,6 +144,10 @@ def _told_alerts(horizon_unix_ns: int) -> Select[Any]:
         )
         .order_by(alerts.c.updated_unix_ns.desc())
     )
+
+
+def _by_one(counts: Mapping[str, float]) -> Iterator[tuple[Labels, float]]:
+    return (((label,), num) for label, num in dict(counts).items())
 
 
 def _born(labels: Iterable[Labels], counts: Iterable[tuple[Labels, float]]) -> Samples:
@@ -261,7 +266,8 @@ def _step_counts(connection: Connection, ids: list[str]) -> Samples:
         )
         .group_by(streams.c.run_id)
     )
-    return {(run_id,): float(num) for run_id, num in connection.execute(query)}
+    counted: Samples = {(run_id,): 0.0 for run_id in ids}
+    return counted | {(run_id,): float(num) for run_id, num in connection.execute(query)}
 
 
 def _reasons(connection: Connection, ids: list[str], action: str) -> Samples:
@@ -272,7 +278,7 @@ def _reasons(connection: Connection, ids: list[str], action: str) -> Samples:
         .group_by(decisions.c.run_id, decisions.c.cause)
         .order_by(decisions.c.run_id, decisions.c.cause)
     )
-    samples: Samples = {}
+    samples: Samples = dict.fromkeys(product(ids, ACTED_CAUSES), 0.0)
     num_reasons: Counter[str] = Counter()
     for run_id, cause, num in connection.execute(query):
         is_name = cause.isascii() and cause.replace("_", "").isalnum() and len(cause) <= 40
@@ -297,25 +303,24 @@ def _nonfinite_counts(connection: Connection, ids: list[str]) -> Samples:
 
 def _own_families(store: Store) -> dict[str, Samples]:
     counters = store.counters
-    rejected = {(code,): float(num) for code, num in counters.rejected.items()}
-    removed = counters.removed_runs.items()
-    failures = counters.failures.items()
     return {
         "collector_ingested_rows_total": {(): float(counters.num_rows)},
         "collector_duplicate_rows_total": {(): float(counters.num_duplicate)},
         "collector_lost_rows_total": {(): float(counters.num_lost)},
         "collector_damaged_stretches_total": {(): float(counters.num_damaged)},
         "collector_damaged_batches_total": {(): float(store.damage.num)},
-        "collector_rejected_batches_total": _born(_REJECTIONS, rejected.items()),
-        "collector_thinned_rows_total": {key: float(n) for key, n in counters.thinned.items()},
-        "collector_removed_runs_total": {(reason,): float(num) for reason, num in removed},
+        "collector_rejected_batches_total": _born(_REJECTIONS, _by_one(counters.rejected)),
+        "collector_thinned_rows_total": _born(
+            product(STORED_STREAMS, get_args(Reason)), counters.thinned.items()
+        ),
+        "collector_removed_runs_total": _born(
+            product(REMOVAL_REASONS), _by_one(counters.removed_runs)
+        ),
         "collector_forgotten_rows_total": {(): float(counters.num_forgotten)},
         "collector_runs_over_cap": {(): float(len(counters.over_cap or ()))},
         "collector_deferred_bodies_total": {(): float(counters.num_deferred)},
-        "collector_remote_writes_total": {
-            (outcome,): float(num) for outcome, num in counters.remote_writes.items()
-        },
-        "collector_part_failures_total": {(part,): float(num) for part, num in failures},
+        "collector_remote_writes_total": _born(product(OUTCOMES), _by_one(counters.remote_writes)),
+        "collector_part_failures_total": _born(product(PARTS), _by_one(counters.failures)),
     }
 
 

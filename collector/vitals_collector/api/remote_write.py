@@ -33,7 +33,7 @@ _TIMEOUT_SECONDS = 10.0
 _PUSH_TIMEOUT_SECONDS = 30.0
 """For a push as a whole: an answer that comes byte by byte must not hold up all others."""
 _CLOSE_SECONDS = 3.0
-_OUTCOMES = ("delivered", "retried", "failed", "dropped")
+OUTCOMES = ("delivered", "retried", "failed", "dropped")
 _HEADERS = {
     "Content-Type": "application/x-protobuf",
     "Content-Encoding": "snappy",
@@ -84,7 +84,7 @@ class RemoteWriter:
         self._paused_until_ns = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals-remote-write", daemon=True)
-        counters.remote_writes.update(dict.fromkeys(_OUTCOMES, 0))
+        counters.remote_writes.update(dict.fromkeys(OUTCOMES, 0))
 
     def start(self) -> None:
         """Start the thread."""
@@ -195,12 +195,13 @@ def remote_writer(
         return None
     if not _is_address(url):
         raise ConfigError(
-            f"--remote-write is {redacted(url)!r}; it must be http://HOST/... or https://HOST/...",
+            f"the remote-write address is {redacted(url)!r}; it must be http://HOST/... or "
+            "https://HOST/...",
             hint="for example http://127.0.0.1:9090/api/v1/write",
         )
     if find_spec("cramjam") is None:
         raise MissingDependencyError(
-            "--remote-write needs the package cramjam, which is not installed",
+            "remote write needs the package cramjam, which is not installed",
             hint="pip install 'trainvitals[remote-write]'",
         )
     return RemoteWriter(url, collector, counters, clock=clock, leads=leads)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainvitals.errors import UsageError
 from vitals_collector.cli import control, read, replay, sql, store
 from vitals_collector.cli.store import CapGigabytes, LostAfter, data_dir
 
@@ -51,32 +52,17 @@ AllowPlain = Annotated[
 ]
 TlsCert = Annotated[Path | None, typer.Option(help="TLS certificate, PEM.")]
 TlsKey = Annotated[Path | None, typer.Option(help="Private key of the certificate, PEM.")]
-Webhooks = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Post alerts to this URL as JSON; repeatable.", envvar="VITALS_COLLECTOR_WEBHOOK"
-    ),
-]
-Alertmanager = Annotated[
-    str,
-    typer.Option(
-        help="Send alerts to this Alertmanager, which then routes them.",
-        envvar="VITALS_COLLECTOR_ALERTMANAGER",
-    ),
-]
 Receivers = Annotated[
     Path | None,
     typer.Option(
-        help="TOML file of receivers, readable by its owner only (docs/guides/alerts.md).",
+        help="TOML file of addresses, of receivers of alerts and for remote write; readable by its "
+        "owner only (docs/guides/alerts.md).",
         envvar="VITALS_COLLECTOR_RECEIVERS",
     ),
 ]
-RemoteWrite = Annotated[
-    str,
-    typer.Option(
-        help="Push run metrics to this remote-write address of a Prometheus-compatible store.",
-        envvar="VITALS_REMOTE_WRITE",  # a password belongs there, not on a command line
-    ),
+GoneOptions = Annotated[
+    list[str] | None,
+    typer.Option("--webhook", "--alertmanager", "--remote-write", hidden=True),
 ]
 KeepHours = Annotated[
     float,
@@ -109,26 +95,39 @@ def collector(
     allow_plain: AllowPlain = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
-    webhook: Webhooks = None,
-    alertmanager: Alertmanager = "",
     receivers: Receivers = None,
-    remote_write: RemoteWrite = "",
+    gone_options: GoneOptions = None,
     lost_after: LostAfter = 60.0,
     keep_hours: KeepHours = 24.0,
     cap_gb: CapGigabytes = 5.0,
     keep_days: KeepDays = 0.0,
 ) -> None:
-    """Run the server: ingest, storage, alerts, commands, API."""
-    from vitals_collector.alerts.receivers import notifier_settings
+    """Run the server: ingest, storage, alerts, commands, API.
+
+    Addresses that may hold secrets come from the file of --receivers and from the environment:
+    VITALS_COLLECTOR_WEBHOOK (alerts as JSON; several with spaces between them),
+    VITALS_COLLECTOR_ALERTMANAGER (which then routes alone) and VITALS_REMOTE_WRITE (run metrics, to
+    a Prometheus-compatible store).
+    """
+    from vitals_collector.alerts.receivers import load_notifier_settings
     from vitals_collector.api.app import CollectorSettings
     from vitals_collector.api.auth import check_bind
     from vitals_collector.api.serve import ListenSettings, parse_listen
     from vitals_collector.retention.settings import VolumeSettings
 
+    if gone_options:
+        raise UsageError(
+            "--webhook, --alertmanager and --remote-write are gone: an address may hold a secret, "
+            "and every user of this machine can read a command line",
+            hint="set VITALS_COLLECTOR_WEBHOOK, VITALS_COLLECTOR_ALERTMANAGER or "
+            "VITALS_REMOTE_WRITE, or write the address into the file of --receivers "
+            "(docs/guides/alerts.md)",
+        )
     host, port = parse_listen(listen)
     check_bind(host, allow_remote=allow_remote, tls=tls_cert is not None, allow_plain=allow_plain)
     where = ListenSettings(host=host, port=port, tls_cert=tls_cert, tls_key=tls_key)
     cap = round(cap_gb * 1e9)
+    notifiers = load_notifier_settings(receivers)
     settings = CollectorSettings(
         data=data_dir(data),
         database=database,
@@ -136,10 +135,7 @@ def collector(
         folders=tuple(folder or ()),
         bound=host,
         hosts=tuple(allow_host or ()),
-        notifiers=notifier_settings(
-            webhooks=webhook or (), alertmanager=alertmanager, file=receivers
-        ),
-        remote_write=remote_write,
+        notifiers=notifiers,
         lost_after_seconds=lost_after,
         volumes=VolumeSettings(keep_hours=keep_hours, max_run_bytes=cap, keep_days=keep_days),
     )

@@ -362,14 +362,10 @@ def send_test_messages(
     Addresses come from the file and from the environment (VITALS_COLLECTOR_WEBHOOK,
     VITALS_COLLECTOR_ALERTMANAGER), as they do for the collector.
     """
-    from vitals_collector.alerts.receivers import notifier_settings
+    from vitals_collector.alerts.receivers import load_notifier_settings
     from vitals_collector.alerts.worker import send_test
 
-    settings = notifier_settings(
-        webhooks=os.environ.get("VITALS_COLLECTOR_WEBHOOK", "").split(),
-        alertmanager=os.environ.get("VITALS_COLLECTOR_ALERTMANAGER", ""),
-        file=receivers,
-    )
+    settings = load_notifier_settings(receivers)
     names = [each.name for each in settings.receivers]
     if not names or (receiver and receiver not in names):
         raise UsageError(

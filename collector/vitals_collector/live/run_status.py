@@ -9,6 +9,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -315,6 +316,8 @@ def _never_heard(head: SourceState, present: Sequence[_Heard], is_due: bool) -> 
 
 
 _RUNS_AT_ONCE = 100
+_MOST_NAMED = 8
+"""Nodes that a text names."""
 _decision = msgspec.msgpack.Decoder(Decision).decode
 
 
@@ -502,7 +505,10 @@ def _status_of(
     if state in ("failed", "lost"):
         starts = [row for row in rows if row.source == "rank:0"]
         started = _heard_last(starts).started_unix_ns if starts else 0
-        return replace(status, reason=_why(connection, run_id, state, started))
+        why = _why(connection, run_id, state, started)
+        if state == "lost" and rows:
+            why = f"{why or 'the run stopped reporting'}; {_last_word(rows)}"
+        return replace(status, reason=why)
     return status
 
 
@@ -536,6 +542,20 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
     )
     note: str = connection.execute(lost_memory).scalar() or ""
     return note.removesuffix(_GONE)
+
+
+def _last_word(rows: Sequence[Row[Any]]) -> str:
+    """Return when something was last heard of a run, and where its ranks were."""
+    newest = _latest(_state_of(row) for row in rows)
+    ranks = [s for s in newest.values() if _is_rank_of(s, newest.get("rank:0"))]
+    nodes = sorted({rank.node for rank in ranks} - {""})
+    last = datetime.fromtimestamp(max(row.last_seen_unix_ns for row in rows) / 1e9, UTC)
+    words = f"last heard of at {last:%Y-%m-%d %H:%M:%S} UTC"
+    if not nodes:
+        return words
+    more = f" and {len(nodes) - _MOST_NAMED} more" if nodes[_MOST_NAMED:] else ""
+    on = "on node" if len(nodes) == 1 else "on nodes"
+    return f"{words}, {on} {', '.join(nodes[:_MOST_NAMED])}{more}"
 
 
 _GONE = " [rank_gone]"

@@ -26,7 +26,7 @@ from vitals_collector.storage.schema import (
     sources,
     streams,
 )
-from vitals_collector.storage.store import Store, insert, unknown_run
+from vitals_collector.storage.store import RemovalReason, Store, insert, unknown_run
 
 KEEP_TAG = "keep"
 """A run with this tag is kept whatever its age."""
@@ -44,7 +44,7 @@ class Deleted:
 
 
 def delete_run(
-    store: Store, run_id: str, *, by: str, when: Liveness, reason: str = "asked"
+    store: Store, run_id: str, *, by: str, when: Liveness, reason: RemovalReason = "asked"
 ) -> Deleted:
     """Remove everything of a run that does not run, for good, and return what it was.
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import sqlalchemy
 from sqlalchemy import Connection, Engine, Table, create_engine, event
@@ -51,6 +51,23 @@ AfterIngest = Callable[[Sequence[tuple[Batch, Sequence[EventRow]]]], None]
 that were committed together at once."""
 
 
+Part = Literal[
+    "after_ingest",
+    "engine",
+    "folder",
+    "ingest",
+    "leases",
+    "remote_write",
+    "upkeep",
+    "watching",
+]
+"""A part of the collector whose errors are kept from the others."""
+PARTS: tuple[str, ...] = get_args(Part)
+RemovalReason = Literal["asked", "age"]
+"""Why a run was removed: somebody asked for it, or it had ended long ago."""
+REMOVAL_REASONS: tuple[str, ...] = get_args(RemovalReason)
+
+
 @dataclass(slots=True)
 class IngestCounters:
     """What came in, and what failed, since this process started; read by ``/metrics``."""
@@ -85,7 +102,7 @@ class IngestCounters:
         with self.lock:
             self.rejected[code] = self.rejected.get(code, 0) + 1
 
-    def fail(self, part: str) -> None:
+    def fail(self, part: Part) -> None:
         """Count an error that ended nothing but what a part was at; it is tried again."""
         with self.lock:
             self.failures[part] = self.failures.get(part, 0) + 1

@@ -75,13 +75,16 @@ class RealCollector:
         clean = {key: v for key, v in os.environ.items() if not key.startswith("VITALS_")}
         # Long enough for no run to be lost meanwhile: that is another alert.
         options = ["--data", str(data), "--lost-after", "3600"]
-        options += ["--webhook", webhook] if webhook else []
         options += ["--listen", listen] if listen else []
         self.log = data.with_suffix(".log")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "trainvitals", "collector", *options],
-                env={**clean, "VITALS_COLLECTOR_DATABASE": database},
+                env={
+                    **clean,
+                    "VITALS_COLLECTOR_DATABASE": database,
+                    "VITALS_COLLECTOR_WEBHOOK": webhook,
+                },
                 stdin=subprocess.DEVNULL,
                 stderr=log,
             )
