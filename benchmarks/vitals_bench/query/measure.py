@@ -32,7 +32,7 @@ from vitals_bench import wide
 from vitals_bench.measure import halves, interleave, medians
 from vitals_bench.query.filling import Filling, Planted, Size
 from vitals_bench.rows import Row, at_most, exactly, ratio_at_most
-from vitals_collector.numbers.points import AttemptRow, Points
+from vitals_collector.numbers.interface import AttemptRow, Points
 from vitals_collector.queries import metrics
 from vitals_collector.queries.query import Query
 from vitals_collector.queries.why import explain

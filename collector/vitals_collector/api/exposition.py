@@ -31,8 +31,7 @@ from vitals_collector.ingest.group_commit import BUSY
 from vitals_collector.live import overview
 from vitals_collector.live.engine import Acting
 from vitals_collector.live.run_status import Liveness
-from vitals_collector.numbers.full_disk import FULL
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import FULL, Span
 from vitals_collector.storage.schema import alerts, decisions, findings, sources, streams
 from vitals_collector.storage.store import LOCKED, Moment, Store
 

@@ -12,56 +12,40 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainvitals.rows import Schema
-from trainvitals.views import Branch
 from trainvitals.wire import Batch
-from vitals_collector.numbers import (
-    lake_damage,
-    lake_levels,
-    lake_outlines,
-    lake_overview,
-    lake_owners,
-    lake_scan,
-    lake_thinning,
-    lake_upkeep,
-)
+from vitals_collector.numbers import lake_damage, lake_thinning, lake_upkeep
 from vitals_collector.numbers.interface import (
     RANKS,
-    Columns,
-    Curve,
-    Drawn,
     Due,
     Levelled,
     Reason,
-    Span,
     StreamKey,
     Thinned,
     Window,
     type_of,
 )
-from vitals_collector.numbers.lake_damage import DamagedFile
-from vitals_collector.numbers.lake_engine import Engine
-from vitals_collector.numbers.lake_known import (
+from vitals_collector.numbers.lake_catalogue import (
+    KEYS,
     KINDS,
     MARK_COLUMNS,
     NEW_MARKS,
     NOBODYS,
     RUNS,
-    Known,
-    RunState,
-)
-from vitals_collector.numbers.lake_tables import (
-    KEYS,
     SORTED_BY,
     TYPES,
+    Known,
     Part,
+    RunState,
     by_schema,
     places_for,
     quoted,
     table_of,
     to_arrow,
 )
+from vitals_collector.numbers.lake_damage import DamagedFile
+from vitals_collector.numbers.lake_engine import Engine
+from vitals_collector.numbers.lake_reading import OpenLake
 from vitals_collector.numbers.levels import ranks_batch
-from vitals_collector.numbers.points import AttemptRow
 
 _OPTIONS = {
     "parquet_compression": "zstd",
@@ -78,7 +62,7 @@ _ASK_SECONDS = 600.0
 """An answer may be lost; and an agent that has not the rows looks for them each time."""
 
 
-class Lake:
+class Lake(OpenLake):
     """One process's way to a lake. Any number may append to one, each its own writers' streams."""
 
     def __init__(
@@ -98,13 +82,13 @@ class Lake:
             StorageError: the lake cannot be opened.
             UsageError: the bucket's address or keys are none.
         """
-        self.engine = Engine(folder, catalogue, memory_limit, bucket)
-        options = self.engine.ask("SELECT option_name FROM ducklake_options('lake')")
+        engine = Engine(folder, catalogue, memory_limit, bucket)
+        options = engine.ask("SELECT option_name FROM ducklake_options('lake')")
         if "parquet_version" not in options["option_name"].to_pylist():
             for name, value in _OPTIONS.items():
-                self.engine.execute(f"CALL lake.set_option('{name}', '{value}')")
-        self.known = Known(self.engine, is_shared=bool(catalogue))
-        lake_outlines.prepare(self.engine)
+                engine.execute(f"CALL lake.set_option('{name}', '{value}')")
+        super().__init__(engine, Known(engine, is_shared=bool(catalogue)))
+        lake_upkeep.prepare(self.engine)
         self._asked: dict[tuple[StreamKey, int], float] = {}
         """Which holes agents were asked to fill, and when they may be asked again."""
 
@@ -190,7 +174,7 @@ class Lake:
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        lake_owners.own(self.engine, self.known, epochs)
+        lake_upkeep.own(self.engine, self.known, epochs)
 
     def mark(self, key: StreamKey) -> int:
         """Return the number of the last row that the stream has stored; -1 where it has none."""
@@ -253,34 +237,6 @@ class Lake:
                 self.engine.execute(f"ALTER TABLE {schema.stream} SET SORTED BY ({SORTED_BY})")
         self.known.places[schema.stream] = {**places, **added}
 
-    # --------------------------------------------------------------------------------- reading
-
-    def kinds(self, run_id: str, stream: str) -> dict[str, str]:
-        """Return the columns of the stream's rows, each with its type."""
-        return self.known.kinds(run_id, stream)
-
-    def sources(self, run_id: str, stream: str) -> list[str]:
-        """Return who wrote rows of the stream, in the order of their names."""
-        return self.known.sources(run_id, stream)
-
-    def num_rows(self, span: Span) -> int:
-        """Return how many rows the span has."""
-        return lake_scan.num_rows(self.engine, self.known, span)
-
-    def last_steps(self, run_id: str) -> dict[int, int]:
-        """Return the last step of each attempt that has rows of steps."""
-        return lake_scan.last_steps(self.engine, self.known, run_id)
-
-    def scan(self, span: Span, names: Sequence[str]) -> Columns:
-        """Return columns of the rows in the span, in order."""
-        return lake_scan.scan(self.engine, self.known, span, names)
-
-    def curves(
-        self, curves: Sequence[Curve], attempts: Sequence[AttemptRow], branch: Branch
-    ) -> list[Drawn]:
-        """Return each curve's measured values on the branch; many cost little more than one."""
-        return lake_overview.curves(self.engine, self.known, curves, attempts, branch)
-
     # ----------------------------------------------------------------------------- maintenance
 
     def merge(self, max_seconds: float = 60.0) -> bool:
@@ -329,7 +285,7 @@ class Lake:
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        planned = lake_levels.plan(
+        planned = lake_thinning.plan(
             self.engine, self.known, run_id, window, num_worst, is_whole=is_whole, reason=reason
         )
         if planned is None:
@@ -345,7 +301,7 @@ class Lake:
                 parts,
                 taken,
                 {run_id: NOBODYS},
-                lambda: lake_levels.take_away(self.engine, planned),
+                lambda: lake_thinning.take_away(self.engine, planned),
             )
         return planned.result
 
@@ -407,12 +363,12 @@ class Lake:
 
         ``mark`` stays above them.
         """
-        return lake_damage.missing(self.known, key)
+        return list(self.known.holes(key[0]).get(key[1:], ()))
 
     def wanted(self, key: StreamKey, before: int) -> int:
         """Return the first number below one that damage took and nobody was asked for; else -1."""
         now = time.monotonic()
-        for low, _ in lake_damage.missing(self.known, key):
+        for low, _ in self.missing(key):
             if low < before and now >= self._asked.get((key, low), now):
                 self._asked[key, low] = now + _ASK_SECONDS
                 return low

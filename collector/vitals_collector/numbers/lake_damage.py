@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitals_collector.numbers.interface import STORED_STREAMS, StreamKey
-from vitals_collector.numbers.lake_engine import Engine
-from vitals_collector.numbers.lake_known import (
+from vitals_collector.numbers.interface import STORED_STREAMS
+from vitals_collector.numbers.lake_catalogue import (
     EPOCH,
     FENCES,
     HOLES,
@@ -15,12 +14,12 @@ from vitals_collector.numbers.lake_known import (
     MARK_COLUMNS,
     MARKS,
     NEW_MARKS,
+    OUTLINES,
     Known,
     newest_marks,
+    table_of,
 )
-from vitals_collector.numbers.lake_outlines import OUTLINES
-from vitals_collector.numbers.lake_place import META
-from vitals_collector.numbers.lake_tables import table_of
+from vitals_collector.numbers.lake_engine import META, Engine
 
 _HOLE = ("run", "incarnation", "stream", "first_seq", "end_seq")
 _Hole = tuple[int, str, str, int, int]
@@ -243,11 +242,6 @@ def _joined(holes: Iterable[_Hole]) -> list[_Hole]:
         else:
             joined.append(hole)
     return joined
-
-
-def missing(known: Known, key: StreamKey) -> list[tuple[int, int]]:
-    """Return what damage took from a stream: first numbers, each with the one behind the last."""
-    return list(known.holes(key[0]).get(key[1:], ()))
 
 
 def fill(

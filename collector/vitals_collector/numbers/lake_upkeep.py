@@ -1,24 +1,309 @@
-"""What keeps a lake small and quick: outlines, few files and marks; old states and runs removed."""
+"""What keeps a lake small, quick and true: outlines, few files and marks, no rows of former owners.
+
+Outlines are written behind the rows, some writers' new ones at a time. Old states and removed runs
+go.
+
+Whose rows of a run count: each owner has an epoch. A lease says who owns a run; an owner that was
+paused does not know that its lease was taken, and may still commit. So a new owner first commits
+its epoch: what was committed before counts, and how far each stream was by then is its fence. Rows
+of an older epoch above the fence came later: they are found by their marks, and taken out.
+"""
 
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from vitals_collector.numbers.lake_engine import Engine
-from vitals_collector.numbers.lake_files import CHECKSUMS
-from vitals_collector.numbers.lake_known import (
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from trainvitals.catalog import ROW_COLUMNS
+from vitals_collector.numbers import outlines
+from vitals_collector.numbers.interface import Column, Span, rank_of
+from vitals_collector.numbers.lake_catalogue import (
+    EPOCH,
     FENCES,
     HOLES,
     LEVELLED,
+    MARK_COLUMNS,
     MARKS,
     NEW_MARKS,
+    OUTLINES,
+    OWNERS,
+    RUNS,
     Known,
+    Places,
+    RunState,
+    expression,
     marks_of,
+    name_key,
     newest_marks,
+    table_of,
+    to_column,
 )
-from vitals_collector.numbers.lake_outlines import OUTLINES, outline_runs
-from vitals_collector.numbers.lake_owners import take_out
-from vitals_collector.numbers.lake_place import META
+from vitals_collector.numbers.lake_engine import CHECKSUMS, META, Engine
+from vitals_collector.numbers.lake_reading import chosen_of, select
+from vitals_collector.numbers.outlines import ROWS, STREAMS, Entries, outline
+
+# ----------------------------------------------------------------------------------------- outlines
+
+_KEYS = {
+    "run": "BIGINT",
+    "stream": "VARCHAR",
+    "name": "BIGINT",
+    "rank": "INTEGER",
+    "source": "VARCHAR",
+    "incarnation": "VARCHAR",
+    "kind": "TINYINT",
+}
+_NUMBERS = {
+    name: "DOUBLE" if name in ("low", "high", "first", "last") else "BIGINT"
+    for name in Entries._fields
+    if name not in ("name", "writer", "kind")
+}
+_SORTED_BY = "run ASC, stream ASC, name ASC, rank ASC, first_step ASC"
+FEWEST_ROWS = 4_096
+"""Of a stream of a run: fewer are read as soon as their outlines, which cost .1 s of CPU a run, so
+that a hundred runs of a few ranks would take a fifth of a core."""
+_MOST_VALUES = 4 << 20
+"""Outlined at a time: as many take 32 MB, and a few times that for a moment."""
+
+
+def prepare(engine: Engine) -> None:
+    """Make the table if it is missing."""
+    tables = engine.ask("SELECT table_name FROM duckdb_tables() WHERE database_name = 'lake'")
+    if OUTLINES in tables["table_name"].to_pylist():
+        return
+    listed = ", ".join(f"{name} {kind}" for name, kind in {**_KEYS, **_NUMBERS}.items())
+    with engine.transaction():
+        engine.execute(f"CREATE TABLE {OUTLINES} ({listed})")
+        engine.execute(f"ALTER TABLE {OUTLINES} SET SORTED BY ({_SORTED_BY})")
+
+
+def _outlined_seqs(engine: Engine, runs: Sequence[int]) -> dict[int, dict[tuple[str, str], int]]:
+    """Return by run, incarnation and stream the number of the last row that is outlined."""
+    for run in runs:
+        engine.files.need(OUTLINES, run)
+    marks = engine.ask(
+        f"SELECT run, incarnation, stream, max(last_seq) AS seq FROM {OUTLINES}"
+        f" WHERE run IN ({', '.join(map(str, runs))}) AND name = ? GROUP BY ALL",
+        [name_key(ROWS)],
+    ).to_pydict()
+    done: dict[int, dict[tuple[str, str], int]] = {run: {} for run in runs}
+    for run, incarnation, stream, seq in zip(*marks.values(), strict=True):
+        done[run][incarnation, stream] = seq
+    return done
+
+
+def outline_runs(engine: Engine, known: Known, run_ids: Sequence[str], end: float) -> bool:
+    """Outline the runs' rows that are not yet, but for a few; return whether all were by ``end``.
+
+    Args:
+        engine: the lake.
+        known: its catalogue.
+        run_ids: the runs, which have rows.
+        end: moment of ``time.monotonic`` after which no more is begun.
+    """
+    numbers = {run_id: known.runs[run_id] for run_id in run_ids if run_id in known.runs}
+    done = _outlined_seqs(engine, list(numbers.values())) if numbers else {}
+    return all(
+        _outline_run(engine, known, run_id, run, done[run], end) for run_id, run in numbers.items()
+    )
+
+
+def _outline_run(
+    engine: Engine,
+    known: Known,
+    run_id: str,
+    run: int,
+    done: Mapping[tuple[str, str], int],
+    end: float,
+) -> bool:
+    state = known.run(run_id, is_fresh=True)
+    for stream in STREAMS:
+        pending = _pending(state, stream, done)
+        if sum(stop - first for first, stop, _ in pending) < FEWEST_ROWS:
+            continue
+        columns = known.columns(run_id, stream)
+        names = _outlined_columns(known.kinds(run_id, stream))
+        most_rows = max(1, _MOST_VALUES // (len(names) + 1))
+        for seqs in _pieces(pending, most_rows):
+            if time.monotonic() > end:
+                return False
+            span = Span(run_id, stream, seqs=seqs)
+            _outline(engine, run, span, state, columns, names)
+    return True
+
+
+def _outlined_columns(kinds: Mapping[str, str]) -> list[str]:
+    own = {column.name for column in ROW_COLUMNS}
+    return [name for name, kind in kinds.items() if kind != "S" and name not in own]
+
+
+def _pending(
+    state: RunState, stream: str, done: Mapping[tuple[str, str], int]
+) -> list[tuple[int, int, str]]:
+    """Return each writer's numbers that are not outlined: the first, the one behind the last."""
+    pending = []
+    for (incarnation, key), mark in state.marks.items():
+        first = done.get((incarnation, stream), -1) + 1
+        is_there = (incarnation, stream) in state.sources
+        if key == stream and is_there and first <= mark:
+            pending.append((first, mark + 1, incarnation))
+    return pending
+
+
+def _pieces(
+    pending: Sequence[tuple[int, int, str]], most_rows: int
+) -> Iterator[dict[str, tuple[int, int]]]:
+    """Yield some writers' numbers at a time, each with its first one and the one behind its last.
+
+    Those of one piece begin near each other: what is not asked for is skipped in the files.
+    """
+    piece: dict[str, tuple[int, int]] = {}
+    num_rows = 0
+    for first, end, incarnation in sorted(pending):
+        for start in range(first, end, most_rows):
+            stop = min(end, start + most_rows)
+            if piece and (num_rows + stop - start > most_rows or incarnation in piece):
+                yield piece
+                piece, num_rows = {}, 0
+            piece[incarnation] = start, stop
+            num_rows += stop - start
+    if piece:
+        yield piece
+
+
+def _outline(
+    engine: Engine, run: int, span: Span, state: RunState, places: Places, names: Sequence[str]
+) -> None:
+    stream, writers = span.stream, sorted(span.seqs or ())
+    wanted = ("incarnation", "seq", "step", "attempt", "time_unix_ns", *names)
+    chosen = chosen_of(span, run, places)
+    rows = select(engine, stream, chosen, {name: expression(name, places) for name in wanted})
+    codes = pa.compute.index_in(rows["incarnation"], pa.array(writers)).to_numpy()
+    order = np.lexsort((rows["seq"].to_numpy(), codes))
+    if not len(order):
+        return
+    # One that says no time lies at 0, as everywhere: as NaN it would end the outlines of every run.
+    keys = ("seq", "step", "attempt", "time_unix_ns")
+    of_row = (to_column(rows[name]).values[order] for name in keys)
+    columns = {}
+    for name in names:
+        column = to_column(rows[name])
+        columns[name] = Column(column.values[order], column.is_missing[order])
+    entries = outline(stream, outlines.Rows(codes[order], *of_row), columns)
+    sources = [state.sources.get((incarnation, stream), "") for incarnation in writers]
+    with engine.transaction():
+        engine.insert(OUTLINES, _table(run, stream, entries, [ROWS, *columns], writers, sources))
+
+
+def _table(
+    run: int,
+    stream: str,
+    entries: Entries,
+    names: list[str],
+    writers: list[str],
+    sources: list[str],
+) -> pa.Table:
+    num, which = len(entries.writer), pa.array(entries.writer)
+    columns = {
+        "run": pa.array(np.full(num, run)),
+        "stream": pa.repeat(pa.scalar(stream), num),
+        "name": pa.array(np.array([name_key(name) for name in names])[entries.name]),
+        "rank": pa.array([rank_of(source) for source in sources], pa.int32()).take(which),
+        "source": pa.array(sources).take(which),
+        "incarnation": pa.array(writers).take(which),
+        "kind": pa.array(entries.kind),
+    }
+    return pa.table(columns | {name: pa.array(getattr(entries, name)) for name in _NUMBERS})
+
+
+# ------------------------------------------------------------------------------------------- owners
+
+
+def own(engine: Engine, known: Known, epochs: Mapping[str, int]) -> None:
+    """Take runs over: from here on this process commits for them.
+
+    Args:
+        engine: the lake.
+        known: its catalogue.
+        epochs: of each run's lease; above those of all owners before.
+
+    Raises:
+        StorageError: nothing was changed, or it is to be called again.
+    """
+    with engine.lock:
+        known.look_again()
+        new = known.new_numbers(epochs)
+        numbers = {**known.runs, **new}
+        owned = {numbers[run_id]: epoch for run_id, epoch in epochs.items()}
+        take_out(engine, known, owned)
+        with engine.transaction():
+            if new:
+                engine.insert(RUNS, table_of(("run_id", "run"), new.items()))
+            engine.insert(OWNERS, table_of(("run", "epoch"), owned.items()))
+        snapshot = engine.read("SELECT id FROM ducklake_last_committed_snapshot('lake') AS s(id)")
+        marks = engine.read(newest_marks(owned, snapshot["id"][0].as_py())).to_pylist()
+        fences = [
+            (m["run"], owned[m["run"]], m["incarnation"], m["stream"], m["seq"]) for m in marks
+        ]
+        fences += [(run, epoch, "", "", -1) for run, epoch in owned.items()]
+        names = ("run", "epoch", "incarnation", "stream", "seq")
+        with engine.transaction():  # the last ones say that there are all of them
+            before = " OR ".join(f"run = {run} AND epoch < {epoch}" for run, epoch in owned.items())
+            for table in (FENCES, OWNERS):
+                engine.execute(f"DELETE FROM {table} WHERE {before}")
+            engine.insert(FENCES, table_of(names, fences))
+        known.look_again()
+        for run_id, epoch in epochs.items():
+            known.forget_run(run_id)
+            known.epochs[run_id] = epoch
+
+
+def take_out(engine: Engine, known: Known, runs: Collection[int] | None = None) -> int:
+    """Remove what owners committed after others had taken their runs; of all runs or of these.
+
+    Returns:
+        How many marks it was found by.
+
+    Raises:
+        StorageError: nothing was removed.
+    """
+    for table in (NEW_MARKS, MARKS, FENCES):
+        engine.files.need_small(table, sys.maxsize)
+    if runs is None:
+        runs = engine.ask(f"SELECT DISTINCT run FROM {FENCES}")["run"].to_pylist()
+    stale = engine.ask(marks_of(runs, is_stale=True))["run"].to_pylist() if runs else []
+    num = 0
+    for run in sorted(set(stale)):
+        with engine.transaction():
+            num += _take_out(engine, known, run)
+    return num
+
+
+def _take_out(engine: Engine, known: Known, run: int) -> int:
+    stale = engine.read(marks_of([run], is_stale=True))
+    if not len(stale):
+        return 0
+    fences = f"SELECT * FROM {FENCES} WHERE run = {run}"
+    newest = f"(SELECT max(epoch) FROM ({fences}))"
+    for table in (*known.places, NEW_MARKS, MARKS):
+        is_stream = table in known.places
+        epoch, stream = (f'"{EPOCH}"', f"'{table}'") if is_stream else ("epoch", "t.stream")
+        engine.execute(
+            f"DELETE FROM {table} t WHERE run = {run} AND {epoch} < {newest}"
+            f" AND seq > coalesce((SELECT max(f.seq) FROM ({fences}) f WHERE f.epoch = {newest}"
+            f" AND f.incarnation = t.incarnation AND f.stream = {stream}), -1)"
+        )
+    # Outlines do not say whose rows they are of: upkeep writes them anew.
+    engine.execute(f"DELETE FROM {OUTLINES} WHERE run = {run}")
+    marks = engine.read(newest_marks([run])).select(list(MARK_COLUMNS))
+    engine.insert(NEW_MARKS, marks)
+    return len(stale)
+
+
+# ------------------------------------------------------------------------------------------- upkeep
 
 _MOST_DELETED = 0.1
 """Share of deleted rows above which a file is written anew."""

@@ -13,10 +13,11 @@ from trainvitals.identity import Identity
 from trainvitals.rows import Schema, column_of
 from trainvitals.views import Branch
 from trainvitals.wire import Batch
-from vitals_collector.numbers.drawn import POINT, whole_curve
 from vitals_collector.numbers.interface import (
     ORDER,
+    POINT,
     RANKS,
+    AttemptRow,
     Column,
     Columns,
     Curve,
@@ -35,9 +36,9 @@ from vitals_collector.numbers.interface import (
     rank_of,
     texts_of,
     type_of,
+    whole_curve,
 )
 from vitals_collector.numbers.levels import over_ranks, ranks_batch, worst
-from vitals_collector.numbers.points import AttemptRow
 
 _Rows = npt.NDArray[np.void]
 _DTYPES: dict[str, Any] = {"f8": np.float64, "i8": np.int64, "S": object}

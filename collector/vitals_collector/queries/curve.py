@@ -2,7 +2,7 @@
 
 from trainvitals.errors import UsageError
 from trainvitals.views import Branch, CurveReply
-from vitals_collector.numbers.points import Points
+from vitals_collector.numbers.interface import Points
 from vitals_collector.queries.metrics import unit_of
 
 MAX_POINTS = 4_000_000

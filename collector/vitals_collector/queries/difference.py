@@ -12,8 +12,7 @@ import numpy as np
 
 from trainvitals.errors import UsageError
 from trainvitals.views import Along, DifferenceQuestion, DifferenceReply
-from vitals_collector.numbers.interface import HOST_STREAMS
-from vitals_collector.numbers.points import Floats, Points
+from vitals_collector.numbers.interface import HOST_STREAMS, Floats, Points
 from vitals_collector.queries import metrics
 from vitals_collector.queries.ledger import attempt_rows
 from vitals_collector.queries.series import downsample

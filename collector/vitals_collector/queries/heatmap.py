@@ -25,11 +25,13 @@ from trainvitals.views import (
     CellsQuestion,
     CellsReply,
 )
-from vitals_collector.numbers.interface import Curve, NumbersReader, Span
-from vitals_collector.numbers.points import (
+from vitals_collector.numbers.interface import (
     AttemptRow,
+    Curve,
     Floats,
+    NumbersReader,
     Points,
+    Span,
     by_time,
     ends,
     is_of_lineage,

@@ -12,8 +12,18 @@ import numpy as np
 from sqlalchemy import Connection, select
 
 from trainvitals.views import Branch
-from vitals_collector.numbers.interface import Columns, Curve, NumbersReader, Span
-from vitals_collector.numbers.points import AttemptRow, Floats, Ints, Mask, ends, is_of_lineage
+from vitals_collector.numbers.interface import (
+    AttemptRow,
+    Columns,
+    Curve,
+    Floats,
+    Ints,
+    Mask,
+    NumbersReader,
+    Span,
+    ends,
+    is_of_lineage,
+)
 from vitals_collector.queries.heatmap_cells import Drawn, Extremes, Grid, even_starts
 from vitals_collector.storage.schema import names, streams
 from vitals_collector.storage.store import Moment

@@ -25,8 +25,7 @@ from trainvitals.views import (
 from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import NumbersReader, Span
-from vitals_collector.numbers.points import AttemptRow
+from vitals_collector.numbers.interface import AttemptRow, NumbersReader, Span
 from vitals_collector.queries.metrics import behind
 from vitals_collector.queries.series import kind_of
 from vitals_collector.storage.schema import (

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from trainvitals.views import NonFiniteMark
-from vitals_collector.numbers.points import Ints, Points
+from vitals_collector.numbers.interface import Ints, Points
 
 
 def downsample(points: Points, num_points: int) -> Points:

@@ -15,8 +15,17 @@ from trainvitals.errors import UsageError
 from trainvitals.identity import Source
 from trainvitals.metrics import STEP_METRICS
 from trainvitals.views import Branch, TableQuestion
-from vitals_collector.numbers.interface import Column, Columns, NumbersReader, Span, joined
-from vitals_collector.numbers.points import AttemptRow, Ints, Points, stitch
+from vitals_collector.numbers.interface import (
+    AttemptRow,
+    Column,
+    Columns,
+    Ints,
+    NumbersReader,
+    Points,
+    Span,
+    joined,
+    stitch,
+)
 from vitals_collector.queries.conditions import Cells, Condition, Kind
 from vitals_collector.queries.ledger import attempt_rows
 from vitals_collector.queries.metrics import behind

@@ -13,7 +13,7 @@ from trainvitals.errors import StorageError
 from trainvitals.records import Note
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.lake_files import DAMAGED
+from vitals_collector.numbers.lake_engine import DAMAGED
 from vitals_collector.retention import removal
 from vitals_collector.retention.histories import history
 from vitals_collector.retention.levels import RunHistory, When, level_run, thin_run

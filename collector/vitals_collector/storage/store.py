@@ -30,9 +30,7 @@ from trainvitals.clock import Clock
 from trainvitals.errors import InsecurePathError, NotOwnerError, StorageError, UsageError
 from trainvitals.records import EventRow
 from trainvitals.wire import Batch
-from vitals_collector.numbers.full_disk import FULL, full_error, is_full
-from vitals_collector.numbers.interface import Numbers
-from vitals_collector.numbers.lake_place import S3, bucket_of, known_bucket
+from vitals_collector.numbers.interface import FULL, Numbers, full_error, is_full
 from vitals_collector.numbers.memory import MemoryNumbers
 from vitals_collector.storage.migrate import migrate, take_turns
 from vitals_collector.storage.schema import Damage
@@ -404,6 +402,10 @@ def open_data_store(
         StorageError: the database or the lake cannot be opened.
         MissingDependencyError: the lake's engine is not installed.
     """
+    # Here, for its engine is heavy, and reading a folder does without it.
+    from vitals_collector.numbers.lake import Lake
+    from vitals_collector.numbers.lake_engine import S3, known_bucket
+
     if lake and not url and not lake.startswith(S3):
         raise UsageError(
             f"--lake {lake} is a folder, which goes with --database postgresql://...",
@@ -423,9 +425,6 @@ def open_data_store(
     catalogue = libpq(url) if url else ""
     store = open_store(url or f"sqlite:///{file}", busy_seconds=busy_seconds)
     try:
-        # Here, for its engine is heavy, and reading a folder does without it.
-        from vitals_collector.numbers.lake import Lake
-
         own = data / LAKE_FOLDER
         if not url:
             bucket = lake or known_bucket(own / "catalogue.sqlite")
@@ -469,8 +468,10 @@ def _known_lake(connection: Connection) -> str:
         return ""
     query = sqlalchemy.text("SELECT value FROM ducklake_metadata WHERE key = 'data_path'")
     root = str(connection.execute(query).scalar_one())
-    if root.startswith(S3):
-        return bucket_of(root)
+    from vitals_collector.numbers.lake_engine import bucket_of
+
+    if bucket := bucket_of(root):
+        return bucket
     folder = Path(root).parent
     if not folder.is_dir():
         raise StorageError(

@@ -12,10 +12,9 @@ from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from trainvitals.errors import StorageError
 from trainvitals.wire import Batch
 from vitals_collector.numbers import lake_upkeep
-from vitals_collector.numbers.interface import Curve, Numbers, Span
+from vitals_collector.numbers.interface import AttemptRow, Curve, Numbers, Span
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.memory import MemoryNumbers
-from vitals_collector.numbers.points import AttemptRow
 
 ATTEMPTS = [AttemptRow(1, None, 0)]
 
