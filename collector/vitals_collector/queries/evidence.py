@@ -10,7 +10,7 @@ from trainvitals.detect.fleet.node import THROTTLES
 from trainvitals.views import DecisionView, MoverView, RunSummary, StepView
 from vitals_collector.numbers.interface import Columns, Floats, NumbersReader, Span
 from vitals_collector.queries.ledger import data_of, step_rows
-from vitals_collector.queries.metrics import behind
+from vitals_collector.queries.series import behind
 from vitals_collector.queries.top_changes import MAX_SCORE, WINDOW_STEPS, Moved, judge, moved
 from vitals_collector.storage.store import Moment
 

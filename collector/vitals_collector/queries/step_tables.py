@@ -27,8 +27,7 @@ from vitals_collector.numbers.interface import (
     stitch,
 )
 from vitals_collector.queries.conditions import Cells, Condition, Kind
-from vitals_collector.queries.ledger import attempt_rows
-from vitals_collector.queries.metrics import behind
+from vitals_collector.queries.series import attempt_rows, behind
 from vitals_collector.storage.schema import measured_columns
 from vitals_collector.storage.store import Moment
 

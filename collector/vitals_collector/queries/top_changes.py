@@ -25,8 +25,7 @@ from vitals_collector.numbers.interface import (
     stitch,
 )
 from vitals_collector.queries.heatmap_layers import RATIO, layer_names, value_of
-from vitals_collector.queries.ledger import attempt_rows
-from vitals_collector.queries.metrics import behind
+from vitals_collector.queries.series import attempt_rows, behind
 from vitals_collector.storage.schema import decisions, findings, measured_columns
 from vitals_collector.storage.store import Moment
 
