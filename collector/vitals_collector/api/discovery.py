@@ -23,8 +23,8 @@ from starlette.responses import Response
 from trainvitals.errors import ConfigError
 from trainvitals.identity import safe_node_id
 from vitals_collector.alerts.notifiers import refuse_address
-from vitals_collector.api.auth import require
-from vitals_collector.api.web import answers, reply
+from vitals_collector.api.auth import reply, require
+from vitals_collector.api.questions import answers
 from vitals_collector.live.run_status import Liveness, SourceState, absent, run_state
 from vitals_collector.storage.schema import sources
 from vitals_collector.storage.store import Store
