@@ -320,6 +320,9 @@ class Lake(OpenLake):
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
+        run = self.known.number(run_id)
+        if run is not None:
+            self.engine.files.need(stream, run)  # reads files, so not while commits have to wait
         with self.engine.lock:
             self._be_sure()
             self.known.look_again()

@@ -84,8 +84,10 @@ def forget_damaged(engine: Engine, known: Known) -> list[DamagedFile]:
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
+    damaged = check(engine, known)  # reads every file, so rows are stored meanwhile
     with engine.lock:
-        damaged = check(engine, known)
+        live = engine.files.live(file.path for file in damaged)
+        damaged = [file for file in damaged if file.path in live]  # nobody else took them out
         if not damaged:
             return []
         _end_files(engine, [file.path.partition("/")[2] for file in damaged])

@@ -415,6 +415,9 @@ class Files:
         """
         self._place, self._ask = place, ask
         self._lock = threading.Lock()
+        """Of what is known; never held while a file is read, so that commits go on."""
+        self._reading = threading.Lock()
+        """Held by a question whose files are read: another that needs them waits for that."""
         self._whole: set[str] = set()
         self._damaged: dict[str, _Unchecked] = {}
         self._unchecked: dict[str, _Unchecked] = {}
@@ -455,7 +458,13 @@ class Files:
 
         with self._lock:
             self._look(table)
-            self._check(needed(self._unchecked))
+            is_known = not needed(self._unchecked)
+        if not is_known:
+            with self._reading:
+                with self._lock:
+                    files = {path: self._unchecked[path] for path in needed(self._unchecked)}
+                self._check(files)
+        with self._lock:
             damaged = needed(self._damaged)
             if damaged:  # another collector may have taken them out
                 live = {path for path, is_live, _ in self._listed(table) if is_live}
@@ -472,16 +481,27 @@ class Files:
             )
 
     def check(self, tables: Iterable[str]) -> list[str]:
-        """Read every live file again; return those that are damaged."""
+        """Read every live file again; return those that are damaged. All else goes on meanwhile."""
+        live = {
+            path: bounds
+            for table in tables
+            for path, is_live, bounds in self._listed(table)
+            if is_live
+        }
+        self._check(live)
         with self._lock:
-            live: dict[str, _Unchecked] = {}
-            for table in tables:
-                listed = self._listed(table)
-                live |= {path: bounds for path, is_live, bounds in listed if is_live}
-            self._whole -= live.keys()
-            self._unchecked |= live
-            self._check(list(live))
             return sorted(self._damaged.keys() & live.keys())
+
+    def live(self, paths: Iterable[str]) -> set[str]:
+        """Return which of these files the catalogue still names."""
+        listed = set(paths)
+        tables = {path.partition("/")[0] for path in listed}
+        return {
+            path
+            for table in tables
+            for path, is_live, _ in self._listed(table)
+            if is_live and path in listed
+        }
 
     def forget(self, paths: Iterable[str]) -> None:
         """Take files as gone."""
@@ -526,29 +546,28 @@ class Files:
             for row in rows
         ]
 
-    def _check(self, paths: list[str]) -> None:
-        if not paths:
+    def _check(self, files: Mapping[str, _Unchecked]) -> None:
+        """Read files, and remember which are whole."""
+        if not files:
             return
-        listed = ", ".join(f"'{path}'" for path in paths)
+        listed = ", ".join(f"'{path}'" for path in files)
         stored: dict[str, set[int]] = {}
         rows = self._ask(f"SELECT path, crc FROM {CHECKSUMS} WHERE path IN ({listed})").to_pylist()
         for row in rows:  # of another collector's file one may have been taken too soon
             stored.setdefault(row["path"], set()).add(row["crc"])
         for path, crc in self._place.aside():
             stored.setdefault(path, set()).add(crc)
-        others: dict[str, _Unchecked] = {}
-        for path in paths:
-            bounds = self._unchecked.pop(path)
-            if self._place.crc(path) in stored.get(path, ()):
-                self._whole.add(path)
+        whole = {path for path in files if self._place.crc(path) in stored.get(path, ())}
+        damaged = self.live(files.keys() - whole)
+        with self._lock:
+            for path, bounds in files.items():
+                self._unchecked.pop(path, None)
                 self._damaged.pop(path, None)
-            else:
-                others[path] = bounds
-        for table in {path.partition("/")[0] for path in others}:
-            for path, is_live, _ in self._listed(table):
-                if path in others and is_live:
-                    self._damaged[path] = others.pop(path)
-        self._dead |= others.keys()  # another collector has merged them away since they were seen
+                if path in damaged:
+                    self._damaged[path] = bounds
+            self._whole = (self._whole | whole) - damaged
+            # Another collector, or upkeep, has merged these away since they were seen.
+            self._dead |= files.keys() - whole - damaged
 
 
 # --------------------------------------------------------------------------------------- the engine
