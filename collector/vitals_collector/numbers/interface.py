@@ -444,8 +444,8 @@ class NumbersReader(Protocol):
             FormatError: a column is text.
         """
 
-    def last_steps(self, run_id: str) -> dict[int, int]:
-        """Return the last step of each attempt that has rows of steps."""
+    def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
+        """Return the last step of each attempt that has rows of the stream."""
 
 
 class Numbers(NumbersReader, Protocol):

@@ -749,13 +749,13 @@ class OpenLake:
         counted = select(self.engine, span.stream, chosen_of(span, *place), {"num": "count(*)"})
         return int(counted["num"][0].as_py())
 
-    def last_steps(self, run_id: str) -> dict[int, int]:
-        """Return the last step of each attempt that has rows of steps."""
-        place = located(self.known, Span(run_id, "steps"))
+    def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
+        """Return the last step of each attempt that has rows of the stream."""
+        place = located(self.known, Span(run_id, stream))
         if place is None:
             return {}
         answer = self.engine.ask(
-            "SELECT attempt, max(step) AS step FROM steps"
+            f"SELECT attempt, max(step) AS step FROM {stream}"
             " WHERE run = ? AND attempt IS NOT NULL AND step IS NOT NULL GROUP BY attempt",
             [place[0]],
         )

@@ -142,9 +142,9 @@ class MemoryNumbers:
             for curve in curves
         ]
 
-    def last_steps(self, run_id: str) -> dict[int, int]:
-        """Return the last step of each attempt that has rows of steps."""
-        rows = self.scan(Span(run_id, "steps"), ["attempt", "step"])
+    def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
+        """Return the last step of each attempt that has rows of the stream."""
+        rows = self.scan(Span(run_id, stream), ["attempt", "step"])
         attempt, step = rows["attempt"].values, rows["step"].values
         return {i: int(step[attempt == i].max()) for i in np.unique(attempt).tolist()}
 
