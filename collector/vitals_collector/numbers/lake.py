@@ -33,7 +33,7 @@ from vitals_collector.numbers.lake_catalogue import (
     RUNS,
     SORTED_BY,
     TYPES,
-    Known,
+    Catalogue,
     Part,
     RunState,
     by_schema,
@@ -87,7 +87,7 @@ class Lake(OpenLake):
         if "parquet_version" not in options["option_name"].to_pylist():
             for name, value in _OPTIONS.items():
                 engine.execute(f"CALL lake.set_option('{name}', '{value}')")
-        super().__init__(engine, Known(engine, is_shared=bool(catalogue)))
+        super().__init__(engine, Catalogue(engine, is_shared=bool(catalogue)))
         lake_upkeep.prepare(self.engine)
         self._asked: dict[tuple[StreamKey, int], float] = {}
         """Which holes agents were asked to fill, and when they may be asked again."""
@@ -108,12 +108,12 @@ class Lake(OpenLake):
             self._be_sure()
             num_new, parts, taken = self._new(batches)
             if parts:
-                self._store(parts, taken, self.known.epochs)
+                self._store(parts, taken, self.catalogue.epochs)
             return num_new
 
     def _be_sure(self) -> None:
         if self.engine.is_unsure:
-            self.known.forget()
+            self.catalogue.forget()
             self.engine.is_unsure = False
 
     def _store(
@@ -127,15 +127,15 @@ class Lake(OpenLake):
         groups = list(by_schema(parts))
         for group in groups:
             self._ensure_columns(group[0].batch.header.stream_schema)
-        runs = self.known.new_numbers(run_id for run_id, _, _ in taken)
-        numbers = {**self.known.runs, **runs}
-        kinds = self.known.new_kinds(_written(groups))
+        runs = self.catalogue.new_numbers(run_id for run_id, _, _ in taken)
+        numbers = {**self.catalogue.runs, **runs}
+        kinds = self.catalogue.new_kinds(_written(groups))
         with self.engine.transaction():
             if runs:
                 self.engine.insert(RUNS, table_of(("run_id", "run"), runs.items()))
             for group in groups:
                 stream = group[0].batch.header.stream
-                rows = to_arrow(group, numbers, epochs, self.known.places[stream])
+                rows = to_arrow(group, numbers, epochs, self.catalogue.places[stream])
                 self.engine.insert(stream, rows)
             if kinds:
                 named = [(numbers[run_id], *column) for run_id, *column in kinds]
@@ -156,13 +156,13 @@ class Lake(OpenLake):
             for (run_id, *writer), of in taken.items():
                 if of.filled is not None:
                     lake_damage.fill(self.engine, numbers[run_id], writer, of.filled, of.holes)
-        with self.known.lock:
-            self.known.runs |= runs
-            states = {run_id: self.known.run(run_id) for run_id in {key[0] for key in taken}}
+        with self.catalogue.lock:
+            self.catalogue.runs |= runs
+            states = {run_id: self.catalogue.run(run_id) for run_id in {key[0] for key in taken}}
             for key, of in taken.items():
                 states[key[0]].stored(key[1:], of.mark, of.source, of.holes)
             for run_id, stream, name, kind in kinds:
-                self.known.run(run_id).kinds[stream].setdefault(name, set()).add(kind)
+                self.catalogue.run(run_id).kinds[stream].setdefault(name, set()).add(kind)
 
     def own(self, epochs: Mapping[str, int]) -> None:
         """Take runs over: what an owner before it commits from here on is taken out again.
@@ -174,19 +174,19 @@ class Lake(OpenLake):
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        lake_upkeep.own(self.engine, self.known, epochs)
+        lake_upkeep.own(self.engine, self.catalogue, epochs)
 
     def mark(self, key: StreamKey) -> int:
         """Return the number of the last row that the stream has stored; -1 where it has none."""
-        return self.known.run(key[0]).marks.get(key[1:], -1)
+        return self.catalogue.run(key[0]).marks.get(key[1:], -1)
 
     def marks(self, run_id: str) -> Mapping[tuple[str, str], int]:
         """Return the marks of the run's streams by incarnation and stream."""
-        return self.known.run(run_id).marks
+        return self.catalogue.run(run_id).marks
 
     def has_holes(self, run_id: str) -> bool:
         """Return whether damage took rows of the run."""
-        return any(self.known.holes(run_id).values())
+        return any(self.catalogue.holes(run_id).values())
 
     def _new(
         self, batches: Sequence[Batch]
@@ -199,7 +199,7 @@ class Lake(OpenLake):
             header, key = batch.header, _key(batch)
             stream = taken.get(key)
             if stream is None:
-                state = states.get(key[0]) or self.known.run(key[0])
+                state = states.get(key[0]) or self.catalogue.run(key[0])
                 states[key[0]] = state
                 holes = state.holes.get(key[1:], [])
                 stream = _Taken(header.identity.source, state.marks.get(key[1:], -1), holes)
@@ -217,12 +217,12 @@ class Lake(OpenLake):
 
     def _ensure_columns(self, schema: Schema) -> None:
         """Let the stream's table have a place for each column; it keeps it for good."""
-        places = self.known.places.get(schema.stream, {})
+        places = self.catalogue.places.get(schema.stream, {})
         added = places_for(schema, places)
         if not added:
             return
-        self.known.look_again()  # another collector may have made them
-        places = self.known.places.get(schema.stream, {})
+        self.catalogue.look_again()  # another collector may have made them
+        places = self.catalogue.places.get(schema.stream, {})
         added = places_for(schema, places)
         typed = {place: TYPES[kind] for (_, kind), place in added.items()}
         with self.engine.transaction():
@@ -235,7 +235,7 @@ class Lake(OpenLake):
                 listed = ", ".join(f"{quoted(k)} {v}" for k, v in {**KEYS, **typed}.items())
                 self.engine.execute(f"CREATE TABLE {schema.stream} ({listed})")
                 self.engine.execute(f"ALTER TABLE {schema.stream} SET SORTED BY ({SORTED_BY})")
-        self.known.places[schema.stream] = {**places, **added}
+        self.catalogue.places[schema.stream] = {**places, **added}
 
     # ----------------------------------------------------------------------------- maintenance
 
@@ -254,22 +254,22 @@ class Lake(OpenLake):
         Raises:
             StorageError: another collector was in the way; nothing is lost, call it later.
         """
-        return lake_upkeep.merge(self.engine, self.known, max_seconds)
+        return lake_upkeep.merge(self.engine, self.catalogue, max_seconds)
 
     def give_back_memory(self) -> None:
         """Let go of what is remembered and not used; each process that has the lake open does."""
-        self.known.forget_idle()
+        self.catalogue.forget_idle()
         self.engine.give_back_memory()
 
     def sizes(self) -> dict[str, int]:
         """Return about how many bytes of the files are each run's: by its share of the rows."""
-        return lake_upkeep.sizes(self.engine, self.known)
+        return lake_upkeep.sizes(self.engine, self.catalogue)
 
     def next_window(
         self, run_id: str, attempt: int, size: int, stream: str = "steps"
     ) -> Due | None:
         """Return the oldest steps of which nothing was taken away; of hosts, nanoseconds."""
-        return lake_thinning.next_window(self.engine, self.known, run_id, stream, attempt, size)
+        return lake_thinning.next_window(self.engine, self.catalogue, run_id, stream, attempt, size)
 
     def level(
         self,
@@ -286,14 +286,14 @@ class Lake(OpenLake):
             StorageError: nothing was changed, or it is to be called again.
         """
         planned = lake_thinning.plan(
-            self.engine, self.known, run_id, window, num_worst, is_whole=is_whole, reason=reason
+            self.engine, self.catalogue, run_id, window, num_worst, is_whole=is_whole, reason=reason
         )
         if planned is None:
             return Levelled(0, ())
         with self.engine.lock:
             self._be_sure()
-            self.known.look_again()
-            self.known.forget_run(run_id)  # another process may have made levels of it
+            self.catalogue.look_again()
+            self.catalogue.forget_run(run_id)  # another process may have made levels of it
             first_seq = self.mark((run_id, RANKS, RANKS)) + 1
             batch = ranks_batch(run_id, window.attempt, planned.names, planned.numbers, first_seq)
             _, parts, taken = self._new([batch])
@@ -320,15 +320,15 @@ class Lake(OpenLake):
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        run = self.known.number(run_id)
+        run = self.catalogue.number(run_id)
         if run is not None:
             self.engine.files.need(stream, run)  # reads files, so not while commits have to wait
         with self.engine.lock:
             self._be_sure()
-            self.known.look_again()
+            self.catalogue.look_again()
             return lake_thinning.thin(
                 self.engine,
-                self.known,
+                self.catalogue,
                 run_id,
                 stream,
                 window,
@@ -339,11 +339,11 @@ class Lake(OpenLake):
 
     def thinned(self, run_id: str) -> list[Thinned]:
         """Return what was taken away of the run, by stream and reason."""
-        return lake_thinning.thinned(self.engine, self.known, run_id)
+        return lake_thinning.thinned(self.engine, self.catalogue, run_id)
 
     def num_bytes(self, run_id: str) -> int:
         """Return about how many bytes of the files are a run's: by its share of the rows."""
-        return lake_upkeep.sizes(self.engine, self.known, run_id).get(run_id, 0)
+        return lake_upkeep.sizes(self.engine, self.catalogue, run_id).get(run_id, 0)
 
     def size(self) -> int:
         """Return the bytes of all files, of those as well that the next ``merge`` removes."""
@@ -351,7 +351,7 @@ class Lake(OpenLake):
 
     def check(self) -> list[DamagedFile]:
         """Read every file; return those whose bytes are not what was written, or that are gone."""
-        return lake_damage.check(self.engine, self.known)
+        return lake_damage.check(self.engine, self.catalogue)
 
     def forget_damaged(self) -> list[DamagedFile]:
         """Take damaged files out; what they held is taken when it is sent again, once.
@@ -359,14 +359,14 @@ class Lake(OpenLake):
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        return lake_damage.forget_damaged(self.engine, self.known)
+        return lake_damage.forget_damaged(self.engine, self.catalogue)
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
         """Return what damage took from a stream: first numbers, each with the one behind the last.
 
         ``mark`` stays above them.
         """
-        return list(self.known.holes(key[0]).get(key[1:], ()))
+        return list(self.catalogue.holes(key[0]).get(key[1:], ()))
 
     def wanted(self, key: StreamKey, before: int) -> int:
         """Return the first number below one that damage took and nobody was asked for; else -1."""
@@ -385,7 +385,7 @@ class Lake(OpenLake):
         Raises:
             StorageError: nothing was removed.
         """
-        lake_upkeep.delete(self.engine, self.known, run_id, but)
+        lake_upkeep.delete(self.engine, self.catalogue, run_id, but)
 
 
 def _key(batch: Batch) -> StreamKey:

@@ -249,11 +249,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def locked(method: Callable[Concatenate["Known", P], R]) -> Callable[Concatenate["Known", P], R]:
+def locked(
+    method: Callable[Concatenate["Catalogue", P], R],
+) -> Callable[Concatenate["Catalogue", P], R]:
     """Let one thread at a time call the method."""
 
     @wraps(method)
-    def call(self: "Known", /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: "Catalogue", /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.lock:
             return method(self, *args, **kwargs)
 
@@ -324,7 +326,7 @@ def newest_marks(runs: Iterable[int], snapshot: int | None = None) -> str:
     )
 
 
-class Known:
+class Catalogue:
     """What is remembered of the catalogue. For any thread."""
 
     def __init__(self, engine: Engine, *, is_shared: bool) -> None:
@@ -353,8 +355,8 @@ class Known:
     @locked
     def look_again(self) -> None:
         """Read which runs and columns there are: another collector may have added to them."""
-        found = self._engine.ask(f"SELECT run_id, run FROM {RUNS}").to_pydict()
-        self.runs = dict(zip(found["run_id"], found["run"], strict=True))
+        listed = self._engine.ask(f"SELECT run_id, run FROM {RUNS}").to_pydict()
+        self.runs = dict(zip(listed["run_id"], listed["run"], strict=True))
         kinds = {place: kind for kind, place in TYPES.items()}
         columns = self._engine.ask(
             "SELECT table_name, column_name, data_type FROM duckdb_columns()"
@@ -479,9 +481,9 @@ class Known:
         """
         new = []
         for run_id, streams in written.items():
-            known = self.run(run_id).kinds
+            columns_before = self.run(run_id).kinds
             for stream, columns in streams.items():
-                before = known[stream]
+                before = columns_before[stream]
                 new += [
                     (run_id, stream, name, kind)
                     for name, kind in columns

@@ -516,8 +516,8 @@ class Files:
         if state is None or state == self._seen_at.get(table):
             return
         there = self._place.paths(table)
-        known = self._whole | self._damaged.keys() | self._unchecked.keys() | self._dead
-        new = there - known
+        seen = self._whole | self._damaged.keys() | self._unchecked.keys() | self._dead
+        new = there - seen
         if new:
             for path, is_live, bounds in self._listed(table):
                 if path in new:

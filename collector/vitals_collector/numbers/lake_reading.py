@@ -46,7 +46,7 @@ from vitals_collector.numbers.interface import (
 )
 from vitals_collector.numbers.lake_catalogue import (
     OUTLINES,
-    Known,
+    Catalogue,
     Places,
     expression,
     name_key,
@@ -151,10 +151,10 @@ def select(engine: Engine, stream: str, chosen: Chosen, expressions: Mapping[str
     return answer.rename_columns(list(expressions))
 
 
-def located(known: Known, span: Span) -> tuple[int, Places] | None:
+def located(catalogue: Catalogue, span: Span) -> tuple[int, Places] | None:
     """Return the run's number and the places of its columns; None where it has no such rows."""
-    places = known.columns(span.run_id, span.stream)
-    return (known.runs[span.run_id], places) if places else None
+    places = catalogue.columns(span.run_id, span.stream)
+    return (catalogue.runs[span.run_id], places) if places else None
 
 
 # ------------------------------------------------------------------------------------- whole curves
@@ -211,15 +211,15 @@ class Fetched(NamedTuple):
     def points(self, name: str, cell: int) -> Points:
         """Return the measured values of a column in the rows of a cell."""
         start, end = self.bounds[cell], self.bounds[cell + 1]
-        wanted = (*POINT, name)
+        parts = (*POINT, name)
         columns = {
             key: Column(c.values[start:end], c.is_missing[start:end])
-            for key, c in ((key, self.columns[key]) for key in wanted)
+            for key, c in ((key, self.columns[key]) for key in parts)
         }
         return points_of(columns, name)
 
 
-def grouped(known: Known, curves: Sequence[Curve]) -> Iterator[tuple[Group, bool]]:
+def grouped(catalogue: Catalogue, curves: Sequence[Curve]) -> Iterator[tuple[Group, bool]]:
     """Yield the curves in groups; with whether outlines may stand for rows.
 
     Raises:
@@ -238,14 +238,14 @@ def grouped(known: Known, curves: Sequence[Curve]) -> Iterator[tuple[Group, bool
         key = (span.run_id, span.stream, keyed, sources, *bounds, id(span.seqs), is_overview)
         members.setdefault(key, []).append(i)
     for (*_, is_overview), numbers in members.items():
-        group = _group(known, curves, numbers)
+        group = _group(catalogue, curves, numbers)
         if group is not None:
             yield group, is_overview
 
 
-def _group(known: Known, curves: Sequence[Curve], numbers: Sequence[int]) -> Group | None:
+def _group(catalogue: Catalogue, curves: Sequence[Curve], numbers: Sequence[int]) -> Group | None:
     span = curves[numbers[0]].span
-    places = known.columns(span.run_id, span.stream)
+    places = catalogue.columns(span.run_id, span.stream)
     if not places:
         return None
     for i in numbers:
@@ -268,7 +268,7 @@ def _group(known: Known, curves: Sequence[Curve], numbers: Sequence[int]) -> Gro
         column = "source"
         span = span._replace(sources=tuple(cells))
     span = span._replace(keyed=None)
-    return Group(known.runs[span.run_id], places, span, column, list(cells), placed)
+    return Group(catalogue.runs[span.run_id], places, span, column, list(cells), placed)
 
 
 def fetch(
@@ -287,10 +287,10 @@ def fetch(
         cell = "rank" if is_by_rank else "source"
     elif group.column:
         chosen, cell = _joined_to_cells(chosen, group), "span_cell"
-    wanted = {n: expression(n, group.places) for n in (*POINT, "rank", "seq", *group.names)}
+    expressions = {n: expression(n, group.places) for n in (*POINT, "rank", "seq", *group.names)}
     if cell:
-        wanted[_CELL] = cell
-    parts = [select(engine, group.span.stream, narrow(chosen), wanted) for narrow in narrowed]
+        expressions[_CELL] = cell
+    parts = [select(engine, group.span.stream, narrow(chosen), expressions) for narrow in narrowed]
     rows = pa.concat_tables(parts)
     if not cell:
         codes = np.zeros(len(rows), np.int64)
@@ -299,7 +299,7 @@ def fetch(
     else:
         values = [rank_of(s) for s in group.cells] if cell == "rank" else group.cells
         codes = pa.compute.index_in(rows[_CELL], pa.array(values, rows[_CELL].type)).to_numpy()
-    columns = {name: to_column(rows[name]) for name in wanted if name != _CELL}
+    columns = {name: to_column(rows[name]) for name in expressions if name != _CELL}
     order = _order(codes, columns)
     if order is not None:
         codes = codes[order]
@@ -387,7 +387,7 @@ class _Entries(NamedTuple):
 
 def _overviews(
     engine: Engine,
-    known: Known,
+    catalogue: Catalogue,
     group: Group,
     least: Mapping[int, int],
     attempts: Sequence[AttemptRow],
@@ -400,21 +400,21 @@ def _overviews(
     if not outlined:
         return {}
     entries, is_cut = _on_branch(entries, group, attempts, branch)
-    pending = _pending(known, group, outlined)
+    pending = _pending(catalogue, group, outlined)
     rows = fetch(engine, group, [_numbered(pending)]) if pending else None
     is_read = _to_read(entries, is_cut, along)
     if rows is not None and along == "step":
         is_read |= _is_met(entries, group, rows)
-    wanted = _enough(group, entries, is_read, rows, least)
-    if not wanted:
+    enough = _enough(group, entries, is_read, rows, least)
+    if not enough:
         return {}
     entries_kept, ranges = _cut_out(entries, is_read, along, len(group.curves))
-    reread = _reread(engine, group, ranges, wanted, pending, outlined, along)
+    reread = _reread(engine, group, ranges, enough, pending, outlined, along)
     points, num = _drawn_points(entries_kept, along)
     bounds = np.searchsorted(entries_kept.curve, np.arange(len(group.curves) + 1))
     ends_of = np.searchsorted(points[0], np.arange(len(group.curves) + 1))
     drawn = {}
-    for i in wanted:
+    for i in enough:
         number, name, cell = group.curves[i]
         parts = [points[1].take(np.arange(ends_of[i], ends_of[i + 1]))]
         read = []
@@ -443,34 +443,38 @@ def _entries(engine: Engine, group: Group) -> tuple[_Entries, dict[str, int]]:
         if bound is not None:
             chosen = chosen.also(f"(name = {keys[-1]} OR {side})", bound)
     listed = ", ".join((*_INTS, *_FLOATS))
-    found = engine.ask(
+    outlines = engine.ask(
         f"SELECT name, source, incarnation, last_seq, {listed} FROM {OUTLINES}"
         f" WHERE {chosen.where}",
         chosen.values,
     )
-    is_rows = pa.compute.equal(found["name"], keys[-1])
-    marks = found.select(["incarnation", "last_seq"]).filter(is_rows)
+    is_rows = pa.compute.equal(outlines["name"], keys[-1])
+    marks = outlines.select(["incarnation", "last_seq"]).filter(is_rows)
     marks = marks.group_by("incarnation").aggregate([("last_seq", "max")])
     outlined = dict(
         zip(marks["incarnation"].to_pylist(), marks["last_seq_max"].to_pylist(), strict=True)
     )
-    found = found.filter(pa.compute.invert(is_rows))
+    outlines = outlines.filter(pa.compute.invert(is_rows))
     entries = _Entries(
-        _curve_of(group, found),
-        {name: found[name].to_numpy().astype(np.int64, copy=False) for name in _INTS},
-        {name: found[name].to_numpy() for name in _FLOATS},
+        _curve_of(group, outlines),
+        {name: outlines[name].to_numpy().astype(np.int64, copy=False) for name in _INTS},
+        {name: outlines[name].to_numpy() for name in _FLOATS},
     )
     return entries.take(entries.curve >= 0), outlined
 
 
-def _curve_of(group: Group, found: pa.Table) -> Ints:
+def _curve_of(group: Group, outlines: pa.Table) -> Ints:
     """Return for each entry which curve of the group it is of; -1 where no curve asks for it."""
     names = group.names
     num_cells = len(group.cells)
-    name = pa.compute.index_in(found["name"], pa.array(map(name_key, names), pa.int64())).to_numpy()
-    cell = np.zeros(len(found), np.int64)
+    name = pa.compute.index_in(
+        outlines["name"], pa.array(map(name_key, names), pa.int64())
+    ).to_numpy()
+    cell = np.zeros(len(outlines), np.int64)
     if group.column:
-        cell = pa.compute.index_in(found["source"], pa.array(group.cells, pa.string())).to_numpy()
+        cell = pa.compute.index_in(
+            outlines["source"], pa.array(group.cells, pa.string())
+        ).to_numpy()
     numbers = np.full(len(names) * num_cells, -1)
     place = {name: i for i, name in enumerate(names)}
     for i, (_, of_curve, of_cell) in enumerate(group.curves):
@@ -533,12 +537,14 @@ def _to_read(entries: _Entries, is_cut: Mask, along: str) -> Mask:
     return is_read
 
 
-def _pending(known: Known, group: Group, outlined: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def _pending(
+    catalogue: Catalogue, group: Group, outlined: Mapping[str, int]
+) -> dict[str, tuple[int, int]]:
     """Return by writer the numbers of the rows that are not outlined yet."""
     span = group.span
     return {
         incarnation: (outlined.get(incarnation, -1) + 1, mark + 1)
-        for incarnation, (mark, source) in known.marks(span.run_id, span.stream).items()
+        for incarnation, (mark, source) in catalogue.marks(span.run_id, span.stream).items()
         if mark > outlined.get(incarnation, -1) and (not span.sources or source in span.sources)
     }
 
@@ -624,13 +630,13 @@ def _reread(
     engine: Engine,
     group: Group,
     ranges: Sequence[_Ranges],
-    wanted: Iterable[int],
+    enough: Iterable[int],
     pending: Mapping[str, tuple[int, int]],
     outlined: Mapping[str, int],
     along: str,
 ) -> Fetched | None:
     """Return the rows in the ranges, but for those that are not outlined: they are read already."""
-    together = sorted({of_range for i in wanted for of_range in ranges[i]})
+    together = sorted({of_range for i in enough for of_range in ranges[i]})
     if not together:
         return None
     column = "step" if along == "step" else "time_unix_ns"
@@ -718,32 +724,34 @@ def _is_extreme(numbers: Mapping[str, Ints], side: str) -> Mask:
 class OpenLake:
     """A lake that is open, and all that can be asked of it (``NumbersReader``)."""
 
-    def __init__(self, engine: Engine, known: Known) -> None:
+    def __init__(self, engine: Engine, catalogue: Catalogue) -> None:
         self.engine = engine
-        self.known = known
+        self.catalogue = catalogue
 
     def kinds(self, run_id: str, stream: str) -> dict[str, str]:
         """Return the columns of the stream's rows, each with its type."""
-        return self.known.kinds(run_id, stream)
+        return self.catalogue.kinds(run_id, stream)
 
     def sources(self, run_id: str, stream: str) -> list[str]:
         """Return who wrote rows of the stream, in the order of their names."""
-        return self.known.sources(run_id, stream)
+        return self.catalogue.sources(run_id, stream)
 
     def scan(self, span: Span, names: Sequence[str]) -> Columns:
         """Return columns of the rows in the span, in order."""
-        wanted = tuple(dict.fromkeys((*ORDER, *names)))
-        place = located(self.known, span)
+        all_names = tuple(dict.fromkeys((*ORDER, *names)))
+        place = located(self.catalogue, span)
         if place is None:
             return {name: none_of(0) for name in names}
         run, places = place
         chosen = chosen_of(span, run, places)
-        rows = select(self.engine, span.stream, chosen, {n: expression(n, places) for n in wanted})
-        return in_order({name: to_column(rows[name]) for name in wanted}, names)
+        rows = select(
+            self.engine, span.stream, chosen, {n: expression(n, places) for n in all_names}
+        )
+        return in_order({name: to_column(rows[name]) for name in all_names}, names)
 
     def num_rows(self, span: Span) -> int:
         """Return how many rows the span has."""
-        place = located(self.known, span)
+        place = located(self.catalogue, span)
         if place is None:
             return 0
         counted = select(self.engine, span.stream, chosen_of(span, *place), {"num": "count(*)"})
@@ -751,7 +759,7 @@ class OpenLake:
 
     def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
         """Return the last step of each attempt that has rows of the stream."""
-        place = located(self.known, Span(run_id, stream))
+        place = located(self.catalogue, Span(run_id, stream))
         if place is None:
             return {}
         answer = self.engine.ask(
@@ -773,11 +781,11 @@ class OpenLake:
             FormatError: a column is text.
         """
         drawn: dict[int, Drawn] = {}
-        for group, is_overview in grouped(self.known, curves):
+        for group, is_overview in grouped(self.catalogue, curves):
             rest = group.curves
             if is_overview:
                 least = {number: curves[number].num_points or 0 for number, _, _ in group.curves}
-                drawn |= _overviews(self.engine, self.known, group, least, attempts, branch)
+                drawn |= _overviews(self.engine, self.catalogue, group, least, attempts, branch)
                 rest = [curve for curve in group.curves if curve[0] not in drawn]
             if rest:
                 drawn |= whole_curves(self.engine, group.of(rest), attempts, branch)

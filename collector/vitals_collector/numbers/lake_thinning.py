@@ -36,7 +36,7 @@ from vitals_collector.numbers.lake_catalogue import (
     LEVELLED,
     LEVELLED_COLUMNS,
     OUTLINES,
-    Known,
+    Catalogue,
     Places,
     name_key,
     own_expression,
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
 
 def plan(
     engine: Engine,
-    known: Known,
+    catalogue: Catalogue,
     run_id: str,
     window: Window,
     num_worst: int,
@@ -87,12 +87,14 @@ def plan(
     Raises:
         StorageError: a file that may hold some of them is damaged.
     """
-    place = located(known, Span(run_id, "steps"))
+    place = located(catalogue, Span(run_id, "steps"))
     if place is None:
         return None
     run, places = place
     own = {column.name for column in ROW_COLUMNS}
-    names = [n for n, kind in known.kinds(run_id, "steps").items() if kind != "S" and n not in own]
+    names = [
+        n for n, kind in catalogue.kinds(run_id, "steps").items() if kind != "S" and n not in own
+    ]
     chosen = Chosen(run, "", f"run = ? AND {_WINDOW}", [run, *window], {})
     expressions = {name: own_expression(name, places) for name in names}
     numbers = _numbers(engine, chosen, expressions)
@@ -117,12 +119,12 @@ def plan(
 
 def _numbers(engine: Engine, chosen: Chosen, expressions: dict[str, str]) -> Columns:
     engine.files.need("steps", chosen.run)
-    values, wanted = list[str](), list[str]()
+    values, statistics = list[str](), list[str]()
     for i, sql in enumerate(expressions.values()):
         values.append(f"{sql}::DOUBLE AS x{i}, CASE WHEN isfinite(x{i}) THEN x{i} END AS f{i}")
-        wanted.append(f"min(f{i}), sum(f{i}), max(f{i}), count(f{i}), count(x{i})")
+        statistics.append(f"min(f{i}), sum(f{i}), max(f{i}), count(f{i}), count(x{i})")
     rows = engine.ask(
-        f"SELECT {', '.join(('step, max(time_unix_ns), count(*)', *wanted))} FROM"
+        f"SELECT {', '.join(('step, max(time_unix_ns), count(*)', *statistics))} FROM"
         f" (SELECT {', '.join(('step, time_unix_ns', *values))} FROM steps WHERE {chosen.where})"
         " GROUP BY step ORDER BY step",
         chosen.values,
@@ -150,7 +152,7 @@ def _writers_in(engine: Engine, chosen: Chosen, places: Places, broken: Sequence
     """Return each writer's numbers of rows, its longest step, and its first with a broken value."""
     is_broken = " OR ".join(f"NOT isfinite({sql}::DOUBLE)" for sql in broken) or "false"
     duration = f"{own_expression(DURATION, places)}::DOUBLE"
-    wanted = {
+    expressions = {
         "incarnation": "incarnation",
         "source": "source",
         "rank": "rank",
@@ -161,7 +163,7 @@ def _writers_in(engine: Engine, chosen: Chosen, places: Places, broken: Sequence
         "broken": f"min(step) FILTER ({is_broken})",
     }
     grouped = chosen._replace(where=f"{chosen.where} GROUP BY incarnation, source, rank")
-    return select(engine, "steps", grouped, wanted)
+    return select(engine, "steps", grouped, expressions)
 
 
 def _furthest(engine: Engine, chosen: Chosen, places: Places) -> dict[str, float]:
@@ -234,14 +236,14 @@ _GROUP = ("run", "incarnation", "source", "rank", "$epoch")
 
 
 def next_window(
-    engine: Engine, known: Known, run_id: str, stream: str, attempt: int, size: int
+    engine: Engine, catalogue: Catalogue, run_id: str, stream: str, attempt: int, size: int
 ) -> Due | None:
     """Return the oldest window of a stream's rows that were not thinned yet; None where none is.
 
     Of steps those of ranks other than 0. Of hosts, nanoseconds stand for steps, and all attempts
     are one.
     """
-    place = located(known, Span(run_id, stream))
+    place = located(catalogue, Span(run_id, stream))
     if place is None:
         return None
     run = place[0]
@@ -279,7 +281,7 @@ def _where(stream: str, attempt: int) -> tuple[str, str]:
 
 def thin(
     engine: Engine,
-    known: Known,
+    catalogue: Catalogue,
     run_id: str,
     stream: str,
     window: Window,
@@ -292,7 +294,7 @@ def thin(
 
     Args:
         engine: the lake.
-        known: what is remembered of it.
+        catalogue: what is remembered of it.
         run_id: the run.
         stream: ``layers``, or one of hosts.
         window: as ``next_window`` gives it.
@@ -303,7 +305,7 @@ def thin(
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
-    place = located(known, Span(run_id, stream))
+    place = located(catalogue, Span(run_id, stream))
     if place is None:
         return 0
     run, places = place
@@ -364,9 +366,9 @@ def _ends(stream: str, rows: str, places: Places, every: int) -> str:
     return " UNION ALL BY NAME ".join(sides)
 
 
-def thinned(engine: Engine, known: Known, run_id: str) -> list[Thinned]:
+def thinned(engine: Engine, catalogue: Catalogue, run_id: str) -> list[Thinned]:
     """Return what was taken away of the run, by stream and reason."""
-    run = known.number(run_id)
+    run = catalogue.number(run_id)
     if run is None:
         return []
     taken = engine.ask(

@@ -31,7 +31,7 @@ from vitals_collector.numbers.lake_catalogue import (
     OUTLINES,
     OWNERS,
     RUNS,
-    Known,
+    Catalogue,
     Places,
     RunState,
     expression,
@@ -95,37 +95,38 @@ def _outlined_seqs(engine: Engine, runs: Sequence[int]) -> dict[int, dict[tuple[
     return done
 
 
-def outline_runs(engine: Engine, known: Known, run_ids: Sequence[str], end: float) -> bool:
+def outline_runs(engine: Engine, catalogue: Catalogue, run_ids: Sequence[str], end: float) -> bool:
     """Outline the runs' rows that are not yet, but for a few; return whether all were by ``end``.
 
     Args:
         engine: the lake.
-        known: its catalogue.
+        catalogue: its catalogue.
         run_ids: the runs, which have rows.
         end: moment of ``time.monotonic`` after which no more is begun.
     """
-    numbers = {run_id: known.runs[run_id] for run_id in run_ids if run_id in known.runs}
+    numbers = {run_id: catalogue.runs[run_id] for run_id in run_ids if run_id in catalogue.runs}
     done = _outlined_seqs(engine, list(numbers.values())) if numbers else {}
     return all(
-        _outline_run(engine, known, run_id, run, done[run], end) for run_id, run in numbers.items()
+        _outline_run(engine, catalogue, run_id, run, done[run], end)
+        for run_id, run in numbers.items()
     )
 
 
 def _outline_run(
     engine: Engine,
-    known: Known,
+    catalogue: Catalogue,
     run_id: str,
     run: int,
     done: Mapping[tuple[str, str], int],
     end: float,
 ) -> bool:
-    state = known.run(run_id, is_fresh=True)
+    state = catalogue.run(run_id, is_fresh=True)
     for stream in STREAMS:
         pending = _pending(state, stream, done)
         if sum(stop - first for first, stop, _ in pending) < FEWEST_ROWS:
             continue
-        columns = known.columns(run_id, stream)
-        names = _outlined_columns(known.kinds(run_id, stream))
+        columns = catalogue.columns(run_id, stream)
+        names = _outlined_columns(catalogue.kinds(run_id, stream))
         most_rows = max(1, _MOST_VALUES // (len(names) + 1))
         for seqs in _pieces(pending, most_rows):
             if time.monotonic() > end:
@@ -178,9 +179,9 @@ def _outline(
     engine: Engine, run: int, span: Span, state: RunState, places: Places, names: Sequence[str]
 ) -> None:
     stream, writers = span.stream, sorted(span.seqs or ())
-    wanted = ("incarnation", "seq", "step", "attempt", "time_unix_ns", *names)
+    read = ("incarnation", "seq", "step", "attempt", "time_unix_ns", *names)
     chosen = chosen_of(span, run, places)
-    rows = select(engine, stream, chosen, {name: expression(name, places) for name in wanted})
+    rows = select(engine, stream, chosen, {name: expression(name, places) for name in read})
     codes = pa.compute.index_in(rows["incarnation"], pa.array(writers)).to_numpy()
     order = np.lexsort((rows["seq"].to_numpy(), codes))
     if not len(order):
@@ -222,23 +223,23 @@ def _table(
 # ------------------------------------------------------------------------------------------- owners
 
 
-def own(engine: Engine, known: Known, epochs: Mapping[str, int]) -> None:
+def own(engine: Engine, catalogue: Catalogue, epochs: Mapping[str, int]) -> None:
     """Take runs over: from here on this process commits for them.
 
     Args:
         engine: the lake.
-        known: its catalogue.
+        catalogue: its catalogue.
         epochs: of each run's lease; above those of all owners before.
 
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
     with engine.lock:
-        known.look_again()
-        new = known.new_numbers(epochs)
-        numbers = {**known.runs, **new}
+        catalogue.look_again()
+        new = catalogue.new_numbers(epochs)
+        numbers = {**catalogue.runs, **new}
         owned = {numbers[run_id]: epoch for run_id, epoch in epochs.items()}
-        take_out(engine, known, owned)
+        take_out(engine, catalogue, owned)
         with engine.transaction():
             if new:
                 engine.insert(RUNS, table_of(("run_id", "run"), new.items()))
@@ -255,13 +256,13 @@ def own(engine: Engine, known: Known, epochs: Mapping[str, int]) -> None:
             for table in (FENCES, OWNERS):
                 engine.execute(f"DELETE FROM {table} WHERE {before}")
             engine.insert(FENCES, table_of(names, fences))
-        known.look_again()
+        catalogue.look_again()
         for run_id, epoch in epochs.items():
-            known.forget_run(run_id)
-            known.epochs[run_id] = epoch
+            catalogue.forget_run(run_id)
+            catalogue.epochs[run_id] = epoch
 
 
-def take_out(engine: Engine, known: Known, runs: Collection[int] | None = None) -> int:
+def take_out(engine: Engine, catalogue: Catalogue, runs: Collection[int] | None = None) -> int:
     """Remove what owners committed after others had taken their runs; of all runs or of these.
 
     Returns:
@@ -278,18 +279,18 @@ def take_out(engine: Engine, known: Known, runs: Collection[int] | None = None) 
     num = 0
     for run in sorted(set(stale)):
         with engine.transaction():
-            num += _take_out(engine, known, run)
+            num += _take_out(engine, catalogue, run)
     return num
 
 
-def _take_out(engine: Engine, known: Known, run: int) -> int:
+def _take_out(engine: Engine, catalogue: Catalogue, run: int) -> int:
     stale = engine.read(marks_of([run], is_stale=True))
     if not len(stale):
         return 0
     fences = f"SELECT * FROM {FENCES} WHERE run = {run}"
     newest = f"(SELECT max(epoch) FROM ({fences}))"
-    for table in (*known.places, NEW_MARKS, MARKS):
-        is_stream = table in known.places
+    for table in (*catalogue.places, NEW_MARKS, MARKS):
+        is_stream = table in catalogue.places
         epoch, stream = (f'"{EPOCH}"', f"'{table}'") if is_stream else ("epoch", "t.stream")
         engine.execute(
             f"DELETE FROM {table} t WHERE run = {run} AND {epoch} < {newest}"
@@ -313,7 +314,7 @@ _MERGED_BYTES = 64 << 20
 """Above twice the size that files are merged to, none is read by a merge."""
 
 
-def merge(engine: Engine, known: Known, max_seconds: float) -> bool:
+def merge(engine: Engine, catalogue: Catalogue, max_seconds: float) -> bool:
     """Outline new rows, make few sorted files of many small ones, forget the states before.
 
     Returns:
@@ -325,11 +326,11 @@ def merge(engine: Engine, known: Known, max_seconds: float) -> bool:
     end = time.monotonic() + max_seconds
     for table in (NEW_MARKS, MARKS, FENCES):
         engine.files.need_small(table, sys.maxsize)
-    take_out(engine, known)
-    is_done = outline_runs(engine, known, known.changed(), end)
+    take_out(engine, catalogue)
+    is_done = outline_runs(engine, catalogue, catalogue.changed(), end)
     if is_done:  # else it would be forgotten which runs have changed
         _fold_marks(engine)
-    for table in (*sorted(known.places), OUTLINES, MARKS, NEW_MARKS, LEVELLED):
+    for table in (*sorted(catalogue.places), OUTLINES, MARKS, NEW_MARKS, LEVELLED):
         for call in ("merge_adjacent_files", "rewrite_data_files"):
             is_done &= _merge_table(engine, table, call, end)
     kept = f"older_than => now() - INTERVAL {_KEPT_SECONDS} SECOND"
@@ -337,7 +338,7 @@ def merge(engine: Engine, known: Known, max_seconds: float) -> bool:
         engine.execute(f"CALL ducklake_{call}('lake', {kept})")
     engine.keep_checksums()
     _forget_checksums(engine)
-    known.forget_idle()
+    catalogue.forget_idle()
     engine.give_back_memory()
     return is_done
 
@@ -363,9 +364,9 @@ def _forget_checksums(engine: Engine) -> None:
         f" JOIN {META}_table t USING (table_id)"
         for kind in ("data", "delete")
     )
-    gone = sorted(set(paths).difference(engine.ask(named)["path"].to_pylist()))
-    for start in range(0, len(gone), 1_000):
-        listed = ", ".join(f"'{path}'" for path in gone[start : start + 1_000])
+    unnamed = sorted(set(paths).difference(engine.ask(named)["path"].to_pylist()))
+    for start in range(0, len(unnamed), 1_000):
+        listed = ", ".join(f"'{path}'" for path in unnamed[start : start + 1_000])
         with engine.transaction():
             engine.execute(f"DELETE FROM {CHECKSUMS} WHERE path IN ({listed})")
 
@@ -381,7 +382,7 @@ def _fold_marks(engine: Engine) -> None:
             engine.insert(MARKS, marks)
 
 
-def delete(engine: Engine, known: Known, run_id: str, but: Collection[str]) -> None:
+def delete(engine: Engine, catalogue: Catalogue, run_id: str, but: Collection[str]) -> None:
     """Remove the run's rows for good; its marks stay, so that nothing sent again comes back.
 
     Its columns stay as well: a process that goes on writing the run knows that they are there.
@@ -390,30 +391,30 @@ def delete(engine: Engine, known: Known, run_id: str, but: Collection[str]) -> N
         StorageError: nothing was removed.
     """
     with engine.lock:
-        known.look_again()
-        run = known.runs.get(run_id)
+        catalogue.look_again()
+        run = catalogue.runs.get(run_id)
         if run is None:
             return
         kept = ", ".join("?" * len(but)) or "''"
         own = f"run = ? AND incarnation NOT IN ({kept})"
         with engine.transaction():
-            for table in (*known.places, OUTLINES, HOLES, LEVELLED):
+            for table in (*catalogue.places, OUTLINES, HOLES, LEVELLED):
                 engine.execute(f"DELETE FROM {table} WHERE {own}", [run, *but])
             for table in (NEW_MARKS, MARKS):  # whose rows are gone is no source any more
                 engine.execute(f"UPDATE {table} SET source = '' WHERE {own}", [run, *but])
-        known.forget_run(run_id)
+        catalogue.forget_run(run_id)
 
 
-def sizes(engine: Engine, known: Known, run_id: str | None = None) -> dict[str, int]:
+def sizes(engine: Engine, catalogue: Catalogue, run_id: str | None = None) -> dict[str, int]:
     """Return about how many bytes of the files are a run's: by its share of each stream's rows.
 
     Args:
         engine: the lake.
-        known: its catalogue.
+        catalogue: its catalogue.
         run_id: of this run; None for all.
     """
     totals: dict[int, int] = {}
-    run = None if run_id is None else known.number(run_id)
+    run = None if run_id is None else catalogue.number(run_id)
     if run_id is not None and run is None:
         return {}
     where = "" if run is None else f" WHERE run = {run}"
@@ -423,12 +424,12 @@ def sizes(engine: Engine, known: Known, run_id: str | None = None) -> dict[str, 
         " WHERE d.end_snapshot IS NULL GROUP BY ALL"
     )
     for table, num_rows, num_bytes in zip(*tables.to_pydict().values(), strict=True):
-        if table not in known.places or not num_rows:
+        if table not in catalogue.places or not num_rows:
             continue
         rows = engine.ask(f"SELECT run, count(*) AS num FROM {table}{where} GROUP BY run")
         for number, num in zip(*rows.to_pydict().values(), strict=True):
             totals[number] = totals.get(number, 0) + num_bytes * num // num_rows
-    return {name: totals[number] for name, number in known.runs.items() if number in totals}
+    return {name: totals[number] for name, number in catalogue.runs.items() if number in totals}
 
 
 def size(engine: Engine) -> int:

@@ -121,10 +121,10 @@ class MemoryNumbers:
 
     def scan(self, span: Span, names: Sequence[str]) -> Columns:
         """Return columns of the rows in the span, in order."""
-        wanted = tuple(dict.fromkeys((*ORDER, *names)))
+        all_names = tuple(dict.fromkeys((*ORDER, *names)))
         chosen, kinds = self._chosen(span), self.kinds(span.run_id, span.stream)
         return in_order(
-            {n: _joined(n, kinds.get(n, _OWN.get(n, "f8")), chosen) for n in wanted}, names
+            {n: _joined(n, kinds.get(n, _OWN.get(n, "f8")), chosen) for n in all_names}, names
         )
 
     def curves(

@@ -142,8 +142,8 @@ def _gpus(
     by_gpu: dict[str, list[MoverView]] = {}
     sources = numbers.sources(run_id, "gpu")
     for i in range(0, len(sources), _GPUS_AT_ONCE):
-        some = near._replace(sources=tuple(sources[i : i + _GPUS_AT_ONCE]))
-        rows = numbers.scan(some, ["time_unix_ns", "source", *_OF_GPU])
+        of_some_gpus = near._replace(sources=tuple(sources[i : i + _GPUS_AT_ONCE]))
+        rows = numbers.scan(of_some_gpus, ["time_unix_ns", "source", *_OF_GPU])
         which_of: dict[str, list[int]] = {}
         for row, source in enumerate(rows["source"].values.tolist()):
             which_of.setdefault(source, []).append(row)

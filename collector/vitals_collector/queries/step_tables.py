@@ -152,10 +152,10 @@ class _Numbering:
     def __call__(self, *keys: Ints) -> Ints:
         numbers = np.zeros(len(keys[0]), np.int64)
         is_known = np.ones(len(keys[0]), np.bool_)
-        for known, key in zip(self._known, keys, strict=True):
-            at = np.minimum(np.searchsorted(known, key), len(known) - 1)
-            is_known &= known[at] == key
-            numbers = numbers * len(known) + at
+        for distinct, key in zip(self._known, keys, strict=True):
+            at = np.minimum(np.searchsorted(distinct, key), len(distinct) - 1)
+            is_known &= distinct[at] == key
+            numbers = numbers * len(distinct) + at
         return np.where(is_known, numbers, -1)
 
 

@@ -109,7 +109,7 @@ class Upkeep:
         if is_time:
             self._looked_ns = now_ns
         # Also where nothing came: another process may have removed runs.
-        if is_time or not self._is_merged or self._lake.known.changed():
+        if is_time or not self._is_merged or self._lake.catalogue.changed():
             self._is_merged = self._lake.merge(_MERGE_SECONDS)
         if is_time and self._is_going():
             self._is_merged &= not self.look()

@@ -224,7 +224,7 @@ def test_upkeep_that_ran_out_of_time_is_taken_up_again(tmp_path: Path) -> None:
     assert not lake.merge(max_seconds=0.0)
     assert len(list((tmp_path / "data" / "main" / "steps").iterdir())) == 3
     assert lake.merge()
-    assert not lake.known.changed()
+    assert not lake.catalogue.changed()
     assert losses(lake) == [0.0, 1.0, 2.0]
     lake.close()
 
