@@ -22,7 +22,7 @@ from vitals_collector.alerts.inbox import (
     silences_listed,
 )
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.queries.metrics import UNKNOWN
+from vitals_collector.queries.series import UNKNOWN
 from vitals_collector.storage.schema import audit
 from vitals_collector.storage.store import Store
 

@@ -30,7 +30,8 @@ def client(**config) -> httpx.AsyncClient:
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     paths = ["/healthz", "/v1/runs", "/v1/ingest"]
     app = Starlette(routes=[Route(path, echo, methods=methods) for path in paths])
-    app.add_middleware(Gate, config=access_config(TOKENS, **config))
+    ingest = Starlette(routes=[Route("/v1/ingest", echo, methods=["POST"])])
+    app.add_middleware(Gate, ingest=ingest, config=access_config(TOKENS, **config))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000")
 
 

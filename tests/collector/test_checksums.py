@@ -38,8 +38,7 @@ from trainvitals.views import (
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.report.replay import replay
 from vitals_collector.retention.checkup import check
-from vitals_collector.storage.checksums import Damage
-from vitals_collector.storage.schema import decisions, events, findings, runs
+from vitals_collector.storage.schema import Damage, decisions, events, findings, runs
 from vitals_collector.storage.store import Store
 
 

@@ -26,7 +26,7 @@ from trainvitals.wire import BatchHeader, encode_batch
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.commands import CONFLICT, MAX_PENDING, issue, listed, mark_delivered
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.queries.metrics import UNKNOWN
+from vitals_collector.queries.series import UNKNOWN
 from vitals_collector.storage.schema import audit
 from vitals_collector.storage.store import Store
 

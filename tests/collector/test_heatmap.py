@@ -97,10 +97,8 @@ def layer_rows(writer: Writer, values: dict[int, list[float]]) -> list[list[Valu
     ]
 
 
-def test_of_a_layers_step_the_newest_row_counts_however_batches_are_cut(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-):
-    num, wide, cut = 900, 10, 4_105  # so many rows are a chunk that stays, and ends within a step
+def test_of_a_layers_step_the_newest_row_counts_however_batches_are_cut(store: Store):
+    num, wide, cut = 900, 10, 4_105  # the first batch ends within a step
     writer, other = Writer(), Writer("rank:1", started=START + 1_000 * SECOND)
     norms = np.random.default_rng(1).uniform(1.0, 2.0, (num, wide)).round(3)
     norms[77, 3], norms[410, 6], norms[450, 4] = 40.0, 30.0, math.inf

@@ -106,7 +106,7 @@ def test_a_client_that_is_stopped_by_a_signal_hinders_no_other(served: Served):
 def test_what_finds_no_room_is_sent_away_with_the_word_when_to_come_back(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ):
-    gate: ByteBudget = served.app.ingest._app._room
+    gate: ByteBudget = served.app.state.ingest._room
     monkeypatch.setattr(gate, "_free", 0)
     monkeypatch.setattr(gate, "_wait_seconds", 0.01)
     raw = Writer().steps([0])

@@ -14,7 +14,7 @@ from tests.collector.rows import Writer, num_stored
 from trainvitals.errors import InsecurePathError, StorageError, UsageError
 from trainvitals.rows import Value
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.numbers.full_disk import FULL
+from vitals_collector.numbers.interface import FULL
 from vitals_collector.storage.schema import metadata, streams
 from vitals_collector.storage.store import (
     DATABASE_FILE,

@@ -178,14 +178,8 @@ def test_steps_trained_again_have_numbers_of_their_own(store: Store):
 
 def test_layers_keep_every_tenth_step_but_all_near_a_finding(store: Store):
     writer = Writer(world_size=1)
-    rest = [None] * (len(LAYERS_SCHEMA.columns) - 6)
-    rows = [
-        [step, 1, writer.time_of(step), 0, layer, 0.5, *rest]
-        for step in range(80)
-        for layer in range(3)
-    ]
     write_steps(store, [writer], range(100))
-    ingest(store, writer.batch(LAYERS_SCHEMA, rows))
+    ingest(store, writer.batch(LAYERS_SCHEMA, rows_of_layers(writer, range(80))))
     finding = Finding(kind="slow", level="advisory", step=40, detector="ranks", reason="slow")
     ingest(store, writer.events(FindingRaised(finding=finding), step=40))
     all_read(store)
@@ -193,6 +187,27 @@ def test_layers_keep_every_tenth_step_but_all_near_a_finding(store: Store):
     assert 3 * (80 - len(kept)) == thin(store, LATER)
     assert 0 == thin(store, LATER + HOUR)
     assert [step for step in kept for _ in range(3)] == values_of(store, "layers", "step")
+
+
+def rows_of_layers(writer: Writer, steps: range, attempt: int = 1) -> list[list[object]]:
+    """Return a row of each of three layers a step."""
+    rest = [None] * (len(LAYERS_SCHEMA.columns) - 6)
+    return [
+        [step, attempt, writer.time_of(step), 0, layer, 0.5, *rest]
+        for step in steps
+        for layer in range(3)
+    ]
+
+
+def test_layers_of_an_attempt_whose_steps_are_not_there_are_thinned_as_well(store: Store):
+    writer = Writer(world_size=1)
+    ingest(store, writer.batch(LAYERS_SCHEMA, rows_of_layers(writer, range(40))))
+    write_steps(store, [writer], range(100), attempt=2)
+    all_read(store)
+    assert 3 * 36 == thin(store, LATER)
+    assert [step for step in range(0, 40, 10) for _ in range(3)] == values_of(
+        store, "layers", "step"
+    )
 
 
 def test_samples_of_hosts_become_their_least_and_their_greatest(store: Store):

@@ -23,8 +23,8 @@ import pytest
 from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.rows import STREAMS
 from trainvitals.testing.faults import FaultPlan
+from vitals_collector.numbers.lake_catalogue import KEYS, unspelled
 from vitals_collector.numbers.lake_engine import extension
-from vitals_collector.numbers.lake_tables import KEYS, unspelled
 
 DEADLINE_SECONDS = 60.0
 RowKey = tuple[str, str, str, int]

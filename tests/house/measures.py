@@ -2,7 +2,9 @@
 
 Sizes and names are read from the sources. The four events are traced: one guarded step, one ingest
 request to its answer, one alert from its row to its notifier, one series request. A *move* is a
-call of a function of another file.
+call of a function of another file. Of a request counts what runs in any thread until it is
+answered, but for the threads of ``BACKGROUND``: they poll, and no answer waits for them. What the
+watchers do with rows is part of the alert, which is traced through all of it in one thread.
 """
 
 import ast
@@ -31,6 +33,8 @@ from vitals_collector.storage.store import open_data_store
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy")
+BACKGROUND = frozenset({"vitals-engine", "vitals-upkeep", "vitals-lease"})
+"""Threads of a collector that work beside its requests."""
 VAGUE = frozenset({"gone", "found", "one", "said", "known", "wanted", "some", "told"})
 """Names of locals that do not say what they hold."""
 
@@ -256,7 +260,8 @@ class Tracer:
         )
 
     def _profile(self, frame: FrameType, event: str, _: object) -> None:
-        if not self._is_on or event != "call":
+        is_counted = self._is_on and event == "call"
+        if not is_counted or threading.current_thread().name in BACKGROUND:
             return
         file = _ours(frame)
         if file is not None and not frame.f_code.co_name.startswith("<"):

@@ -32,8 +32,8 @@ from vitals_bench import wide
 from vitals_bench.measure import halves, interleave, medians
 from vitals_bench.query.filling import Filling, Planted, Size
 from vitals_bench.rows import Row, at_most, exactly, ratio_at_most
-from vitals_collector.numbers.points import AttemptRow, Points
-from vitals_collector.queries import metrics
+from vitals_collector.numbers.interface import AttemptRow, Points
+from vitals_collector.queries import series
 from vitals_collector.queries.query import Query
 from vitals_collector.queries.why import explain
 from vitals_collector.storage.store import Store, open_data_store
@@ -115,7 +115,7 @@ class Asking:
         """Return every point of the curve."""
         with self.store.read() as connection:
             moment = self.store.moment(connection)
-            _, curve = metrics.curve_of(moment, self.filling.run_id, METRIC, "")
+            _, curve = series.curve_of(moment, self.filling.run_id, METRIC, "")
             (drawn,) = moment.numbers.curves([curve], [AttemptRow(1, None, 0)], "lineage")
             return drawn.points
 

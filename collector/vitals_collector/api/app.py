@@ -17,7 +17,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from trainvitals import __version__
 from trainvitals.clock import Clock, SystemClock
@@ -29,19 +28,21 @@ from vitals_collector.alerts.receivers import NotifierSettings
 from vitals_collector.alerts.worker import build_notifiers
 from vitals_collector.api.ack_page import ack_router
 from vitals_collector.api.auth import (
-    INGEST_PATH,
     Gate,
     access_config,
+    bug,
     load_or_create_tokens,
+    problem,
+    problem_of,
+    reply,
     require,
 )
 from vitals_collector.api.control import control_router
 from vitals_collector.api.discovery import discovery_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
 from vitals_collector.api.ingest_route import IngestApp
-from vitals_collector.api.questions import question_router
+from vitals_collector.api.questions import answers, document, question_router, takes
 from vitals_collector.api.remote_write import remote_writer
-from vitals_collector.api.web import answers, bug, document, problem, problem_of, reply, takes
 from vitals_collector.cluster.leases import UPKEEP, Lease
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.folder import FolderIngest
@@ -88,19 +89,6 @@ class CollectorSettings:
     """What is kept of runs, and for how long."""
 
 
-class _App(FastAPI):
-    """Sends what agents post past FastAPI's own handling, which costs more than storing it."""
-
-    ingest: Gate
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_ingest = scope["type"] == "http" and scope["path"] == INGEST_PATH
-        if is_ingest and scope["method"] == "POST":
-            await self.ingest(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
-
-
 def create_app(
     settings: CollectorSettings, *, clock: Clock | None = None, place: str = ""
 ) -> FastAPI:
@@ -143,7 +131,7 @@ def create_app(
         parts: list[_Part] = [acting, *owners, ingest_app, lease, upkeep]
         if writer is not None:
             parts.append(writer)
-        app = _App(
+        app = FastAPI(
             title="Vitals collector",
             version=__version__,
             docs_url=None,  # their pages load scripts from elsewhere
@@ -158,8 +146,8 @@ def create_app(
         access = access_config(
             tokens, bound=settings.bound, hosts=settings.hosts, origins=settings.origins
         )
-        app.add_middleware(Gate, config=access)
-        app.ingest = Gate(ingest_app, config=access, reads_body=False)
+        app.add_middleware(Gate, ingest=ingest_app, config=access)
+        app.state.ingest = ingest_app
     except BaseException:
         store.close()
         raise

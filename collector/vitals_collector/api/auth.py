@@ -1,15 +1,19 @@
-"""Who may ask: tokens with scopes, and the gate every request passes before any route.
+"""Who may ask, and how is answered: the gate that every request passes before any route.
 
 A node is shared, so loopback is no proof of anything: every route but ``/healthz`` needs a bearer
-token. The gate stands in front of the router and denies by default; ``require`` then asks each
-route's scope. A browser cannot be made to pass: cookies mean nothing here, a foreign ``Host`` (DNS
-rebinding) and a foreign ``Origin`` are refused on every method, and bodies are JSON or rows.
+token with a scope. The gate stands in front of the router and denies by default; ``require`` then
+asks each route's scope. A browser cannot be made to pass: cookies mean nothing here, a foreign
+``Host`` (DNS rebinding) and ``Origin`` are refused on every method, and bodies are JSON or rows.
+
+Views are answered as JSON, and errors as a :class:`Problem` with the status that fits.
 """
 
 import asyncio
 import hmac
 import ipaddress
+import logging
 import os
+import random
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +31,17 @@ from trainvitals.errors import (
     UNREADABLE,
     FormatError,
     InsecurePathError,
+    NewerVersionError,
+    NotOwnerError,
     StorageError,
     UnauthorizedError,
     UsageError,
     VitalsError,
 )
+from trainvitals.jsonable import to_json
 from trainvitals.question import TokenScope
 from trainvitals.views import Problem
+from trainvitals.wire import OWNED_ELSEWHERE, OWNER_HEADER
 
 OPEN_PATHS = frozenset({"/healthz"})
 ACK_PATH = "/ack/"
@@ -207,15 +215,16 @@ class Gate:
     token is known to be one of ours.
 
     Args:
-        app: what lies behind.
+        app: what lies behind; bodies come to it in one piece.
+        ingest: takes what agents post past ``app``, whose routing and parsing cost more than
+            storing it; reads and bounds the bodies itself.
         config: whom to let in.
-        reads_body: hands the body on in one piece; else ``app`` reads and bounds it.
     """
 
-    def __init__(self, app: ASGIApp, *, config: AccessConfig, reads_body: bool = True) -> None:
+    def __init__(self, app: ASGIApp, *, ingest: ASGIApp, config: AccessConfig) -> None:
         self._app = app
+        self._ingest = ingest
         self._config = config
-        self._reads_body = reads_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection; anything but HTTP and the lifespan is closed."""
@@ -226,14 +235,13 @@ class Gate:
             raise UsageError(f"this server speaks HTTP only, not {scope['type']!r}")
         try:
             self._admit(scope)
-            if not self._reads_body:
-                await self._app(scope, receive, send)
+            if scope["path"] == INGEST_PATH and scope["method"] == "POST":
+                await self._ingest(scope, receive, send)
                 return
-            limit = MAX_INGEST_BYTES if scope["path"] == INGEST_PATH else MAX_JSON_BYTES
-            announced_bytes(scope, limit)
-            body = await read_body(receive, limit)
+            announced_bytes(scope, MAX_JSON_BYTES)
+            body = await read_body(receive, MAX_JSON_BYTES)
         except Refused as refused:
-            await problem_response(refused.status, refused.error)(scope, receive, send)
+            await problem(refused.error, refused.status)(scope, receive, send)
             return
         except ClientDisconnect:
             return
@@ -309,13 +317,6 @@ def check_scopes(granted: frozenset[TokenScope], scopes: Sequence[TokenScope]) -
             hint="use the token of that name in the collector's tokens.json",
             code="V412",
         )
-
-
-def problem_response(status: int, error: VitalsError) -> Response:
-    """Return an error as the JSON body every client of the collector knows."""
-    body = msgspec.json.encode(Problem(code=error.code, text=error.text, hint=error.hint))
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not an error
@@ -413,3 +414,55 @@ def hardened(send: Send) -> Send:
         await send(message)
 
     return hardened
+
+
+# ------------------------------------------------------------------------------------------ answers
+
+_LOG = logging.getLogger("vitals.collector")
+_STATUS_BY_CODE = {"V101": 404, "V102": 409, "V302": 507}
+"""Nothing of that name; it does not allow this now; there is no room left."""
+_STATUS: tuple[tuple[type[VitalsError], int], ...] = (
+    (NewerVersionError, 422),
+    (FormatError, 400),
+    (UnauthorizedError, 403),
+    (NotOwnerError, OWNED_ELSEWHERE),
+    (UsageError, 400),
+    (StorageError, 503),
+)
+_RETRY_SECONDS = {503: (1, 5), 507: (10, 30)}
+
+
+def reply(body: object, status: int = 200) -> Response:
+    """Return a view as the JSON answer."""
+    return Response(to_json(body), status, media_type="application/json")
+
+
+def problem(error: VitalsError, status: int = 0) -> Response:
+    """Return an error as the JSON answer, with this status or the one that fits it."""
+    status = (
+        status
+        or _STATUS_BY_CODE.get(error.code)
+        or next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+    )
+    soonest, latest = _RETRY_SECONDS.get(status, (0, 0))
+    # Not the same for all: what was sent away together must not come back together.
+    headers = {"Retry-After": str(random.randint(soonest, latest))} if latest else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, NotOwnerError) and error.owner:
+        headers[OWNER_HEADER] = error.owner
+    body = msgspec.json.encode(Problem(code=error.code, text=error.text, hint=error.hint))
+    return Response(body, status, headers, "application/json")
+
+
+def bug(path: str, error: Exception) -> Response:
+    """Log an error that nobody thought of; return an answer that tells nothing of it."""
+    _LOG.error("unexpected error in %s", path, exc_info=error)
+    text = "internal error in the collector; see its log"
+    return reply(Problem(code="V000", text=text), 500)
+
+
+async def problem_of(_request: Request, error: Exception) -> Response:
+    """Answer a VitalsError: the exception handler of the app."""
+    assert isinstance(error, VitalsError)
+    return problem(error)

@@ -23,8 +23,8 @@ from trainvitals.views import (
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.annotations import annotate
 from vitals_collector.alerts.inbox import Inbox
-from vitals_collector.api.auth import require
-from vitals_collector.api.web import answers, body_of, reply, takes
+from vitals_collector.api.auth import reply, require
+from vitals_collector.api.questions import answers, body_of, takes
 from vitals_collector.storage.store import Store
 
 

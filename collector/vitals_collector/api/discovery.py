@@ -23,8 +23,8 @@ from starlette.responses import Response
 from trainvitals.errors import ConfigError
 from trainvitals.identity import safe_node_id
 from vitals_collector.alerts.notifiers import refuse_address
-from vitals_collector.api.auth import require
-from vitals_collector.api.web import answers, reply
+from vitals_collector.api.auth import reply, require
+from vitals_collector.api.questions import answers
 from vitals_collector.live.run_status import Liveness, SourceState, absent, run_state
 from vitals_collector.storage.schema import sources
 from vitals_collector.storage.store import Store
@@ -123,12 +123,12 @@ def _agents_of(rows: Sequence[Row[Any]], when: Liveness) -> Iterator[AgentAddres
     if run_state(parts, when) != "running":
         return
     away = absent(parts, when)
-    gone = {*away.nodes, *away.agents}
+    away_nodes = {*away.nodes, *away.agents}
     since = when.now_unix_ns - int(SILENT_SECONDS * 1e9)
     agents = (row for row in rows if row.source.startswith("node:"))
     newest = {row.node: row for row in sorted(agents, key=lambda row: row.last_received_unix_ns)}
     for node, row in newest.items():
-        if row.last_received_unix_ns >= since or node in gone:
+        if row.last_received_unix_ns >= since or node in away_nodes:
             yield AgentAddress(row.run_id, node, row.metrics_url)
 
 

@@ -33,8 +33,7 @@ from vitals_collector.ingest.group_commit import BUSY
 from vitals_collector.live import overview
 from vitals_collector.live.engine import Acting
 from vitals_collector.live.run_status import Liveness
-from vitals_collector.numbers.full_disk import FULL
-from vitals_collector.numbers.interface import STORED_STREAMS, Reason, Span
+from vitals_collector.numbers.interface import FULL, STORED_STREAMS, Reason, Span
 from vitals_collector.storage.schema import alerts, decisions, findings, sources, streams
 from vitals_collector.storage.store import LOCKED, PARTS, REMOVAL_REASONS, Moment, Store
 

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,11 +22,12 @@ from vitals_collector.api.auth import (
     MAX_INGEST_BYTES,
     Refused,
     announced_bytes,
+    bug,
     check_scopes,
     hardened,
+    problem,
     read_body,
 )
-from vitals_collector.api.web import bug, problem, reply
 from vitals_collector.ingest.group_commit import (
     BUSY,
     COMMIT_SECONDS,
@@ -157,7 +159,8 @@ class IngestApp:
         outcome = await turn
         if isinstance(outcome, Exception):
             raise outcome
-        return reply(outcome)
+        # Replies have no number that is not whole: nothing is to be looked for in them.
+        return Response(msgspec.json.encode(outcome), media_type="application/json")
 
     async def _serve(self, scope: Scope, receive: Receive) -> Response:
         self._check_plain(scope)

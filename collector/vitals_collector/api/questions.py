@@ -1,22 +1,29 @@
-"""The routes that read, made from the questions of ``trainvitals.views``: one each.
+"""The routes that read, made from the questions of ``trainvitals.views``, and their document.
 
-Plain functions, so that FastAPI runs them in its threads: a query never holds up an ingest.
+One route for each question. Plain functions, so that FastAPI runs them in its threads: a query
+never holds up an ingest.
 """
 
 import re
+from collections.abc import Awaitable, Callable
 from inspect import Parameter, Signature
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
-from fastapi import APIRouter, Depends, Path
+from fastapi import APIRouter, Depends, FastAPI, Path
 from fastapi import Query as QueryParameter
+from fastapi.openapi.utils import get_openapi
 from msgspec.structs import FieldInfo
+from starlette.requests import Request
 from starlette.responses import Response
 
+from trainvitals import __version__
+from trainvitals.errors import UNREADABLE, UsageError
 from trainvitals.question import ROUTES, Question, Route
-from vitals_collector.api.auth import require
-from vitals_collector.api.web import answers, body_of, reply, takes
+from trainvitals.records import Decision, Finding
+from trainvitals.views import Problem, RunSummary
+from vitals_collector.api.auth import reply, require
 from vitals_collector.queries.query import Query
 
 _BODY = "body"
@@ -120,4 +127,74 @@ def _name(kind: type[Question[Any]]) -> str:
     return "_".join(words).lower()
 
 
-__all__ = ["question_router"]
+# ----------------------------------------------------------------------------- the OpenAPI document
+
+T = TypeVar("T")
+_TYPES: dict[str, Any] = {}
+_REF = "#/components/schemas/{name}"
+_WORDS = {"type": "string", "enum": ["nan", "inf", "-inf"]}
+
+
+def answers(body: Any) -> dict[int | str, dict[str, Any]]:
+    """Return a route's ``responses``: the view it answers with, and a problem."""
+    return {200: _documented("The answer.", body), "4XX": _documented("A problem.", Problem)}
+
+
+def takes(body: Any, media_type: str = "application/json") -> dict[str, Any]:
+    """Return a route's ``openapi_extra``: the body it takes, where FastAPI does not parse it."""
+    schema = {"type": "string", "format": "binary"} if body is bytes else _refer(body)
+    content = {media_type: {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
+    """Return a dependency that decodes the body strictly: no unknown field, no wrong type."""
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
+
+    async def decode(request: Request) -> T:
+        try:
+            decoded: T = decoder.decode(await request.body())
+        except UNREADABLE as error:
+            raise UsageError(f"the body is no {kind.__name__}: {error}") from error
+        return decoded
+
+    return decode
+
+
+def document(app: FastAPI) -> None:
+    """Give the app an OpenAPI document that knows the schema of every view."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=__version__, routes=app.routes)
+            _, components = msgspec.json.schema_components(_TYPES.values(), ref_template=_REF)
+            for kind in (RunSummary, Finding, Decision):
+                _allow_words(components[kind.__name__]["properties"])
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _allow_words(properties: dict[str, Any]) -> None:
+    """Say of each number that it may be a word, where it is not finite."""
+    for name, of in properties.items():
+        kinds = of.get("anyOf", [of])
+        if {"type": "number"} in kinds:
+            of["anyOf"] = [*kinds, _WORDS]
+        elif name == "evidence":
+            of["additionalProperties"] = {"anyOf": [{"type": "number"}, _WORDS]}
+
+
+def _documented(text: str, body: Any) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": _refer(body)}}}
+
+
+def _refer(body: Any) -> dict[str, Any]:
+    _TYPES[str(body)] = body
+    (schema,), _ = msgspec.json.schema_components([body], ref_template=_REF)
+    return schema
+
+
+__all__ = ["answers", "body_of", "document", "question_router", "takes"]

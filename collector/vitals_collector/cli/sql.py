@@ -49,7 +49,7 @@ def sql(
     Tables: runs, steps (rank 0), ranks, levels, layers, scalars, nodes, gpus, processes, decisions,
     findings, alerts, checkpoints, events, annotations. The guide "Ask in SQL" has examples.
     """
-    from vitals_collector.numbers.lake_reader import LakeReader, too_late
+    from vitals_collector.numbers.lake_sql import LakeReader, too_late
     from vitals_collector.storage.store import DATABASE_FILE, libpq
 
     folder = data_dir(data)
@@ -80,7 +80,7 @@ def sql(
 
 def _place(folder: Path, database: str) -> tuple[Path, str]:
     """Return the lake's folder, and the bucket that its files lie in, if any."""
-    from vitals_collector.numbers.lake_place import S3, known_bucket
+    from vitals_collector.numbers.lake_engine import S3, known_bucket
     from vitals_collector.storage.store import LAKE_FOLDER, known_lake
 
     lake = folder / LAKE_FOLDER

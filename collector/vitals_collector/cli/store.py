@@ -230,7 +230,7 @@ def _one_run(run: str, data: Path | None, database: str) -> "Iterator[tuple[Stor
 @contextmanager
 def _room_told() -> Iterator[None]:
     """Say what to do where there is no room even to remove the run."""
-    from vitals_collector.numbers.full_disk import FULL
+    from vitals_collector.numbers.interface import FULL
 
     try:
         yield

@@ -48,7 +48,6 @@ from vitals_collector.ingest.validate import (
     summarize,
 )
 from vitals_collector.numbers.interface import Numbers, StreamKey
-from vitals_collector.storage.prepared import Prepared
 from vitals_collector.storage.schema import (
     forgotten,
     measured_columns,
@@ -56,7 +55,7 @@ from vitals_collector.storage.schema import (
     sources,
     streams,
 )
-from vitals_collector.storage.store import Store, clean, insert
+from vitals_collector.storage.store import Prepared, Store, clean, insert
 
 _FOREIGN_KEY = "23503"
 """PostgreSQL's word for a row that hangs on one which is not there."""

@@ -1,16 +1,172 @@
-"""What a store of numbers does: append, once; say how far; give back rows, exactly as they were."""
+"""What a store of numbers does, and the shapes it speaks in: rows as columns, curves as points.
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+It appends, once; says how far; and gives back rows, exactly as they were. Nothing here does more
+than arrays can: the lake and plain memory answer with the same functions.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from trainvitals.errors import FormatError, StorageError
 from trainvitals.rows import STREAMS
 from trainvitals.rows import Column as RowColumn
 from trainvitals.views import Branch
 from trainvitals.wire import Batch
-from vitals_collector.numbers.points import AttemptRow, Points
+
+FULL = "V302"
+"""Error code: there is no room left."""
+
+
+def is_full(text: str) -> bool:
+    """Return whether a library's error says that there is no room."""
+    low = text.lower()
+    return any(word in low for word in ("disk is full", "no space left", "disk quota"))
+
+
+def full_error(where: object, text: str) -> StorageError:
+    """Return the error that says so."""
+    return StorageError(
+        f"{where} has no disk space left: {text}",
+        hint="free space there; agents keep their spools and retry by themselves",
+        code=FULL,
+    )
+
+
+# --------------------------------------------------------------------------------- points of curves
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """Measured values of one metric, in parallel arrays."""
+
+    step: Ints
+    attempt: Ints
+    time_unix_ns: Ints
+    value: Floats
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def take(self, which: Mask | Ints) -> "Points":
+        """Return the chosen points, in the order of the choice."""
+        return Points(
+            self.step[which], self.attempt[which], self.time_unix_ns[which], self.value[which]
+        )
+
+
+def join(parts: Sequence[Points]) -> Points:
+    """Return the points of all parts, one part after the other."""
+    if not parts:
+        none = np.zeros(0, dtype=np.int64)
+        return Points(none, none, none, np.zeros(0))
+    return Points(
+        np.concatenate([part.step for part in parts]),
+        np.concatenate([part.attempt for part in parts]),
+        np.concatenate([part.time_unix_ns for part in parts]),
+        np.concatenate([part.value for part in parts]),
+    )
+
+
+class AttemptRow(NamedTuple):
+    """What stitching needs to know of an attempt."""
+
+    id: int
+    parent: int | None
+    fork_step: int
+
+
+def lineage(attempts: Iterable[AttemptRow]) -> dict[int, float]:
+    """Return the present attempt and its ancestors, each with the step its rows end before.
+
+    The present attempt is the newest that nothing forked from. An ancestor counts only below the
+    lowest fork on the way to it: a fork behind the parent's own beginning leaves nothing of it.
+    """
+    by_id = {attempt.id: attempt for attempt in attempts}
+    leaves = by_id.keys() - {attempt.parent for attempt in by_id.values()}
+    bounds: dict[int, float] = {}
+    bound = math.inf
+    current = by_id.get(max(leaves)) if leaves else None
+    while current is not None and current.id not in bounds:
+        bounds[current.id] = bound
+        bound = min(bound, current.fork_step)
+        current = None if current.parent is None else by_id.get(current.parent)
+    return bounds
+
+
+def ends(attempts: Iterable[AttemptRow]) -> Callable[[int], float]:
+    """Return what gives for any attempt the step before which its rows are of the lineage.
+
+    An attempt that no event told of yet (rows can arrive before events) is part of it.
+    """
+    attempts = list(attempts)
+    ids, bounds = {attempt.id for attempt in attempts}, lineage(attempts)
+    return lambda attempt: bounds.get(attempt, -math.inf) if attempt in ids else math.inf
+
+
+def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Points:
+    """Return the branch's points by step, then attempt; of a step written twice the newest row."""
+    if not _is_rising(points.step):
+        order = np.lexsort((points.time_unix_ns, points.attempt, points.step))
+        points = points.take(order)
+        points = points.take(_last_of_each(points.step, points.attempt))
+    if branch == "all":
+        return points
+    is_kept = is_of_lineage(points.attempt, points.step, ends(attempts))
+    if branch == "discarded":
+        return points.take(~is_kept)
+    if not is_kept.all():
+        points = points.take(is_kept)
+    return points if _is_rising(points.step) else points.take(_last_of_each(points.step))
+
+
+def is_of_lineage(attempt: Ints, step: Ints, end_of: Callable[[int], float]) -> Mask:
+    """Return which rows are of the lineage; all others were rolled back. ``end_of``: ``ends``."""
+    is_kept = np.zeros(len(step), dtype=np.bool_)
+    for attempt_id in _distinct(attempt):
+        is_kept |= (attempt == attempt_id) & (step < end_of(attempt_id))
+    return is_kept
+
+
+def _distinct(values: Ints) -> list[int]:
+    """Return which values there are; quick where the same ones lie side by side."""
+    is_new = np.concatenate(([True], values[1:] != values[:-1]))[: len(values)]
+    distinct: list[int] = np.unique(values[is_new]).tolist()
+    return distinct
+
+
+def _is_rising(values: Ints) -> bool:
+    return bool(np.all(values[1:] > values[:-1]))
+
+
+def by_time(points: Points) -> Points:
+    """Return points that have no step (GPUs, hosts, processes) in the order of their time.
+
+    Of points of one time the order is that of attempts and values: the same wherever they lay.
+    """
+    times = points.time_unix_ns
+    if not _is_rising(times):
+        points = points.take(np.lexsort((points.value, points.attempt, times)))
+    return points
+
+
+def _last_of_each(*keys: Ints) -> Mask:
+    """Return where the next row has other keys; the rows are sorted by them."""
+    is_last = np.ones(len(keys[0]), dtype=bool)
+    if len(is_last) > 1:
+        is_last[:-1] = np.any([key[:-1] != key[1:] for key in keys], axis=0)
+    return is_last
+
+
+# --------------------------------------------------------------------------------------------- rows
 
 StreamKey = tuple[str, str, str]
 """Run, incarnation and stream: one writer's rows of one kind, numbered from 0."""
@@ -152,6 +308,59 @@ def joined(columns: Sequence[Column]) -> Column:
     )
 
 
+# ------------------------------------------------------------------------------- curves out of rows
+
+POINT = ("step", "attempt", "time_unix_ns")
+"""What a point has of its row, beside the value."""
+
+
+def points_of(columns: Columns, name: str) -> Points:
+    """Return the measured values of a column; ``POINT`` are there as well.
+
+    Raises:
+        FormatError: the column is text.
+    """
+    column = columns[name]
+    if column.values.dtype == object:
+        raise FormatError(f"{name} is text; a curve has numbers")
+    step, attempt, time_unix_ns = (
+        columns[key].values.astype(np.int64, copy=False) for key in POINT
+    )
+    points = Points(step, attempt, time_unix_ns, column.values.astype(np.float64, copy=False))
+    return points.take(~column.is_missing) if column.is_missing.any() else points
+
+
+def on_branch(
+    points: Points, stream: str, attempts: Sequence[AttemptRow], branch: Branch
+) -> Points:
+    """Return those of the branch, as they lie; of streams whose rows have no step, all."""
+    if stream in HOST_STREAMS or branch == "all":
+        return points
+    is_kept = is_of_lineage(points.attempt, points.step, ends(attempts))
+    if branch == "discarded":
+        is_kept = ~is_kept
+    return points if is_kept.all() else points.take(is_kept)
+
+
+def arranged(points: Points, stream: str, attempts: Sequence[AttemptRow], branch: Branch) -> Points:
+    """Return the curve: by step and stitched, or by time where the rows have no step."""
+    return by_time(points) if stream in HOST_STREAMS else stitch(points, attempts, branch)
+
+
+def whole_curve(
+    columns: Columns, name: str, stream: str, attempts: Sequence[AttemptRow], branch: Branch
+) -> Drawn:
+    """Return every point of a curve whose rows lie in order.
+
+    Raises:
+        FormatError: the column is text.
+    """
+    points = on_branch(points_of(columns, name), stream, attempts, branch)
+    return Drawn(arranged(points, stream, attempts, branch), len(points))
+
+
+# -------------------------------------------------------------------------------- what a store does
+
 Reason = Literal["age", "size"]
 """Why rows were taken away: they were old, or their run above its cap."""
 
@@ -235,8 +444,8 @@ class NumbersReader(Protocol):
             FormatError: a column is text.
         """
 
-    def last_steps(self, run_id: str) -> dict[int, int]:
-        """Return the last step of each attempt that has rows of steps."""
+    def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
+        """Return the last step of each attempt that has rows of the stream."""
 
 
 class Numbers(NumbersReader, Protocol):

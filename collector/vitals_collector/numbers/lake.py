@@ -12,56 +12,40 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainvitals.rows import Schema
-from trainvitals.views import Branch
 from trainvitals.wire import Batch
-from vitals_collector.numbers import (
-    lake_damage,
-    lake_levels,
-    lake_outlines,
-    lake_overview,
-    lake_owners,
-    lake_scan,
-    lake_thinning,
-    lake_upkeep,
-)
+from vitals_collector.numbers import lake_damage, lake_thinning, lake_upkeep
 from vitals_collector.numbers.interface import (
     RANKS,
-    Columns,
-    Curve,
-    Drawn,
     Due,
     Levelled,
     Reason,
-    Span,
     StreamKey,
     Thinned,
     Window,
     type_of,
 )
-from vitals_collector.numbers.lake_damage import DamagedFile
-from vitals_collector.numbers.lake_engine import Engine
-from vitals_collector.numbers.lake_known import (
+from vitals_collector.numbers.lake_catalogue import (
+    KEYS,
     KINDS,
     MARK_COLUMNS,
     NEW_MARKS,
     NOBODYS,
     RUNS,
-    Known,
-    RunState,
-)
-from vitals_collector.numbers.lake_tables import (
-    KEYS,
     SORTED_BY,
     TYPES,
+    Catalogue,
     Part,
+    RunState,
     by_schema,
     places_for,
     quoted,
     table_of,
     to_arrow,
 )
+from vitals_collector.numbers.lake_damage import DamagedFile
+from vitals_collector.numbers.lake_engine import Engine
+from vitals_collector.numbers.lake_reading import OpenLake
 from vitals_collector.numbers.levels import ranks_batch
-from vitals_collector.numbers.points import AttemptRow
 
 _OPTIONS = {
     "parquet_compression": "zstd",
@@ -78,7 +62,7 @@ _ASK_SECONDS = 600.0
 """An answer may be lost; and an agent that has not the rows looks for them each time."""
 
 
-class Lake:
+class Lake(OpenLake):
     """One process's way to a lake. Any number may append to one, each its own writers' streams."""
 
     def __init__(
@@ -98,13 +82,13 @@ class Lake:
             StorageError: the lake cannot be opened.
             UsageError: the bucket's address or keys are none.
         """
-        self.engine = Engine(folder, catalogue, memory_limit, bucket)
-        options = self.engine.ask("SELECT option_name FROM ducklake_options('lake')")
+        engine = Engine(folder, catalogue, memory_limit, bucket)
+        options = engine.ask("SELECT option_name FROM ducklake_options('lake')")
         if "parquet_version" not in options["option_name"].to_pylist():
             for name, value in _OPTIONS.items():
-                self.engine.execute(f"CALL lake.set_option('{name}', '{value}')")
-        self.known = Known(self.engine, is_shared=bool(catalogue))
-        lake_outlines.prepare(self.engine)
+                engine.execute(f"CALL lake.set_option('{name}', '{value}')")
+        super().__init__(engine, Catalogue(engine, is_shared=bool(catalogue)))
+        lake_upkeep.prepare(self.engine)
         self._asked: dict[tuple[StreamKey, int], float] = {}
         """Which holes agents were asked to fill, and when they may be asked again."""
 
@@ -124,12 +108,12 @@ class Lake:
             self._be_sure()
             num_new, parts, taken = self._new(batches)
             if parts:
-                self._store(parts, taken, self.known.epochs)
+                self._store(parts, taken, self.catalogue.epochs)
             return num_new
 
     def _be_sure(self) -> None:
         if self.engine.is_unsure:
-            self.known.forget()
+            self.catalogue.forget()
             self.engine.is_unsure = False
 
     def _store(
@@ -143,15 +127,15 @@ class Lake:
         groups = list(by_schema(parts))
         for group in groups:
             self._ensure_columns(group[0].batch.header.stream_schema)
-        runs = self.known.new_numbers(run_id for run_id, _, _ in taken)
-        numbers = {**self.known.runs, **runs}
-        kinds = self.known.new_kinds(_written(groups))
+        runs = self.catalogue.new_numbers(run_id for run_id, _, _ in taken)
+        numbers = {**self.catalogue.runs, **runs}
+        kinds = self.catalogue.new_kinds(_written(groups))
         with self.engine.transaction():
             if runs:
                 self.engine.insert(RUNS, table_of(("run_id", "run"), runs.items()))
             for group in groups:
                 stream = group[0].batch.header.stream
-                rows = to_arrow(group, numbers, epochs, self.known.places[stream])
+                rows = to_arrow(group, numbers, epochs, self.catalogue.places[stream])
                 self.engine.insert(stream, rows)
             if kinds:
                 named = [(numbers[run_id], *column) for run_id, *column in kinds]
@@ -172,13 +156,13 @@ class Lake:
             for (run_id, *writer), of in taken.items():
                 if of.filled is not None:
                     lake_damage.fill(self.engine, numbers[run_id], writer, of.filled, of.holes)
-        with self.known.lock:
-            self.known.runs |= runs
-            states = {run_id: self.known.run(run_id) for run_id in {key[0] for key in taken}}
+        with self.catalogue.lock:
+            self.catalogue.runs |= runs
+            states = {run_id: self.catalogue.run(run_id) for run_id in {key[0] for key in taken}}
             for key, of in taken.items():
                 states[key[0]].stored(key[1:], of.mark, of.source, of.holes)
             for run_id, stream, name, kind in kinds:
-                self.known.run(run_id).kinds[stream].setdefault(name, set()).add(kind)
+                self.catalogue.run(run_id).kinds[stream].setdefault(name, set()).add(kind)
 
     def own(self, epochs: Mapping[str, int]) -> None:
         """Take runs over: what an owner before it commits from here on is taken out again.
@@ -190,19 +174,19 @@ class Lake:
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        lake_owners.own(self.engine, self.known, epochs)
+        lake_upkeep.own(self.engine, self.catalogue, epochs)
 
     def mark(self, key: StreamKey) -> int:
         """Return the number of the last row that the stream has stored; -1 where it has none."""
-        return self.known.run(key[0]).marks.get(key[1:], -1)
+        return self.catalogue.run(key[0]).marks.get(key[1:], -1)
 
     def marks(self, run_id: str) -> Mapping[tuple[str, str], int]:
         """Return the marks of the run's streams by incarnation and stream."""
-        return self.known.run(run_id).marks
+        return self.catalogue.run(run_id).marks
 
     def has_holes(self, run_id: str) -> bool:
         """Return whether damage took rows of the run."""
-        return any(self.known.holes(run_id).values())
+        return any(self.catalogue.holes(run_id).values())
 
     def _new(
         self, batches: Sequence[Batch]
@@ -215,7 +199,7 @@ class Lake:
             header, key = batch.header, _key(batch)
             stream = taken.get(key)
             if stream is None:
-                state = states.get(key[0]) or self.known.run(key[0])
+                state = states.get(key[0]) or self.catalogue.run(key[0])
                 states[key[0]] = state
                 holes = state.holes.get(key[1:], [])
                 stream = _Taken(header.identity.source, state.marks.get(key[1:], -1), holes)
@@ -233,12 +217,12 @@ class Lake:
 
     def _ensure_columns(self, schema: Schema) -> None:
         """Let the stream's table have a place for each column; it keeps it for good."""
-        places = self.known.places.get(schema.stream, {})
+        places = self.catalogue.places.get(schema.stream, {})
         added = places_for(schema, places)
         if not added:
             return
-        self.known.look_again()  # another collector may have made them
-        places = self.known.places.get(schema.stream, {})
+        self.catalogue.look_again()  # another collector may have made them
+        places = self.catalogue.places.get(schema.stream, {})
         added = places_for(schema, places)
         typed = {place: TYPES[kind] for (_, kind), place in added.items()}
         with self.engine.transaction():
@@ -251,35 +235,7 @@ class Lake:
                 listed = ", ".join(f"{quoted(k)} {v}" for k, v in {**KEYS, **typed}.items())
                 self.engine.execute(f"CREATE TABLE {schema.stream} ({listed})")
                 self.engine.execute(f"ALTER TABLE {schema.stream} SET SORTED BY ({SORTED_BY})")
-        self.known.places[schema.stream] = {**places, **added}
-
-    # --------------------------------------------------------------------------------- reading
-
-    def kinds(self, run_id: str, stream: str) -> dict[str, str]:
-        """Return the columns of the stream's rows, each with its type."""
-        return self.known.kinds(run_id, stream)
-
-    def sources(self, run_id: str, stream: str) -> list[str]:
-        """Return who wrote rows of the stream, in the order of their names."""
-        return self.known.sources(run_id, stream)
-
-    def num_rows(self, span: Span) -> int:
-        """Return how many rows the span has."""
-        return lake_scan.num_rows(self.engine, self.known, span)
-
-    def last_steps(self, run_id: str) -> dict[int, int]:
-        """Return the last step of each attempt that has rows of steps."""
-        return lake_scan.last_steps(self.engine, self.known, run_id)
-
-    def scan(self, span: Span, names: Sequence[str]) -> Columns:
-        """Return columns of the rows in the span, in order."""
-        return lake_scan.scan(self.engine, self.known, span, names)
-
-    def curves(
-        self, curves: Sequence[Curve], attempts: Sequence[AttemptRow], branch: Branch
-    ) -> list[Drawn]:
-        """Return each curve's measured values on the branch; many cost little more than one."""
-        return lake_overview.curves(self.engine, self.known, curves, attempts, branch)
+        self.catalogue.places[schema.stream] = {**places, **added}
 
     # ----------------------------------------------------------------------------- maintenance
 
@@ -298,22 +254,22 @@ class Lake:
         Raises:
             StorageError: another collector was in the way; nothing is lost, call it later.
         """
-        return lake_upkeep.merge(self.engine, self.known, max_seconds)
+        return lake_upkeep.merge(self.engine, self.catalogue, max_seconds)
 
     def give_back_memory(self) -> None:
         """Let go of what is remembered and not used; each process that has the lake open does."""
-        self.known.forget_idle()
+        self.catalogue.forget_idle()
         self.engine.give_back_memory()
 
     def sizes(self) -> dict[str, int]:
         """Return about how many bytes of the files are each run's: by its share of the rows."""
-        return lake_upkeep.sizes(self.engine, self.known)
+        return lake_upkeep.sizes(self.engine, self.catalogue)
 
     def next_window(
         self, run_id: str, attempt: int, size: int, stream: str = "steps"
     ) -> Due | None:
         """Return the oldest steps of which nothing was taken away; of hosts, nanoseconds."""
-        return lake_thinning.next_window(self.engine, self.known, run_id, stream, attempt, size)
+        return lake_thinning.next_window(self.engine, self.catalogue, run_id, stream, attempt, size)
 
     def level(
         self,
@@ -329,15 +285,15 @@ class Lake:
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        planned = lake_levels.plan(
-            self.engine, self.known, run_id, window, num_worst, is_whole=is_whole, reason=reason
+        planned = lake_thinning.plan(
+            self.engine, self.catalogue, run_id, window, num_worst, is_whole=is_whole, reason=reason
         )
         if planned is None:
             return Levelled(0, ())
         with self.engine.lock:
             self._be_sure()
-            self.known.look_again()
-            self.known.forget_run(run_id)  # another process may have made levels of it
+            self.catalogue.look_again()
+            self.catalogue.forget_run(run_id)  # another process may have made levels of it
             first_seq = self.mark((run_id, RANKS, RANKS)) + 1
             batch = ranks_batch(run_id, window.attempt, planned.names, planned.numbers, first_seq)
             _, parts, taken = self._new([batch])
@@ -345,7 +301,7 @@ class Lake:
                 parts,
                 taken,
                 {run_id: NOBODYS},
-                lambda: lake_levels.take_away(self.engine, planned),
+                lambda: lake_thinning.take_away(self.engine, planned),
             )
         return planned.result
 
@@ -364,12 +320,15 @@ class Lake:
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
+        run = self.catalogue.number(run_id)
+        if run is not None:
+            self.engine.files.need(stream, run)  # reads files, so not while commits have to wait
         with self.engine.lock:
             self._be_sure()
-            self.known.look_again()
+            self.catalogue.look_again()
             return lake_thinning.thin(
                 self.engine,
-                self.known,
+                self.catalogue,
                 run_id,
                 stream,
                 window,
@@ -380,11 +339,11 @@ class Lake:
 
     def thinned(self, run_id: str) -> list[Thinned]:
         """Return what was taken away of the run, by stream and reason."""
-        return lake_thinning.thinned(self.engine, self.known, run_id)
+        return lake_thinning.thinned(self.engine, self.catalogue, run_id)
 
     def num_bytes(self, run_id: str) -> int:
         """Return about how many bytes of the files are a run's: by its share of the rows."""
-        return lake_upkeep.sizes(self.engine, self.known, run_id).get(run_id, 0)
+        return lake_upkeep.sizes(self.engine, self.catalogue, run_id).get(run_id, 0)
 
     def size(self) -> int:
         """Return the bytes of all files, of those as well that the next ``merge`` removes."""
@@ -392,7 +351,7 @@ class Lake:
 
     def check(self) -> list[DamagedFile]:
         """Read every file; return those whose bytes are not what was written, or that are gone."""
-        return lake_damage.check(self.engine, self.known)
+        return lake_damage.check(self.engine, self.catalogue)
 
     def forget_damaged(self) -> list[DamagedFile]:
         """Take damaged files out; what they held is taken when it is sent again, once.
@@ -400,19 +359,19 @@ class Lake:
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        return lake_damage.forget_damaged(self.engine, self.known)
+        return lake_damage.forget_damaged(self.engine, self.catalogue)
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
         """Return what damage took from a stream: first numbers, each with the one behind the last.
 
         ``mark`` stays above them.
         """
-        return lake_damage.missing(self.known, key)
+        return list(self.catalogue.holes(key[0]).get(key[1:], ()))
 
     def wanted(self, key: StreamKey, before: int) -> int:
         """Return the first number below one that damage took and nobody was asked for; else -1."""
         now = time.monotonic()
-        for low, _ in lake_damage.missing(self.known, key):
+        for low, _ in self.missing(key):
             if low < before and now >= self._asked.get((key, low), now):
                 self._asked[key, low] = now + _ASK_SECONDS
                 return low
@@ -426,7 +385,7 @@ class Lake:
         Raises:
             StorageError: nothing was removed.
         """
-        lake_upkeep.delete(self.engine, self.known, run_id, but)
+        lake_upkeep.delete(self.engine, self.catalogue, run_id, but)
 
 
 def _key(batch: Batch) -> StreamKey:

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitals_collector.numbers.interface import STORED_STREAMS, StreamKey
-from vitals_collector.numbers.lake_engine import Engine
-from vitals_collector.numbers.lake_known import (
+from vitals_collector.numbers.interface import STORED_STREAMS
+from vitals_collector.numbers.lake_catalogue import (
     EPOCH,
     FENCES,
     HOLES,
@@ -15,12 +14,12 @@ from vitals_collector.numbers.lake_known import (
     MARK_COLUMNS,
     MARKS,
     NEW_MARKS,
-    Known,
+    OUTLINES,
+    Catalogue,
     newest_marks,
+    table_of,
 )
-from vitals_collector.numbers.lake_outlines import OUTLINES
-from vitals_collector.numbers.lake_place import META
-from vitals_collector.numbers.lake_tables import table_of
+from vitals_collector.numbers.lake_engine import META, Engine
 
 _HOLE = ("run", "incarnation", "stream", "first_seq", "end_seq")
 _Hole = tuple[int, str, str, int, int]
@@ -43,14 +42,14 @@ class DamagedFile(NamedTuple):
         return self.path.partition("/")[0]
 
 
-def check(engine: Engine, known: Known) -> list[DamagedFile]:
+def check(engine: Engine, catalogue: Catalogue) -> list[DamagedFile]:
     """Read every file; return those that are damaged, or gone."""
-    known.look_again()
-    paths = engine.files.check((*known.places, OUTLINES, MARKS, NEW_MARKS, FENCES, LEVELLED))
-    return [_described(engine, known, path) for path in paths]
+    catalogue.look_again()
+    paths = engine.files.check((*catalogue.places, OUTLINES, MARKS, NEW_MARKS, FENCES, LEVELLED))
+    return [_described(engine, catalogue, path) for path in paths]
 
 
-def _described(engine: Engine, known: Known, path: str) -> DamagedFile:
+def _described(engine: Engine, catalogue: Catalogue, path: str) -> DamagedFile:
     name = path.partition("/")[2]
     held = engine.ask(
         f"SELECT d.record_count AS num, c.column_name AS name, s.min_value, s.max_value"
@@ -66,7 +65,7 @@ def _described(engine: Engine, known: Known, path: str) -> DamagedFile:
         if row["min_value"] is not None
     }
     low, high = bounds.get("run", (-(2**63), 2**63 - 1))
-    run_ids = tuple(sorted(r for r, number in known.runs.items() if low <= number <= high))
+    run_ids = tuple(sorted(r for r, number in catalogue.runs.items() if low <= number <= high))
     return DamagedFile(path, int(held[0]["num"]) if held else 0, run_ids, bounds)
 
 
@@ -76,7 +75,7 @@ _DATA_FILE = (
 )
 
 
-def forget_damaged(engine: Engine, known: Known) -> list[DamagedFile]:
+def forget_damaged(engine: Engine, catalogue: Catalogue) -> list[DamagedFile]:
     """Take the damaged files out of the lake, and open holes where their rows were.
 
     A writer's rows that are whole stay; those that were in the file are taken when they are sent
@@ -85,18 +84,20 @@ def forget_damaged(engine: Engine, known: Known) -> list[DamagedFile]:
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
+    damaged = check(engine, catalogue)  # reads every file, so rows are stored meanwhile
     with engine.lock:
-        damaged = check(engine, known)
+        live = engine.files.live(file.path for file in damaged)
+        damaged = [file for file in damaged if file.path in live]  # nobody else took them out
         if not damaged:
             return []
         _end_files(engine, [file.path.partition("/")[2] for file in damaged])
         engine.files.forget(file.path for file in damaged)
         run_ids = {run_id for file in damaged for run_id in file.run_ids}
-        numbers = [known.runs[run_id] for run_id in run_ids]
+        numbers = [catalogue.runs[run_id] for run_id in run_ids]
         if numbers:
             streams = {file.table for file in damaged} & set(STORED_STREAMS)
-            _mend(engine, known, numbers, damaged, streams)
-        known.forget()
+            _mend(engine, catalogue, numbers, damaged, streams)
+        catalogue.forget()
         return damaged
 
 
@@ -137,7 +138,7 @@ def _marks(values: Sequence[object]) -> str:
 
 def _mend(
     engine: Engine,
-    known: Known,
+    catalogue: Catalogue,
     numbers: Sequence[int],
     damaged: Iterable[DamagedFile],
     streams: set[str],
@@ -150,7 +151,7 @@ def _mend(
             key = row["run"], row["incarnation"], row["stream"]
             marks[key] = row["source"], row["seq"], row["epoch"]
         if any(file.table in (MARKS, NEW_MARKS) for file in damaged):
-            for stream in known.places:
+            for stream in catalogue.places:
                 left = engine.read(
                     f'SELECT run, incarnation, source, max(seq) AS seq, max("{EPOCH}") AS epoch'
                     f" FROM {stream} WHERE run IN ({listed}) GROUP BY ALL"
@@ -243,11 +244,6 @@ def _joined(holes: Iterable[_Hole]) -> list[_Hole]:
         else:
             joined.append(hole)
     return joined
-
-
-def missing(known: Known, key: StreamKey) -> list[tuple[int, int]]:
-    """Return what damage took from a stream: first numbers, each with the one behind the last."""
-    return list(known.holes(key[0]).get(key[1:], ()))
 
 
 def fill(

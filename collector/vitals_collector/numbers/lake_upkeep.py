@@ -1,24 +1,310 @@
-"""What keeps a lake small and quick: outlines, few files and marks; old states and runs removed."""
+"""What keeps a lake small, quick and true: outlines, few files and marks, no rows of former owners.
+
+Outlines are written behind the rows, some writers' new ones at a time. Old states and removed runs
+go.
+
+Whose rows of a run count: each owner has an epoch. A lease says who owns a run; an owner that was
+paused does not know that its lease was taken, and may still commit. So a new owner first commits
+its epoch: what was committed before counts, and how far each stream was by then is its fence. Rows
+of an older epoch above the fence came later: they are found by their marks, and taken out.
+"""
 
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from vitals_collector.numbers.lake_engine import Engine
-from vitals_collector.numbers.lake_files import CHECKSUMS
-from vitals_collector.numbers.lake_known import (
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from trainvitals.catalog import ROW_COLUMNS
+from vitals_collector.numbers import outlines
+from vitals_collector.numbers.interface import Column, Span, rank_of
+from vitals_collector.numbers.lake_catalogue import (
+    EPOCH,
     FENCES,
     HOLES,
     LEVELLED,
+    MARK_COLUMNS,
     MARKS,
     NEW_MARKS,
-    Known,
+    OUTLINES,
+    OWNERS,
+    RUNS,
+    Catalogue,
+    Places,
+    RunState,
+    expression,
     marks_of,
+    name_key,
     newest_marks,
+    table_of,
+    to_column,
 )
-from vitals_collector.numbers.lake_outlines import OUTLINES, outline_runs
-from vitals_collector.numbers.lake_owners import take_out
-from vitals_collector.numbers.lake_place import META
+from vitals_collector.numbers.lake_engine import CHECKSUMS, META, Engine
+from vitals_collector.numbers.lake_reading import chosen_of, select
+from vitals_collector.numbers.outlines import ROWS, STREAMS, Entries, outline
+
+# ----------------------------------------------------------------------------------------- outlines
+
+_KEYS = {
+    "run": "BIGINT",
+    "stream": "VARCHAR",
+    "name": "BIGINT",
+    "rank": "INTEGER",
+    "source": "VARCHAR",
+    "incarnation": "VARCHAR",
+    "kind": "TINYINT",
+}
+_NUMBERS = {
+    name: "DOUBLE" if name in ("low", "high", "first", "last") else "BIGINT"
+    for name in Entries._fields
+    if name not in ("name", "writer", "kind")
+}
+_SORTED_BY = "run ASC, stream ASC, name ASC, rank ASC, first_step ASC"
+FEWEST_ROWS = 4_096
+"""Of a stream of a run: fewer are read as soon as their outlines, which cost .1 s of CPU a run, so
+that a hundred runs of a few ranks would take a fifth of a core."""
+_MOST_VALUES = 4 << 20
+"""Outlined at a time: as many take 32 MB, and a few times that for a moment."""
+
+
+def prepare(engine: Engine) -> None:
+    """Make the table if it is missing."""
+    tables = engine.ask("SELECT table_name FROM duckdb_tables() WHERE database_name = 'lake'")
+    if OUTLINES in tables["table_name"].to_pylist():
+        return
+    listed = ", ".join(f"{name} {kind}" for name, kind in {**_KEYS, **_NUMBERS}.items())
+    with engine.transaction():
+        engine.execute(f"CREATE TABLE {OUTLINES} ({listed})")
+        engine.execute(f"ALTER TABLE {OUTLINES} SET SORTED BY ({_SORTED_BY})")
+
+
+def _outlined_seqs(engine: Engine, runs: Sequence[int]) -> dict[int, dict[tuple[str, str], int]]:
+    """Return by run, incarnation and stream the number of the last row that is outlined."""
+    for run in runs:
+        engine.files.need(OUTLINES, run)
+    marks = engine.ask(
+        f"SELECT run, incarnation, stream, max(last_seq) AS seq FROM {OUTLINES}"
+        f" WHERE run IN ({', '.join(map(str, runs))}) AND name = ? GROUP BY ALL",
+        [name_key(ROWS)],
+    ).to_pydict()
+    done: dict[int, dict[tuple[str, str], int]] = {run: {} for run in runs}
+    for run, incarnation, stream, seq in zip(*marks.values(), strict=True):
+        done[run][incarnation, stream] = seq
+    return done
+
+
+def outline_runs(engine: Engine, catalogue: Catalogue, run_ids: Sequence[str], end: float) -> bool:
+    """Outline the runs' rows that are not yet, but for a few; return whether all were by ``end``.
+
+    Args:
+        engine: the lake.
+        catalogue: its catalogue.
+        run_ids: the runs, which have rows.
+        end: moment of ``time.monotonic`` after which no more is begun.
+    """
+    numbers = {run_id: catalogue.runs[run_id] for run_id in run_ids if run_id in catalogue.runs}
+    done = _outlined_seqs(engine, list(numbers.values())) if numbers else {}
+    return all(
+        _outline_run(engine, catalogue, run_id, run, done[run], end)
+        for run_id, run in numbers.items()
+    )
+
+
+def _outline_run(
+    engine: Engine,
+    catalogue: Catalogue,
+    run_id: str,
+    run: int,
+    done: Mapping[tuple[str, str], int],
+    end: float,
+) -> bool:
+    state = catalogue.run(run_id, is_fresh=True)
+    for stream in STREAMS:
+        pending = _pending(state, stream, done)
+        if sum(stop - first for first, stop, _ in pending) < FEWEST_ROWS:
+            continue
+        columns = catalogue.columns(run_id, stream)
+        names = _outlined_columns(catalogue.kinds(run_id, stream))
+        most_rows = max(1, _MOST_VALUES // (len(names) + 1))
+        for seqs in _pieces(pending, most_rows):
+            if time.monotonic() > end:
+                return False
+            span = Span(run_id, stream, seqs=seqs)
+            _outline(engine, run, span, state, columns, names)
+    return True
+
+
+def _outlined_columns(kinds: Mapping[str, str]) -> list[str]:
+    own = {column.name for column in ROW_COLUMNS}
+    return [name for name, kind in kinds.items() if kind != "S" and name not in own]
+
+
+def _pending(
+    state: RunState, stream: str, done: Mapping[tuple[str, str], int]
+) -> list[tuple[int, int, str]]:
+    """Return each writer's numbers that are not outlined: the first, the one behind the last."""
+    pending = []
+    for (incarnation, key), mark in state.marks.items():
+        first = done.get((incarnation, stream), -1) + 1
+        is_there = (incarnation, stream) in state.sources
+        if key == stream and is_there and first <= mark:
+            pending.append((first, mark + 1, incarnation))
+    return pending
+
+
+def _pieces(
+    pending: Sequence[tuple[int, int, str]], most_rows: int
+) -> Iterator[dict[str, tuple[int, int]]]:
+    """Yield some writers' numbers at a time, each with its first one and the one behind its last.
+
+    Those of one piece begin near each other: what is not asked for is skipped in the files.
+    """
+    piece: dict[str, tuple[int, int]] = {}
+    num_rows = 0
+    for first, end, incarnation in sorted(pending):
+        for start in range(first, end, most_rows):
+            stop = min(end, start + most_rows)
+            if piece and (num_rows + stop - start > most_rows or incarnation in piece):
+                yield piece
+                piece, num_rows = {}, 0
+            piece[incarnation] = start, stop
+            num_rows += stop - start
+    if piece:
+        yield piece
+
+
+def _outline(
+    engine: Engine, run: int, span: Span, state: RunState, places: Places, names: Sequence[str]
+) -> None:
+    stream, writers = span.stream, sorted(span.seqs or ())
+    read = ("incarnation", "seq", "step", "attempt", "time_unix_ns", *names)
+    chosen = chosen_of(span, run, places)
+    rows = select(engine, stream, chosen, {name: expression(name, places) for name in read})
+    codes = pa.compute.index_in(rows["incarnation"], pa.array(writers)).to_numpy()
+    order = np.lexsort((rows["seq"].to_numpy(), codes))
+    if not len(order):
+        return
+    # One that says no time lies at 0, as everywhere: as NaN it would end the outlines of every run.
+    keys = ("seq", "step", "attempt", "time_unix_ns")
+    of_row = (to_column(rows[name]).values[order] for name in keys)
+    columns = {}
+    for name in names:
+        column = to_column(rows[name])
+        columns[name] = Column(column.values[order], column.is_missing[order])
+    entries = outline(stream, outlines.Rows(codes[order], *of_row), columns)
+    sources = [state.sources.get((incarnation, stream), "") for incarnation in writers]
+    with engine.transaction():
+        engine.insert(OUTLINES, _table(run, stream, entries, [ROWS, *columns], writers, sources))
+
+
+def _table(
+    run: int,
+    stream: str,
+    entries: Entries,
+    names: list[str],
+    writers: list[str],
+    sources: list[str],
+) -> pa.Table:
+    num, which = len(entries.writer), pa.array(entries.writer)
+    columns = {
+        "run": pa.array(np.full(num, run)),
+        "stream": pa.repeat(pa.scalar(stream), num),
+        "name": pa.array(np.array([name_key(name) for name in names])[entries.name]),
+        "rank": pa.array([rank_of(source) for source in sources], pa.int32()).take(which),
+        "source": pa.array(sources).take(which),
+        "incarnation": pa.array(writers).take(which),
+        "kind": pa.array(entries.kind),
+    }
+    return pa.table(columns | {name: pa.array(getattr(entries, name)) for name in _NUMBERS})
+
+
+# ------------------------------------------------------------------------------------------- owners
+
+
+def own(engine: Engine, catalogue: Catalogue, epochs: Mapping[str, int]) -> None:
+    """Take runs over: from here on this process commits for them.
+
+    Args:
+        engine: the lake.
+        catalogue: its catalogue.
+        epochs: of each run's lease; above those of all owners before.
+
+    Raises:
+        StorageError: nothing was changed, or it is to be called again.
+    """
+    with engine.lock:
+        catalogue.look_again()
+        new = catalogue.new_numbers(epochs)
+        numbers = {**catalogue.runs, **new}
+        owned = {numbers[run_id]: epoch for run_id, epoch in epochs.items()}
+        take_out(engine, catalogue, owned)
+        with engine.transaction():
+            if new:
+                engine.insert(RUNS, table_of(("run_id", "run"), new.items()))
+            engine.insert(OWNERS, table_of(("run", "epoch"), owned.items()))
+        snapshot = engine.read("SELECT id FROM ducklake_last_committed_snapshot('lake') AS s(id)")
+        marks = engine.read(newest_marks(owned, snapshot["id"][0].as_py())).to_pylist()
+        fences = [
+            (m["run"], owned[m["run"]], m["incarnation"], m["stream"], m["seq"]) for m in marks
+        ]
+        fences += [(run, epoch, "", "", -1) for run, epoch in owned.items()]
+        names = ("run", "epoch", "incarnation", "stream", "seq")
+        with engine.transaction():  # the last ones say that there are all of them
+            before = " OR ".join(f"run = {run} AND epoch < {epoch}" for run, epoch in owned.items())
+            for table in (FENCES, OWNERS):
+                engine.execute(f"DELETE FROM {table} WHERE {before}")
+            engine.insert(FENCES, table_of(names, fences))
+        catalogue.look_again()
+        for run_id, epoch in epochs.items():
+            catalogue.forget_run(run_id)
+            catalogue.epochs[run_id] = epoch
+
+
+def take_out(engine: Engine, catalogue: Catalogue, runs: Collection[int] | None = None) -> int:
+    """Remove what owners committed after others had taken their runs; of all runs or of these.
+
+    Returns:
+        How many marks it was found by.
+
+    Raises:
+        StorageError: nothing was removed.
+    """
+    for table in (NEW_MARKS, MARKS, FENCES):
+        engine.files.need_small(table, sys.maxsize)
+    if runs is None:
+        runs = engine.ask(f"SELECT DISTINCT run FROM {FENCES}")["run"].to_pylist()
+    stale = engine.ask(marks_of(runs, is_stale=True))["run"].to_pylist() if runs else []
+    num = 0
+    for run in sorted(set(stale)):
+        with engine.transaction():
+            num += _take_out(engine, catalogue, run)
+    return num
+
+
+def _take_out(engine: Engine, catalogue: Catalogue, run: int) -> int:
+    stale = engine.read(marks_of([run], is_stale=True))
+    if not len(stale):
+        return 0
+    fences = f"SELECT * FROM {FENCES} WHERE run = {run}"
+    newest = f"(SELECT max(epoch) FROM ({fences}))"
+    for table in (*catalogue.places, NEW_MARKS, MARKS):
+        is_stream = table in catalogue.places
+        epoch, stream = (f'"{EPOCH}"', f"'{table}'") if is_stream else ("epoch", "t.stream")
+        engine.execute(
+            f"DELETE FROM {table} t WHERE run = {run} AND {epoch} < {newest}"
+            f" AND seq > coalesce((SELECT max(f.seq) FROM ({fences}) f WHERE f.epoch = {newest}"
+            f" AND f.incarnation = t.incarnation AND f.stream = {stream}), -1)"
+        )
+    # Outlines do not say whose rows they are of: upkeep writes them anew.
+    engine.execute(f"DELETE FROM {OUTLINES} WHERE run = {run}")
+    marks = engine.read(newest_marks([run])).select(list(MARK_COLUMNS))
+    engine.insert(NEW_MARKS, marks)
+    return len(stale)
+
+
+# ------------------------------------------------------------------------------------------- upkeep
 
 _MOST_DELETED = 0.1
 """Share of deleted rows above which a file is written anew."""
@@ -28,7 +314,7 @@ _MERGED_BYTES = 64 << 20
 """Above twice the size that files are merged to, none is read by a merge."""
 
 
-def merge(engine: Engine, known: Known, max_seconds: float) -> bool:
+def merge(engine: Engine, catalogue: Catalogue, max_seconds: float) -> bool:
     """Outline new rows, make few sorted files of many small ones, forget the states before.
 
     Returns:
@@ -40,11 +326,11 @@ def merge(engine: Engine, known: Known, max_seconds: float) -> bool:
     end = time.monotonic() + max_seconds
     for table in (NEW_MARKS, MARKS, FENCES):
         engine.files.need_small(table, sys.maxsize)
-    take_out(engine, known)
-    is_done = outline_runs(engine, known, known.changed(), end)
+    take_out(engine, catalogue)
+    is_done = outline_runs(engine, catalogue, catalogue.changed(), end)
     if is_done:  # else it would be forgotten which runs have changed
         _fold_marks(engine)
-    for table in (*sorted(known.places), OUTLINES, MARKS, NEW_MARKS, LEVELLED):
+    for table in (*sorted(catalogue.places), OUTLINES, MARKS, NEW_MARKS, LEVELLED):
         for call in ("merge_adjacent_files", "rewrite_data_files"):
             is_done &= _merge_table(engine, table, call, end)
     kept = f"older_than => now() - INTERVAL {_KEPT_SECONDS} SECOND"
@@ -52,7 +338,7 @@ def merge(engine: Engine, known: Known, max_seconds: float) -> bool:
         engine.execute(f"CALL ducklake_{call}('lake', {kept})")
     engine.keep_checksums()
     _forget_checksums(engine)
-    known.forget_idle()
+    catalogue.forget_idle()
     engine.give_back_memory()
     return is_done
 
@@ -78,9 +364,9 @@ def _forget_checksums(engine: Engine) -> None:
         f" JOIN {META}_table t USING (table_id)"
         for kind in ("data", "delete")
     )
-    gone = sorted(set(paths).difference(engine.ask(named)["path"].to_pylist()))
-    for start in range(0, len(gone), 1_000):
-        listed = ", ".join(f"'{path}'" for path in gone[start : start + 1_000])
+    unnamed = sorted(set(paths).difference(engine.ask(named)["path"].to_pylist()))
+    for start in range(0, len(unnamed), 1_000):
+        listed = ", ".join(f"'{path}'" for path in unnamed[start : start + 1_000])
         with engine.transaction():
             engine.execute(f"DELETE FROM {CHECKSUMS} WHERE path IN ({listed})")
 
@@ -96,7 +382,7 @@ def _fold_marks(engine: Engine) -> None:
             engine.insert(MARKS, marks)
 
 
-def delete(engine: Engine, known: Known, run_id: str, but: Collection[str]) -> None:
+def delete(engine: Engine, catalogue: Catalogue, run_id: str, but: Collection[str]) -> None:
     """Remove the run's rows for good; its marks stay, so that nothing sent again comes back.
 
     Its columns stay as well: a process that goes on writing the run knows that they are there.
@@ -105,30 +391,30 @@ def delete(engine: Engine, known: Known, run_id: str, but: Collection[str]) -> N
         StorageError: nothing was removed.
     """
     with engine.lock:
-        known.look_again()
-        run = known.runs.get(run_id)
+        catalogue.look_again()
+        run = catalogue.runs.get(run_id)
         if run is None:
             return
         kept = ", ".join("?" * len(but)) or "''"
         own = f"run = ? AND incarnation NOT IN ({kept})"
         with engine.transaction():
-            for table in (*known.places, OUTLINES, HOLES, LEVELLED):
+            for table in (*catalogue.places, OUTLINES, HOLES, LEVELLED):
                 engine.execute(f"DELETE FROM {table} WHERE {own}", [run, *but])
             for table in (NEW_MARKS, MARKS):  # whose rows are gone is no source any more
                 engine.execute(f"UPDATE {table} SET source = '' WHERE {own}", [run, *but])
-        known.forget_run(run_id)
+        catalogue.forget_run(run_id)
 
 
-def sizes(engine: Engine, known: Known, run_id: str | None = None) -> dict[str, int]:
+def sizes(engine: Engine, catalogue: Catalogue, run_id: str | None = None) -> dict[str, int]:
     """Return about how many bytes of the files are a run's: by its share of each stream's rows.
 
     Args:
         engine: the lake.
-        known: its catalogue.
+        catalogue: its catalogue.
         run_id: of this run; None for all.
     """
     totals: dict[int, int] = {}
-    run = None if run_id is None else known.number(run_id)
+    run = None if run_id is None else catalogue.number(run_id)
     if run_id is not None and run is None:
         return {}
     where = "" if run is None else f" WHERE run = {run}"
@@ -138,12 +424,12 @@ def sizes(engine: Engine, known: Known, run_id: str | None = None) -> dict[str, 
         " WHERE d.end_snapshot IS NULL GROUP BY ALL"
     )
     for table, num_rows, num_bytes in zip(*tables.to_pydict().values(), strict=True):
-        if table not in known.places or not num_rows:
+        if table not in catalogue.places or not num_rows:
             continue
         rows = engine.ask(f"SELECT run, count(*) AS num FROM {table}{where} GROUP BY run")
         for number, num in zip(*rows.to_pydict().values(), strict=True):
             totals[number] = totals.get(number, 0) + num_bytes * num // num_rows
-    return {name: totals[number] for name, number in known.runs.items() if number in totals}
+    return {name: totals[number] for name, number in catalogue.runs.items() if number in totals}
 
 
 def size(engine: Engine) -> int:

@@ -13,10 +13,11 @@ from trainvitals.identity import Identity
 from trainvitals.rows import Schema, column_of
 from trainvitals.views import Branch
 from trainvitals.wire import Batch
-from vitals_collector.numbers.drawn import POINT, whole_curve
 from vitals_collector.numbers.interface import (
     ORDER,
+    POINT,
     RANKS,
+    AttemptRow,
     Column,
     Columns,
     Curve,
@@ -35,9 +36,9 @@ from vitals_collector.numbers.interface import (
     rank_of,
     texts_of,
     type_of,
+    whole_curve,
 )
 from vitals_collector.numbers.levels import over_ranks, ranks_batch, worst
-from vitals_collector.numbers.points import AttemptRow
 
 _Rows = npt.NDArray[np.void]
 _DTYPES: dict[str, Any] = {"f8": np.float64, "i8": np.int64, "S": object}
@@ -120,10 +121,10 @@ class MemoryNumbers:
 
     def scan(self, span: Span, names: Sequence[str]) -> Columns:
         """Return columns of the rows in the span, in order."""
-        wanted = tuple(dict.fromkeys((*ORDER, *names)))
+        all_names = tuple(dict.fromkeys((*ORDER, *names)))
         chosen, kinds = self._chosen(span), self.kinds(span.run_id, span.stream)
         return in_order(
-            {n: _joined(n, kinds.get(n, _OWN.get(n, "f8")), chosen) for n in wanted}, names
+            {n: _joined(n, kinds.get(n, _OWN.get(n, "f8")), chosen) for n in all_names}, names
         )
 
     def curves(
@@ -141,9 +142,9 @@ class MemoryNumbers:
             for curve in curves
         ]
 
-    def last_steps(self, run_id: str) -> dict[int, int]:
-        """Return the last step of each attempt that has rows of steps."""
-        rows = self.scan(Span(run_id, "steps"), ["attempt", "step"])
+    def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
+        """Return the last step of each attempt that has rows of the stream."""
+        rows = self.scan(Span(run_id, stream), ["attempt", "step"])
         attempt, step = rows["attempt"].values, rows["step"].values
         return {i: int(step[attempt == i].max()) for i in np.unique(attempt).tolist()}
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vitals_collector.numbers.interface import HOST_STREAMS, Column
-from vitals_collector.numbers.points import Floats, Ints, Mask
+from vitals_collector.numbers.interface import HOST_STREAMS, Column, Floats, Ints, Mask
 
 STREAMS = ("steps", "gpu", "node")
 """Whose curves have outlines: a column of the others mixes several series."""

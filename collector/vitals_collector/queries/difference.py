@@ -12,11 +12,9 @@ import numpy as np
 
 from trainvitals.errors import UsageError
 from trainvitals.views import Along, DifferenceQuestion, DifferenceReply
-from vitals_collector.numbers.interface import HOST_STREAMS
-from vitals_collector.numbers.points import Floats, Points
-from vitals_collector.queries import metrics
-from vitals_collector.queries.ledger import attempt_rows
-from vitals_collector.queries.series import downsample
+from vitals_collector.numbers.interface import HOST_STREAMS, Floats, Points
+from vitals_collector.queries import series
+from vitals_collector.queries.series import attempt_rows, downsample
 from vitals_collector.storage.store import Moment
 
 TOKENS = "steps.tokens_seen"
@@ -79,7 +77,7 @@ def _curve(moment: Moment, run_id: str, metric: str, along: Along) -> Curve:
     attempts = attempt_rows(moment.sql, run_id)
 
     def load(name: str) -> Points:
-        _, curve = metrics.curve_of(moment, run_id, name, "")
+        _, curve = series.curve_of(moment, run_id, name, "")
         (drawn,) = moment.numbers.curves([curve], attempts, "lineage")
         return drawn.points
 

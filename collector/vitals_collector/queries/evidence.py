@@ -8,10 +8,9 @@ import numpy as np
 
 from trainvitals.detect.fleet.node import THROTTLES
 from trainvitals.views import DecisionView, MoverView, RunSummary, StepView
-from vitals_collector.numbers.interface import Columns, NumbersReader, Span
-from vitals_collector.numbers.points import Floats
+from vitals_collector.numbers.interface import Columns, Floats, NumbersReader, Span
 from vitals_collector.queries.ledger import data_of, step_rows
-from vitals_collector.queries.metrics import behind
+from vitals_collector.queries.series import behind
 from vitals_collector.queries.top_changes import MAX_SCORE, WINDOW_STEPS, Moved, judge, moved
 from vitals_collector.storage.store import Moment
 
@@ -143,8 +142,8 @@ def _gpus(
     by_gpu: dict[str, list[MoverView]] = {}
     sources = numbers.sources(run_id, "gpu")
     for i in range(0, len(sources), _GPUS_AT_ONCE):
-        some = near._replace(sources=tuple(sources[i : i + _GPUS_AT_ONCE]))
-        rows = numbers.scan(some, ["time_unix_ns", "source", *_OF_GPU])
+        of_some_gpus = near._replace(sources=tuple(sources[i : i + _GPUS_AT_ONCE]))
+        rows = numbers.scan(of_some_gpus, ["time_unix_ns", "source", *_OF_GPU])
         which_of: dict[str, list[int]] = {}
         for row, source in enumerate(rows["source"].values.tolist()):
             which_of.setdefault(source, []).append(row)

@@ -25,17 +25,19 @@ from trainvitals.views import (
     CellsQuestion,
     CellsReply,
 )
-from vitals_collector.numbers.interface import Curve, NumbersReader, Span
-from vitals_collector.numbers.points import (
+from vitals_collector.numbers.interface import (
     AttemptRow,
+    Curve,
     Floats,
+    NumbersReader,
     Points,
+    Span,
     by_time,
     ends,
     is_of_lineage,
     join,
 )
-from vitals_collector.queries import heatmap_layers, metrics
+from vitals_collector.queries import heatmap_layers, series
 from vitals_collector.queries.heatmap_cells import (
     Drawn,
     Extremes,
@@ -44,7 +46,7 @@ from vitals_collector.queries.heatmap_cells import (
     of_curves,
     starts_of,
 )
-from vitals_collector.queries.ledger import attempt_rows
+from vitals_collector.queries.series import attempt_rows
 from vitals_collector.storage.schema import measured_columns
 from vitals_collector.storage.store import UNKNOWN, Moment
 
@@ -66,7 +68,7 @@ def cells(moment: Moment, asked: CellsQuestion) -> CellsReply:
     stream, column = _known(moment, run_id, metric)
     attempts = attempt_rows(moment.sql, run_id)
     curve = Curve(
-        Span(run_id, stream, from_step=asked.from_step, to_step=metrics.behind(asked.to_step)),
+        Span(run_id, stream, from_step=asked.from_step, to_step=series.behind(asked.to_step)),
         column,
     )
     load = heatmap_layers.load if stream == "layers" else _of_sources
@@ -77,7 +79,7 @@ def cells(moment: Moment, asked: CellsQuestion) -> CellsReply:
     return CellsReply(
         run_id=run_id,
         metric=metric,
-        unit="ratio" if metric == f"layers.{heatmap_layers.RATIO}" else metrics.unit_of(metric),
+        unit="ratio" if metric == f"layers.{heatmap_layers.RATIO}" else series.unit_of(metric),
         rows=tuple(names[i] for i in chosen),
         num_rows=len(names),
         step=tuple(starts.tolist()),

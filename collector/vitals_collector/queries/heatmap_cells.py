@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitals_collector.numbers.points import Floats, Ints, Mask, Points
+from vitals_collector.numbers.interface import Floats, Ints, Mask, Points
 
 _NEIGHBOURS = 9
 """Columns whose middle a cell is compared with."""

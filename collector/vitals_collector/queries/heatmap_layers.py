@@ -12,8 +12,18 @@ import numpy as np
 from sqlalchemy import Connection, select
 
 from trainvitals.views import Branch
-from vitals_collector.numbers.interface import Columns, Curve, NumbersReader, Span
-from vitals_collector.numbers.points import AttemptRow, Floats, Ints, Mask, ends, is_of_lineage
+from vitals_collector.numbers.interface import (
+    AttemptRow,
+    Columns,
+    Curve,
+    Floats,
+    Ints,
+    Mask,
+    NumbersReader,
+    Span,
+    ends,
+    is_of_lineage,
+)
 from vitals_collector.queries.heatmap_cells import Drawn, Extremes, Grid, even_starts
 from vitals_collector.storage.schema import names, streams
 from vitals_collector.storage.store import Moment
@@ -124,8 +134,8 @@ class _Layers:
         code, distinct, first = _coded(writer, layer)
         row_of = np.zeros(len(distinct), dtype=np.int64)
         for i, at in enumerate(first.tolist()):
-            known = self._common if names_of is None else names_of[int(writer[at])]
-            row_of[i] = self._row(known or {}, int(rank[at]), int(layer[at]))
+            layer_names = self._common if names_of is None else names_of[int(writer[at])]
+            row_of[i] = self._row(layer_names or {}, int(rank[at]), int(layer[at]))
         is_apart = len(set(row_of.tolist())) == len(row_of)
         return row_of[code], is_apart and _is_rising(columns["step"].values, code)
 
@@ -133,8 +143,8 @@ class _Layers:
         """Return the rows by rank, then by the lowest number that the layer had."""
         return sorted(range(len(self.names)), key=self._places.__getitem__)
 
-    def _row(self, known: Mapping[int, str], rank: int, number: int) -> int:
-        name = known.get(number, f"layer {number}")
+    def _row(self, layer_names: Mapping[int, str], rank: int, number: int) -> int:
+        name = layer_names.get(number, f"layer {number}")
         row = self._row_of.setdefault(name, len(self.names))
         if row == len(self.names):
             self.names.append(name)
@@ -289,12 +299,12 @@ def _is_rising(step: Ints, layer: Ints) -> bool:
     return bool(np.all(is_next | is_same))
 
 
-def value_of(columns: Columns, wanted: Sequence[str]) -> tuple[Floats, Mask]:
+def value_of(columns: Columns, names: Sequence[str]) -> tuple[Floats, Mask]:
     """Return a column's values, of two columns their ratio, and which rows have one."""
-    values = [columns[name].values.astype(np.float64, copy=False) for name in wanted]
-    if len(wanted) == 1:
-        return values[0], ~columns[wanted[0]].is_missing
-    is_there = ~np.logical_or.reduce([columns[name].is_missing for name in wanted])
+    values = [columns[name].values.astype(np.float64, copy=False) for name in names]
+    if len(names) == 1:
+        return values[0], ~columns[names[0]].is_missing
+    is_there = ~np.logical_or.reduce([columns[name].is_missing for name in names])
     with np.errstate(divide="ignore", invalid="ignore"):
         return values[0] / values[1], is_there
 

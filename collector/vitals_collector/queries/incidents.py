@@ -39,10 +39,10 @@ from vitals_collector.queries.grouping import (
 )
 from vitals_collector.queries.ledger import (
     alerts_of,
-    attempt_rows,
     decisions_of,
     event_view,
 )
+from vitals_collector.queries.series import attempt_rows
 from vitals_collector.storage.schema import events, findings
 from vitals_collector.storage.store import Moment
 

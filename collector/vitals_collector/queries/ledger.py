@@ -26,9 +26,7 @@ from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
 from vitals_collector.numbers.interface import NumbersReader, Span
-from vitals_collector.numbers.points import AttemptRow
-from vitals_collector.queries.metrics import behind
-from vitals_collector.queries.series import kind_of
+from vitals_collector.queries.series import behind, kind_of
 from vitals_collector.storage.schema import (
     RANKS,
     alerts,
@@ -64,13 +62,6 @@ def run_row(connection: Connection, run_id: str) -> Row[Any]:
     if row is None:
         raise unknown_run(run_id)
     return row
-
-
-def attempt_rows(connection: Connection, run_id: str) -> list[AttemptRow]:
-    """Return what stitching needs to know of the run's branches."""
-    table = attempts.c
-    query = select(table.id, table.parent, table.fork_step).where(table.run_id == run_id)
-    return [AttemptRow(*row) for row in connection.execute(query.order_by(table.id))]
 
 
 def attempts_of(moment: Moment, run_id: str) -> tuple[AttemptView, ...]:
@@ -324,7 +315,7 @@ def _step_row(row: Mapping[str, Any], source: str, incarnation: str) -> StepRow:
 
 
 __all__ = [
-    *("alerts_of", "attempt_rows", "attempts_of", "checkpoints_of", "data_of", "decisions_of"),
+    *("alerts_of", "attempts_of", "checkpoints_of", "data_of", "decisions_of"),
     *("event_view", "events_of", "findings_of", "readings_of", "run_row"),
     *("sources_of", "step_rows"),
 ]

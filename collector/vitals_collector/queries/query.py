@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from msgspec.structs import asdict
+from sqlalchemy import bindparam, select
 
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
@@ -56,17 +57,16 @@ from trainvitals.views import (
     TableReply,
 )
 from vitals_collector.alerts import commands, inbox
+from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live import overview
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.interface import Curve, Drawn
-from vitals_collector.queries import metrics, series, tables
+from vitals_collector.queries import series, tables
 from vitals_collector.queries.annotations import annotations_of
-from vitals_collector.queries.curve import curve_reply
 from vitals_collector.queries.difference import difference
 from vitals_collector.queries.heatmap import cells
 from vitals_collector.queries.incidents import incidents
 from vitals_collector.queries.ledger import (
-    attempt_rows,
     attempts_of,
     checkpoints_of,
     data_of,
@@ -78,17 +78,21 @@ from vitals_collector.queries.ledger import (
     sources_of,
     step_rows,
 )
+from vitals_collector.queries.series import curve_reply
 from vitals_collector.queries.shadow import with_hindsight
 from vitals_collector.queries.top_changes import movers
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.sizes import volume_of
-from vitals_collector.storage.schema import RANKS
-from vitals_collector.storage.store import Moment, Store
+from vitals_collector.storage.schema import RANKS, runs
+from vitals_collector.storage.store import Moment, Store, unknown_run
 
 MAX_POINTS_AT_ONCE = 200_000
 MAX_MARKS = 20_000
 """Non-finite values that a series names one by one; of more, evenly chosen ones."""
 
+
+_OF_RUN = select(runs.c.run_id).where(runs.c.run_id == bindparam("run_id"), ~is_being_removed())
+"""Made once: nearly every answer begins with it."""
 
 A = TypeVar("A")
 
@@ -154,7 +158,8 @@ class Query:
         """
         with self.store.read() as connection:
             for run_id in run_ids:
-                run_row(connection, run_id)
+                if connection.execute(_OF_RUN, {"run_id": run_id}).first() is None:
+                    raise unknown_run(run_id)
             yield self.store.moment(connection)
 
     def raise_alerts(self) -> None:
@@ -188,7 +193,7 @@ def _run(query: Query, asked: RunQuestion) -> RunDetail:
             info=overview.info_of(row),
             attempts=attempts_of(moment, asked.run_id),
             sources=sources_of(moment.sql, asked.run_id),
-            metrics=metrics.names_of(moment.sql, asked.run_id),
+            metrics=series.names_of(moment.sql, asked.run_id),
             volume=volume_of(moment.numbers, row, query.volumes),
         )
 
@@ -215,7 +220,7 @@ def _many_series(query: Query, asked: ManySeriesQuestion) -> tuple[SeriesReply, 
         )
     with query.read(run_id) as moment:
         chosen = [_selected(moment, run_id, request) for request in requests]
-        attempts = attempt_rows(moment.sql, run_id)
+        attempts = series.attempt_rows(moment.sql, run_id)
         drawn: dict[int, Drawn] = {}
         for branch in {request.branch for request in requests}:
             which = [i for i, request in enumerate(requests) if request.branch == branch]
@@ -232,8 +237,8 @@ def _curve(query: Query, asked: CurveQuestion) -> CurveReply:
     run_id, metric, branch = asked.run_id, asked.metric, asked.branch
     with query.read(run_id) as moment:
         steps = (asked.from_step, asked.to_step)
-        source, curve = metrics.curve_of(moment, run_id, metric, asked.source, steps)
-        (drawn,) = moment.numbers.curves([curve], attempt_rows(moment.sql, run_id), branch)
+        source, curve = series.curve_of(moment, run_id, metric, asked.source, steps)
+        (drawn,) = moment.numbers.curves([curve], series.attempt_rows(moment.sql, run_id), branch)
     return curve_reply(run_id, metric, source, branch, drawn.points)
 
 
@@ -341,8 +346,8 @@ def _table(query: Query, asked: TableQuestion) -> TableReply:
 
 def _selected(moment: Moment, run_id: str, asked: SeriesRequest) -> tuple[str, Curve]:
     steps = (asked.from_step, asked.to_step)
-    source, curve = metrics.curve_of(moment, run_id, asked.metric, asked.source, steps)
-    since, until = asked.from_time_unix_ns, metrics.behind(asked.to_time_unix_ns)
+    source, curve = series.curve_of(moment, run_id, asked.metric, asked.source, steps)
+    since, until = asked.from_time_unix_ns, series.behind(asked.to_time_unix_ns)
     span = curve.span._replace(from_unix_ns=since, to_unix_ns=until)
     return source, Curve(span, curve.column, asked.points)
 
@@ -356,7 +361,7 @@ def _series_reply(run_id: str, request: SeriesRequest, source: str, curve: Drawn
         run_id=run_id,
         metric=request.metric,
         source=source,
-        unit=metrics.unit_of(request.metric),
+        unit=series.unit_of(request.metric),
         branch=request.branch,
         num_total=curve.num_values,
         step=tuple(drawn.step.tolist()),

@@ -7,7 +7,7 @@ import msgspec
 from trainvitals.errors import UsageError
 from trainvitals.policy.evidence import AFTER, BEFORE, outcome
 from trainvitals.views import DecisionView
-from vitals_collector.queries import metrics
+from vitals_collector.queries import series
 from vitals_collector.storage.store import Moment
 
 
@@ -21,7 +21,7 @@ def with_hindsight(
     first = min(decision.step for decision in shadows) - 2 * BEFORE
     last = max(decision.step for decision in shadows) + max(AFTER.values())
     try:
-        _, curve = metrics.curve_of(moment, run_id, "steps.loss", "", (first, last))
+        _, curve = series.curve_of(moment, run_id, "steps.loss", "", (first, last))
     except UsageError:
         return tuple(views)  # the run has no loss: nothing can be told
     (drawn,) = moment.numbers.curves([curve], (), "all")

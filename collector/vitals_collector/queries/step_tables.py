@@ -15,11 +15,19 @@ from trainvitals.errors import UsageError
 from trainvitals.identity import Source
 from trainvitals.metrics import STEP_METRICS
 from trainvitals.views import Branch, TableQuestion
-from vitals_collector.numbers.interface import Column, Columns, NumbersReader, Span, joined
-from vitals_collector.numbers.points import AttemptRow, Ints, Points, stitch
+from vitals_collector.numbers.interface import (
+    AttemptRow,
+    Column,
+    Columns,
+    Ints,
+    NumbersReader,
+    Points,
+    Span,
+    joined,
+    stitch,
+)
 from vitals_collector.queries.conditions import Cells, Condition, Kind
-from vitals_collector.queries.ledger import attempt_rows
-from vitals_collector.queries.metrics import behind
+from vitals_collector.queries.series import attempt_rows, behind
 from vitals_collector.storage.schema import measured_columns
 from vitals_collector.storage.store import Moment
 
@@ -144,10 +152,10 @@ class _Numbering:
     def __call__(self, *keys: Ints) -> Ints:
         numbers = np.zeros(len(keys[0]), np.int64)
         is_known = np.ones(len(keys[0]), np.bool_)
-        for known, key in zip(self._known, keys, strict=True):
-            at = np.minimum(np.searchsorted(known, key), len(known) - 1)
-            is_known &= known[at] == key
-            numbers = numbers * len(known) + at
+        for distinct, key in zip(self._known, keys, strict=True):
+            at = np.minimum(np.searchsorted(distinct, key), len(distinct) - 1)
+            is_known &= distinct[at] == key
+            numbers = numbers * len(distinct) + at
         return np.where(is_known, numbers, -1)
 
 

@@ -13,11 +13,19 @@ import numpy as np
 from sqlalchemy import Connection, func, select
 
 from trainvitals.views import MoverView
-from vitals_collector.numbers.interface import Columns, NumbersReader, Span
-from vitals_collector.numbers.points import AttemptRow, Floats, Ints, Mask, Points, stitch
+from vitals_collector.numbers.interface import (
+    AttemptRow,
+    Columns,
+    Floats,
+    Ints,
+    Mask,
+    NumbersReader,
+    Points,
+    Span,
+    stitch,
+)
 from vitals_collector.queries.heatmap_layers import RATIO, layer_names, value_of
-from vitals_collector.queries.ledger import attempt_rows
-from vitals_collector.queries.metrics import behind
+from vitals_collector.queries.series import attempt_rows, behind
 from vitals_collector.storage.schema import decisions, findings, measured_columns
 from vitals_collector.storage.store import Moment
 

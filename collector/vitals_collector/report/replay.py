@@ -44,7 +44,7 @@ from trainvitals.records import (
 from trainvitals.rows import Value
 from vitals_collector.ingest.tail_loss import num_lost_rows
 from vitals_collector.numbers.interface import Numbers, NumbersReader, Span, StreamKey
-from vitals_collector.queries.metrics import behind
+from vitals_collector.queries.series import behind
 from vitals_collector.storage.schema import events, names, sources, streams
 from vitals_collector.storage.store import Moment, Store
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 from sqlalchemy import Connection, LargeBinary, Table, func, select, type_coerce
 
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.storage.checksums import Record, is_record_whole
-from vitals_collector.storage.schema import metadata
+from vitals_collector.storage.schema import Record, is_record_whole, metadata
 from vitals_collector.storage.store import Store
 
 

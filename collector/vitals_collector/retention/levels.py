@@ -33,6 +33,7 @@ class RunHistory(NamedTuple):
 
     run_id: str
     attempts: Sequence[int]
+    """Those that have rows of steps."""
     present: Present | None
     """How far the run is; None where rank 0 has told nothing, and no step is old."""
     near: Sequence[int]
@@ -104,7 +105,7 @@ def thin_run(lake: "Lake", run: RunHistory, settings: VolumeSettings, when: When
     steps = window_size(settings)
     num = sum(
         _thin(lake, run, LAYERS, attempt, steps, settings.layer_steps, settings, when)
-        for attempt in sorted(run.attempts)
+        for attempt in sorted(lake.last_steps(run.run_id, LAYERS))  # its steps may be lost
     )
     every = settings.host_seconds * 1_000_000_000
     return num + sum(

@@ -13,7 +13,7 @@ from trainvitals.errors import StorageError
 from trainvitals.records import Note
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.lake_files import DAMAGED
+from vitals_collector.numbers.lake_engine import DAMAGED
 from vitals_collector.retention import removal
 from vitals_collector.retention.histories import history
 from vitals_collector.retention.levels import RunHistory, When, level_run, thin_run
@@ -109,7 +109,7 @@ class Upkeep:
         if is_time:
             self._looked_ns = now_ns
         # Also where nothing came: another process may have removed runs.
-        if is_time or not self._is_merged or self._lake.known.changed():
+        if is_time or not self._is_merged or self._lake.catalogue.changed():
             self._is_merged = self._lake.merge(_MERGE_SECONDS)
         if is_time and self._is_going():
             self._is_merged &= not self.look()

@@ -8,30 +8,32 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, Table, create_engine, event
+from sqlalchemy import Connection, Engine, Insert, Table, Update, create_engine, event
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects.postgresql.base import PGDialect
+from sqlalchemy.dialects.sqlite.base import SQLiteDialect
+from sqlalchemy.engine.interfaces import Dialect
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import StaticPool
 
 from trainvitals.clock import Clock
-from trainvitals.errors import InsecurePathError, StorageError, UsageError
+from trainvitals.errors import InsecurePathError, NotOwnerError, StorageError, UsageError
 from trainvitals.records import EventRow
 from trainvitals.wire import Batch
-from vitals_collector.numbers.full_disk import FULL, full_error, is_full
-from vitals_collector.numbers.interface import Numbers
-from vitals_collector.numbers.lake_place import S3, bucket_of, known_bucket
+from vitals_collector.numbers.interface import FULL, Numbers, full_error, is_full
 from vitals_collector.numbers.memory import MemoryNumbers
-from vitals_collector.storage.checksums import Damage
-from vitals_collector.storage.claims import AllMine, Claims
 from vitals_collector.storage.migrate import migrate, take_turns
+from vitals_collector.storage.schema import Damage
 
 DATABASE_FILE = "vitals.db"
 LAKE_FOLDER = "lake"
@@ -164,6 +166,35 @@ class Hearing:
             self.since(clock.time_ns())
             with self._lock:
                 self._storing_ns = None
+
+
+class Claims(Protocol):
+    """Whose rows may be stored here."""
+
+    def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
+        """Own the runs that nobody else does; return for each of the others where it belongs.
+
+        Raises:
+            StorageError: the store refused; call again.
+        """
+
+    def confirm(self, run_ids: Iterable[str]) -> None:
+        """Raise if one of the runs is not owned any more: what was stored of it may not count.
+
+        Raises:
+            StorageError: it is to be sent again.
+        """
+
+
+class AllMine:
+    """The claims of a collector that is alone on its store."""
+
+    def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
+        """Return nothing: no other collector has any."""
+        return {}
+
+    def confirm(self, run_ids: Iterable[str]) -> None:
+        """Do nothing."""
 
 
 class Store:
@@ -388,6 +419,10 @@ def open_data_store(
         StorageError: the database or the lake cannot be opened.
         MissingDependencyError: the lake's engine is not installed.
     """
+    # Here, for its engine is heavy, and reading a folder does without it.
+    from vitals_collector.numbers.lake import Lake
+    from vitals_collector.numbers.lake_engine import S3, known_bucket
+
     if lake and not url and not lake.startswith(S3):
         raise UsageError(
             f"--lake {lake} is a folder, which goes with --database postgresql://...",
@@ -407,9 +442,6 @@ def open_data_store(
     catalogue = libpq(url) if url else ""
     store = open_store(url or f"sqlite:///{file}", busy_seconds=busy_seconds)
     try:
-        # Here, for its engine is heavy, and reading a folder does without it.
-        from vitals_collector.numbers.lake import Lake
-
         own = data / LAKE_FOLDER
         if not url:
             bucket = lake or known_bucket(own / "catalogue.sqlite")
@@ -453,8 +485,10 @@ def _known_lake(connection: Connection) -> str:
         return ""
     query = sqlalchemy.text("SELECT value FROM ducklake_metadata WHERE key = 'data_path'")
     root = str(connection.execute(query).scalar_one())
-    if root.startswith(S3):
-        return bucket_of(root)
+    from vitals_collector.numbers.lake_engine import bucket_of
+
+    if bucket := bucket_of(root):
+        return bucket
     folder = Path(root).parent
     if not folder.is_dir():
         raise StorageError(
@@ -603,7 +637,59 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
+_DIALECTS: dict[str, Dialect] = {
+    "sqlite": SQLiteDialect(paramstyle="qmark"),
+    "postgresql": PGDialect(paramstyle="format"),  # type: ignore[no-untyped-call]
+}
+
+
+class Prepared:
+    """An INSERT or UPDATE with values by position, in the order of ``names``.
+
+    It costs what the driver's own ``executemany`` does. SQLAlchemy compiles the statement once for
+    each dialect; what it would do for each row beyond that (dictionaries, defaults, conversions
+    that change nothing here) costs several times what the database takes for the row, and this is
+    where every row of every rank comes by.
+
+    Args:
+        statement: the statement, or what makes it for a dialect's name.
+        names: its parameters: columns of an INSERT, ``bindparam`` names of an UPDATE.
+    """
+
+    def __init__(
+        self, statement: Insert | Update | Callable[[str], Insert | Update], names: Sequence[str]
+    ) -> None:
+        self._statement = statement
+        self._names = tuple(names)
+        self._compiled = lru_cache(self._compile)
+
+    def execute(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Run it for each row; nothing happens where there is none."""
+        if not rows:
+            return
+        sql, order = self._compiled(connection.dialect.name)
+        connection.exec_driver_sql(sql, rows if order is None else [order(row) for row in rows])
+
+    def _compile(self, dialect: str) -> tuple[str, Callable[[tuple[Any, ...]], Any] | None]:
+        made = self._statement
+        statement = made(dialect) if callable(made) else made
+        keys = self._names if isinstance(statement, Insert) else None
+        compiled = statement.compile(dialect=_DIALECTS[dialect], column_keys=keys)
+        places = [self._names.index(name) for name in compiled.positiontup or ()]
+        return str(compiled), None if places == [*range(len(self._names))] else itemgetter(*places)
+
+
 __all__ = [
-    *("LOCKED", "UNKNOWN", "Moment", "Store"),
-    *("clean", "ensure_data_dir", "open_data_store", "open_store", "unknown_run"),
+    "LOCKED",
+    "UNKNOWN",
+    "AllMine",
+    "Claims",
+    "Moment",
+    "Prepared",
+    "Store",
+    "clean",
+    "ensure_data_dir",
+    "open_data_store",
+    "open_store",
+    "unknown_run",
 ]

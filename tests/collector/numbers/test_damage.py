@@ -3,6 +3,9 @@
 import contextlib
 import random
 import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,11 @@ from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from trainvitals.errors import StorageError
 from trainvitals.wire import Batch
 from vitals_collector.numbers import lake_upkeep
-from vitals_collector.numbers.interface import Curve, Numbers, Span
+from vitals_collector.numbers.interface import AttemptRow, Curve, Numbers, Span
 from vitals_collector.numbers.lake import Lake
+from vitals_collector.numbers.lake_damage import DamagedFile
+from vitals_collector.numbers.lake_engine import Folder
 from vitals_collector.numbers.memory import MemoryNumbers
-from vitals_collector.numbers.points import AttemptRow
 
 ATTEMPTS = [AttemptRow(1, None, 0)]
 
@@ -134,3 +138,36 @@ def test_a_file_that_another_collector_has_merged_away_is_not_taken_for_damaged(
         assert len(list((tmp_path / "data" / "main" / "steps").iterdir())) == 1
         assert plain(lake.scan(Span(OTHER_RUN, "steps"), ["loss"])["loss"]) == [1.0]
         assert lake.check() == []
+
+
+@pytest.mark.parametrize("looked_by", [Lake.check, Lake.forget_damaged])
+def test_rows_are_stored_and_read_while_files_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_by: Callable[[Lake], list[DamagedFile]]
+) -> None:
+    lake = Lake(tmp_path)
+    lake.append([batch(identity(), [{"loss": 1.0}])])
+    (file,) = (tmp_path / "data" / "main" / "steps").iterdir()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    is_read, may_go_on, crc = threading.Event(), threading.Event(), Folder.crc
+
+    def slow_crc(place: Folder, path: str) -> int | None:
+        if path.endswith(file.name):
+            is_read.set()
+            assert may_go_on.wait(30.0)
+        return crc(place, path)
+
+    monkeypatch.setattr(Folder, "crc", slow_crc)
+    file.write_bytes(content)
+    with ThreadPoolExecutor(2) as pool:
+        looking = pool.submit(looked_by, lake)
+        try:
+            assert is_read.wait(30.0)
+            other = identity(OTHER_RUN)
+            assert pool.submit(lake.append, [batch(other, [{"loss": 2.0}])]).result(10.0) == [1]
+            losses = pool.submit(lake.scan, Span(OTHER_RUN, "steps"), ["loss"]).result(10.0)
+            assert plain(losses["loss"]) == [2.0]
+        finally:
+            may_go_on.set()
+        assert [damaged.path for damaged in looking.result()] == [f"steps/{file.name}"]
+    lake.close()

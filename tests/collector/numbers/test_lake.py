@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.collector.numbers.test_numbers import losses, plain
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from trainvitals.errors import StorageError
-from vitals_collector.numbers import lake_place, lake_upkeep
+from vitals_collector.numbers import lake_engine, lake_upkeep
 from vitals_collector.numbers.interface import Span
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.memory import MemoryNumbers
@@ -124,7 +124,7 @@ def test_files_are_synced_before_the_commit_that_names_them(
 ) -> None:
     """A commit that outlives a power loss must not name files that do not."""
     synced: set[str] = set()
-    monkeypatch.setattr(lake_place, "sync_path", lambda path: synced.add(str(path)))
+    monkeypatch.setattr(lake_engine, "sync_path", lambda path: synced.add(str(path)))
     lake = Lake(tmp_path)
     lake.append([batch(identity(), [{"loss": 1.0}])])
     for table in ("steps", "new_marks"):
@@ -142,11 +142,11 @@ def test_files_are_synced_before_the_commit_that_names_them(
     def refuse(path: Path) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(lake_place, "sync_path", refuse)
+    monkeypatch.setattr(lake_engine, "sync_path", refuse)
     with pytest.raises(StorageError, match="No space left"):
         lake.append([batch(identity(), [{"loss": 3.0}], first_seq=2)])
     assert losses(lake) == [1.0, 2.0]
-    monkeypatch.setattr(lake_place, "sync_path", lambda path: None)
+    monkeypatch.setattr(lake_engine, "sync_path", lambda path: None)
     assert lake.append([batch(identity(), [{"loss": 3.0}], first_seq=2)]) == [1]
     assert losses(lake) == [1.0, 2.0, 3.0]
     lake.close()
@@ -224,7 +224,7 @@ def test_upkeep_that_ran_out_of_time_is_taken_up_again(tmp_path: Path) -> None:
     assert not lake.merge(max_seconds=0.0)
     assert len(list((tmp_path / "data" / "main" / "steps").iterdir())) == 3
     assert lake.merge()
-    assert not lake.known.changed()
+    assert not lake.catalogue.changed()
     assert losses(lake) == [0.0, 1.0, 2.0]
     lake.close()
 
@@ -273,7 +273,7 @@ from pathlib import Path
 from tests.collector.numbers.written import batch, identity
 from vitals_collector.numbers.interface import Curve, Span
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.points import AttemptRow
+from vitals_collector.numbers.interface import AttemptRow
 
 def resident() -> int:
     # Without the files that are mapped: they are the libraries' code, and how much of it is

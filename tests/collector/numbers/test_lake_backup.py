@@ -8,10 +8,11 @@ import pytest
 from tests.collector.numbers.test_numbers import losses
 from tests.collector.numbers.written import RUN, batch, identity
 from trainvitals.errors import StorageError, UsageError
-from vitals_collector.numbers import lake_backup, lake_upkeep
+from vitals_collector.numbers import lake_upkeep
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.lake_backup import copy_lake
-from vitals_collector.numbers.lake_reader import LakeReader
+from vitals_collector.numbers.lake_sql import LakeReader
+from vitals_collector.retention import backup
+from vitals_collector.retention.backup import copy_lake
 
 KEY = RUN, identity().incarnation, "steps"
 
@@ -90,7 +91,7 @@ def test_a_file_that_is_merged_away_meanwhile_makes_it_begin_anew(
     lake = Lake(tmp_path / "lake")
     for step in range(3):
         append(lake, step)
-    copy_catalogue, times = lake_backup._copy_catalogue, []
+    copy_catalogue, times = backup._copy_catalogue, []
 
     def copy_and_merge(source: Path, target: Path) -> None:
         copy_catalogue(source, target)
@@ -99,7 +100,7 @@ def test_a_file_that_is_merged_away_meanwhile_makes_it_begin_anew(
             lake.merge()
             lake.merge()
 
-    monkeypatch.setattr(lake_backup, "_copy_catalogue", copy_and_merge)
+    monkeypatch.setattr(backup, "_copy_catalogue", copy_and_merge)
     copy_lake(tmp_path / "lake", tmp_path / "copy")
     assert len(times) == 2
     restored = Lake(tmp_path / "copy")

@@ -14,12 +14,11 @@ from tests.collector.numbers.test_numbers import plain
 from tests.collector.numbers.written import RUN, batch, identity
 from trainvitals.errors import StorageError
 from trainvitals.rows import Value
-from vitals_collector.numbers import lake_levels
-from vitals_collector.numbers.interface import Curve, Levelled, Numbers, Span, Window
+from vitals_collector.numbers import lake_thinning
+from vitals_collector.numbers.interface import AttemptRow, Curve, Levelled, Numbers, Span, Window
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.levels import STATISTICS
 from vitals_collector.numbers.memory import MemoryNumbers
-from vitals_collector.numbers.points import AttemptRow
 
 SIZE = 256
 FIRST = Window(1, 0, SIZE)
@@ -181,19 +180,19 @@ def test_rows_that_came_while_a_window_was_read_are_not_lost(
 ) -> None:
     lake = Lake(tmp_path)
     fill(lake)
-    plan = lake_levels.plan
+    plan = lake_thinning.plan
 
     def plan_and_get_rows(*args: object, **kwargs: object) -> object:
         planned = plan(*args, **kwargs)  # type: ignore[arg-type]
         lake.append([batch(identity(rank=99), rows_of(99, 10), kinds=KINDS)])
         return planned
 
-    monkeypatch.setattr(lake_levels, "plan", plan_and_get_rows)
+    monkeypatch.setattr(lake_thinning, "plan", plan_and_get_rows)
     with pytest.raises(StorageError, match="changed meanwhile"):
         lake.level(RUN, FIRST, 2)
     assert kept_rows(lake) == dict.fromkeys(range(12), 600) | {99: 10}
     assert levels(lake)["step"] == []
-    monkeypatch.setattr(lake_levels, "plan", plan)
+    monkeypatch.setattr(lake_thinning, "plan", plan)
     lake.level(RUN, FIRST, 2)
     assert levels(lake)["num_ranks"][0] == 12
     lake.close()

@@ -11,8 +11,15 @@ from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import FormatError
 from trainvitals.rows import Value
 from trainvitals.views import Branch
-from vitals_collector.numbers.interface import Column, Curve, Drawn, Keyed, Numbers, Span
-from vitals_collector.numbers.points import AttemptRow
+from vitals_collector.numbers.interface import (
+    AttemptRow,
+    Column,
+    Curve,
+    Drawn,
+    Keyed,
+    Numbers,
+    Span,
+)
 
 ATTEMPTS = [AttemptRow(1, None, 0)]
 BEGIN_NS = 1_700_000_000_000_000_000

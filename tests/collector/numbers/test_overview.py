@@ -15,11 +15,10 @@ from tests.collector.numbers.written import RUN, batch, identity
 from trainvitals.identity import new_run_id
 from trainvitals.rows import Value
 from trainvitals.views import Branch
-from vitals_collector.numbers import lake_outlines, outlines
-from vitals_collector.numbers.interface import HOST_STREAMS, Curve, Drawn, Span
+from vitals_collector.numbers import lake_upkeep, outlines
+from vitals_collector.numbers.interface import HOST_STREAMS, AttemptRow, Curve, Drawn, Span
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.memory import MemoryNumbers
-from vitals_collector.numbers.points import AttemptRow
 
 FORKED = [AttemptRow(1, None, 0), AttemptRow(2, 1, 9), AttemptRow(3, 2, 14)]
 
@@ -201,7 +200,7 @@ def test_what_is_outlined_is_not_read(lake: Lake, monkeypatch: pytest.MonkeyPatc
 def test_a_few_rows_wait_for_more_to_be_outlined_with_them(
     lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lake_outlines, "FEWEST_ROWS", 300)
+    monkeypatch.setattr(lake_upkeep, "FEWEST_ROWS", 300)
     span = Span(RUN, "steps", ("rank:0",))
 
     def num_outlined() -> int:

@@ -5,9 +5,8 @@ from pathlib import Path
 from tests.collector.numbers.test_numbers import losses
 from tests.collector.numbers.written import RUN, batch, identity
 from trainvitals.wire import Batch
-from vitals_collector.numbers.interface import Curve, Span
+from vitals_collector.numbers.interface import AttemptRow, Curve, Span
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.points import AttemptRow
 
 KEY = RUN, identity().incarnation, "steps"
 

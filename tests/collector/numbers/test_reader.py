@@ -11,7 +11,7 @@ import pytest
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.lake_reader import LakeReader
+from vitals_collector.numbers.lake_sql import LakeReader
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_views_name_runs_and_see_what_was_committed_last(lake: Lake, reader: Lak
 def test_another_process_reads_while_this_one_commits(lake: Lake, tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path;"
-        "from vitals_collector.numbers.lake_reader import LakeReader;"
+        "from vitals_collector.numbers.lake_sql import LakeReader;"
         "r, end = LakeReader(Path(sys.argv[1])), time.monotonic() + 3;"
         "ask = lambda: r.ask('SELECT count(*) FROM ranks').rows[0][0];"
         "print([ask() for _ in iter(lambda: time.monotonic() < end, False)])"

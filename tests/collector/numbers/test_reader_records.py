@@ -10,7 +10,7 @@ from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from trainvitals.errors import UsageError
 from vitals_collector.numbers.interface import Window
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.lake_reader import LakeReader
+from vitals_collector.numbers.lake_sql import LakeReader
 from vitals_collector.storage import schema
 from vitals_collector.storage.store import open_data_store
 

@@ -27,10 +27,10 @@ from vitals_collector.ingest.ingest import ingest
 from vitals_collector.numbers import lake_engine
 from vitals_collector.numbers.interface import Span
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.lake_backup import copy_lake
-from vitals_collector.numbers.lake_place import Bucket
-from vitals_collector.numbers.lake_reader import LakeReader
+from vitals_collector.numbers.lake_engine import Bucket
+from vitals_collector.numbers.lake_sql import LakeReader
 from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.retention.backup import copy_lake
 from vitals_collector.storage.store import open_data_store
 
 pytestmark = pytest.mark.servers

@@ -1,0 +1,792 @@
+"""Rows and curves out of a lake: which rows, said in SQL, and few of them where few points do.
+
+Curves that differ in their column, their source or their key alone are asked for together: all are
+one question, and each is cut out of its answer.
+
+For an overview outlines stand in place of most rows. Rows are read that are not outlined yet, of
+stretches that a bound cuts or that have too much that is not finite, and of stretches that others
+overlap: which of two rows of a step counts is known from the rows alone.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from trainvitals.catalog import ROW_COLUMNS
+from trainvitals.errors import FormatError
+from trainvitals.views import Branch
+from vitals_collector.numbers.interface import (
+    HOST_STREAMS,
+    NOT_A_RANK,
+    ORDER,
+    POINT,
+    AttemptRow,
+    Column,
+    Columns,
+    Curve,
+    Drawn,
+    Floats,
+    Ints,
+    Keyed,
+    Mask,
+    Points,
+    Span,
+    arranged,
+    common_type,
+    ends,
+    in_order,
+    join,
+    none_of,
+    on_branch,
+    points_of,
+    rank_of,
+)
+from vitals_collector.numbers.lake_catalogue import (
+    OUTLINES,
+    Catalogue,
+    Places,
+    expression,
+    name_key,
+    own_expression,
+    table_of,
+    to_column,
+)
+from vitals_collector.numbers.lake_engine import Engine
+from vitals_collector.numbers.outlines import EXTREMES, NONFINITE, ROWS, STREAMS, STRETCH
+
+# --------------------------------------------------------------------------------------------- rows
+
+
+class Chosen(NamedTuple):
+    """Which rows of a stream's table are asked for."""
+
+    run: int
+    joins: str
+    where: str
+    values: list[object]
+    tables: dict[str, pa.Table]
+
+    def also(self, where: str, *values: object) -> "Chosen":
+        """Return those of which this holds as well."""
+        return self._replace(where=f"{self.where} AND {where}", values=[*self.values, *values])
+
+
+def chosen_of(span: Span, run: int, places: Places) -> Chosen:
+    """Return the rows of a span of the run with this number."""
+    chosen = Chosen(run, "", "run = ?", [run], {})
+    if span.sources:
+        chosen = of_sources(chosen, span.sources)
+    for side, bound in (
+        ("step >= ?", span.from_step),
+        ("step < ?", span.to_step),
+        ("time_unix_ns >= ?", span.from_unix_ns),
+        ("time_unix_ns < ?", span.to_unix_ns),
+    ):
+        if bound is not None:
+            chosen = chosen.also(side, bound)
+    if span.seqs is not None:
+        chosen = of_seqs(chosen, span.seqs)
+    return chosen if span.keyed is None else _of_key(chosen, span.keyed, places)
+
+
+def of_sources(chosen: Chosen, sources: Iterable[str]) -> Chosen:
+    """Return those of these sources."""
+    ranks = sorted({rank_of(source) for source in sources} - {NOT_A_RANK})
+    others = [source for source in sources if rank_of(source) == NOT_A_RANK]
+    sides, values = list[str](), list[object]()
+    if ranks:
+        sides.append(f"rank IN ({', '.join(map(str, ranks))})")
+    if others:
+        sides.append(f"source IN ({', '.join('?' * len(others))})")
+        values += others
+    return chosen.also(f"({' OR '.join(sides)})", *values)
+
+
+def of_seqs(chosen: Chosen, seqs: Mapping[str, tuple[int, int]]) -> Chosen:
+    """Return those of these writers, each with its first number and the one behind its last."""
+    bounds = table_of(
+        ("incarnation", "first_seq", "end_seq"),
+        [(incarnation, *bounds) for incarnation, bounds in seqs.items()],
+    )
+    if not seqs:
+        return chosen.also("false")
+    # What can be skipped is skipped by these; what holds for each writer is joined.
+    chosen = chosen.also("seq >= ?", min(first for first, _ in seqs.values()))
+    chosen = chosen.also("seq < ?", max(end for _, end in seqs.values()))
+    return chosen._replace(
+        joins=f"{chosen.joins} JOIN span_seqs USING (incarnation)",
+        tables={**chosen.tables, "span_seqs": bounds},
+    ).also("seq >= first_seq AND seq < end_seq")
+
+
+def _of_key(chosen: Chosen, keyed: Keyed, places: Places) -> Chosen:
+    column = own_expression(keyed.column, places)
+    if (keyed.column, "S") in places or keyed.number_of == {}:
+        return chosen.also("false")
+    if isinstance(keyed.number_of, int):
+        return chosen.also(f"{column} = ?", keyed.number_of)
+    keys = table_of(("incarnation", "span_key"), keyed.number_of.items())
+    return chosen._replace(
+        joins=f"{chosen.joins} JOIN span_keys USING (incarnation)",
+        tables={**chosen.tables, "span_keys": keys},
+    ).also(f"{column} = span_key")
+
+
+def select(engine: Engine, stream: str, chosen: Chosen, expressions: Mapping[str, str]) -> pa.Table:
+    """Return what the expressions give of the chosen rows, by their names, in no order.
+
+    Raises:
+        StorageError: a file that may hold some of them is damaged.
+    """
+    engine.files.need(stream, chosen.run)
+    listed = ", ".join(f"{sql} AS c{i}" for i, sql in enumerate(expressions.values()))
+    answer = engine.ask(
+        f"SELECT {listed} FROM {stream}{chosen.joins} WHERE {chosen.where}",
+        chosen.values,
+        chosen.tables,
+    )
+    return answer.rename_columns(list(expressions))
+
+
+def located(catalogue: Catalogue, span: Span) -> tuple[int, Places] | None:
+    """Return the run's number and the places of its columns; None where it has no such rows."""
+    places = catalogue.columns(span.run_id, span.stream)
+    return (catalogue.runs[span.run_id], places) if places else None
+
+
+# ------------------------------------------------------------------------------------- whole curves
+
+_OWN = frozenset(column.name for column in ROW_COLUMNS)
+_CELL = "the curve's cell"
+NO_POINTS = join([])
+
+
+class Group(NamedTuple):
+    """Curves that are asked for together."""
+
+    run: int
+    places: Places
+    span: Span
+    """Of all of them, without what tells them apart."""
+    column: str
+    """What tells apart whose rows are whose: ``source``, the column of a key, or "" for nothing."""
+    cells: list[Any]
+    """What the rows of each kind have there."""
+    curves: list[tuple[int, str, int]]
+    """Of each curve its place in the call, its column and its cell's place."""
+
+    @property
+    def names(self) -> list[str]:
+        """Every column once."""
+        return list(dict.fromkeys(name for _, name, _ in self.curves))
+
+    def of(self, curves: list[tuple[int, str, int]]) -> "Group":
+        """Return some curves of it, and no more cells than they have."""
+        places = sorted({cell for _, _, cell in curves})
+        renumbered = {cell: i for i, cell in enumerate(places)}
+        cells = [self.cells[cell] for cell in places]
+        span = self.span._replace(sources=tuple(cells)) if self.column == "source" else self.span
+        return self._replace(
+            span=span,
+            cells=cells,
+            curves=[(number, name, renumbered[cell]) for number, name, cell in curves],
+        )
+
+
+class Fetched(NamedTuple):
+    """Rows of a group, those of each cell together and in order."""
+
+    columns: Columns
+    bounds: Ints
+    """Where the rows of each cell begin, and one more: where the last one's end."""
+
+    def steps_of(self, cell: int, along: str) -> Ints:
+        """Return where the rows of a cell lie."""
+        steps: Ints = self.columns[along].values[self.bounds[cell] : self.bounds[cell + 1]]
+        return steps
+
+    def points(self, name: str, cell: int) -> Points:
+        """Return the measured values of a column in the rows of a cell."""
+        start, end = self.bounds[cell], self.bounds[cell + 1]
+        parts = (*POINT, name)
+        columns = {
+            key: Column(c.values[start:end], c.is_missing[start:end])
+            for key, c in ((key, self.columns[key]) for key in parts)
+        }
+        return points_of(columns, name)
+
+
+def grouped(catalogue: Catalogue, curves: Sequence[Curve]) -> Iterator[tuple[Group, bool]]:
+    """Yield the curves in groups; with whether outlines may stand for rows.
+
+    Raises:
+        FormatError: a column is text.
+    """
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for i, (span, name, num_points) in enumerate(curves):
+        is_overview = num_points is not None and span.keyed is None and span.seqs is None
+        is_overview &= span.stream in STREAMS and name not in _OWN
+        if span.from_step is not None and span.to_step is not None and num_points is not None:
+            # Of fewer stretches the outlines have fewer points than are wanted.
+            is_overview &= 2 * (span.to_step - span.from_step) > num_points * STRETCH
+        keyed = None if span.keyed is None else (span.keyed.column, type(span.keyed.number_of))
+        sources = "each" if keyed is None and len(span.sources) == 1 else span.sources
+        bounds = (span.from_step, span.to_step, span.from_unix_ns, span.to_unix_ns)
+        key = (span.run_id, span.stream, keyed, sources, *bounds, id(span.seqs), is_overview)
+        members.setdefault(key, []).append(i)
+    for (*_, is_overview), numbers in members.items():
+        group = _group(catalogue, curves, numbers)
+        if group is not None:
+            yield group, is_overview
+
+
+def _group(catalogue: Catalogue, curves: Sequence[Curve], numbers: Sequence[int]) -> Group | None:
+    span = curves[numbers[0]].span
+    places = catalogue.columns(span.run_id, span.stream)
+    if not places:
+        return None
+    for i in numbers:
+        name = curves[i].column
+        if common_type(kind for column, kind in places if column == name) == "S":
+            raise FormatError(f"{name} is text; a curve has numbers")
+    cells: dict[Any, int] = {}
+    placed = []
+    for i in numbers:
+        own = curves[i].span
+        cell: Any = None
+        if own.keyed is not None:
+            of = own.keyed.number_of
+            cell = of if isinstance(of, int) else tuple(of.items())
+        elif len(own.sources) == 1:
+            cell = own.sources[0]
+        placed.append((i, curves[i].column, cells.setdefault(cell, len(cells))))
+    column = "" if span.keyed is None else span.keyed.column
+    if span.keyed is None and len(span.sources) == 1:
+        column = "source"
+        span = span._replace(sources=tuple(cells))
+    span = span._replace(keyed=None)
+    return Group(catalogue.runs[span.run_id], places, span, column, list(cells), placed)
+
+
+def fetch(
+    engine: Engine, group: Group, narrowed: Sequence[Callable[[Chosen], Chosen]] = (lambda c: c,)
+) -> Fetched:
+    """Return a group's rows.
+
+    Args:
+        engine: the lake.
+        group: whose rows.
+        narrowed: of all of them those that each of these gives, together.
+    """
+    chosen, cell = chosen_of(group.span, group.run, group.places), ""
+    if group.column == "source":
+        is_by_rank = all(rank_of(source) != NOT_A_RANK for source in group.cells)
+        cell = "rank" if is_by_rank else "source"
+    elif group.column:
+        chosen, cell = _joined_to_cells(chosen, group), "span_cell"
+    expressions = {n: expression(n, group.places) for n in (*POINT, "rank", "seq", *group.names)}
+    if cell:
+        expressions[_CELL] = cell
+    parts = [select(engine, group.span.stream, narrow(chosen), expressions) for narrow in narrowed]
+    rows = pa.concat_tables(parts)
+    if not cell:
+        codes = np.zeros(len(rows), np.int64)
+    elif cell == "span_cell":
+        codes = rows[_CELL].to_numpy()
+    else:
+        values = [rank_of(s) for s in group.cells] if cell == "rank" else group.cells
+        codes = pa.compute.index_in(rows[_CELL], pa.array(values, rows[_CELL].type)).to_numpy()
+    columns = {name: to_column(rows[name]) for name in expressions if name != _CELL}
+    order = _order(codes, columns)
+    if order is not None:
+        codes = codes[order]
+        columns = {n: Column(c.values[order], c.is_missing[order]) for n, c in columns.items()}
+    return Fetched(columns, np.searchsorted(codes, np.arange(len(group.cells) + 1)))
+
+
+def _joined_to_cells(chosen: Chosen, group: Group) -> Chosen:
+    """Return the rows that have one of the keys, with the cell of each."""
+    column = own_expression(group.column, group.places)
+    names: tuple[str, ...] = ("span_key", "span_cell")
+    rows: list[tuple[Any, ...]] = [(key, i) for i, key in enumerate(group.cells)]
+    is_each = isinstance(group.cells[0], int)
+    if not is_each:
+        names = ("incarnation", *names)
+        rows = [(*key, i) for i, keys in enumerate(group.cells) for key in keys]
+    if not rows or (group.column, "S") in group.places:
+        return chosen.also("false")._replace(joins=", (SELECT 0 AS span_cell)")
+    using = "ON true" if is_each else "USING (incarnation)"
+    return chosen._replace(
+        joins=f"{chosen.joins} JOIN span_cells {using}",
+        tables={**chosen.tables, "span_cells": table_of(names, rows)},
+    ).also(f"{column} = span_key")
+
+
+def _order(codes: Ints, columns: Columns) -> Ints | None:
+    """Return the order by cell, then as ``scan`` gives rows; None where they lie so."""
+    step = columns["step"].values
+    if len(step) < 2 or _is_rising(codes, step):
+        return None
+    if step.min() >= 0 and step.max() < 1 << 42:  # one key is sorted in a fraction of the time
+        order = np.argsort((codes.astype(np.int64) << 42) | step, kind="stable")
+        if _is_rising(codes[order], step[order]):
+            return order
+    keys = ("seq", "time_unix_ns", "rank", "step")
+    return np.lexsort([*(columns[key].values for key in keys), codes])
+
+
+def _is_rising(codes: Ints, step: Ints) -> bool:
+    is_new_cell = codes[1:] > codes[:-1]
+    is_rising = (codes[1:] == codes[:-1]) & (step[1:] > step[:-1])
+    return bool(np.all(is_new_cell | is_rising))
+
+
+def whole_curves(
+    engine: Engine, group: Group, attempts: Sequence[AttemptRow], branch: Branch
+) -> Iterable[tuple[int, Drawn]]:
+    """Yield every point of each curve of a group, by its place in the call."""
+    fetched, stream = fetch(engine, group), group.span.stream
+    for number, name, cell in group.curves:
+        points = on_branch(fetched.points(name, cell), stream, attempts, branch)
+        yield number, Drawn(arranged(points, stream, attempts, branch), len(points))
+
+
+# ---------------------------------------------------------------------------------------- overviews
+
+_MOST_RANGES = 4
+"""Read apart from each other: each costs as much as a small question."""
+_INTS = (
+    *("kind", "attempt", "num", "low_step", "low_unix_ns", "high_step", "high_unix_ns"),
+    *("first_step", "first_unix_ns", "last_step", "last_unix_ns"),
+)
+_FLOATS = ("low", "high", "first", "last")
+
+
+class _Entries(NamedTuple):
+    """Entries of outlines by curve, then along it."""
+
+    curve: Ints
+    """Place in the group."""
+    numbers: Mapping[str, Ints]
+    values: Mapping[str, Floats]
+
+    def take(self, which: Mask | Ints) -> "_Entries":
+        return _Entries(
+            self.curve[which],
+            {name: column[which] for name, column in self.numbers.items()},
+            {name: column[which] for name, column in self.values.items()},
+        )
+
+    def is_kind(self, kind: int) -> Mask:
+        is_kind: Mask = self.numbers["kind"] == kind
+        return is_kind
+
+
+def _overviews(
+    engine: Engine,
+    catalogue: Catalogue,
+    group: Group,
+    least: Mapping[int, int],
+    attempts: Sequence[AttemptRow],
+    branch: Branch,
+) -> dict[int, Drawn]:
+    """Return those curves of which the outlines have as many points as are wanted."""
+    stream = group.span.stream
+    along = "unix_ns" if stream in HOST_STREAMS else "step"
+    entries, outlined = _entries(engine, group)
+    if not outlined:
+        return {}
+    entries, is_cut = _on_branch(entries, group, attempts, branch)
+    pending = _pending(catalogue, group, outlined)
+    rows = fetch(engine, group, [_numbered(pending)]) if pending else None
+    is_read = _to_read(entries, is_cut, along)
+    if rows is not None and along == "step":
+        is_read |= _is_met(entries, group, rows)
+    enough = _enough(group, entries, is_read, rows, least)
+    if not enough:
+        return {}
+    entries_kept, ranges = _cut_out(entries, is_read, along, len(group.curves))
+    reread = _reread(engine, group, ranges, enough, pending, outlined, along)
+    points, num = _drawn_points(entries_kept, along)
+    bounds = np.searchsorted(entries_kept.curve, np.arange(len(group.curves) + 1))
+    ends_of = np.searchsorted(points[0], np.arange(len(group.curves) + 1))
+    drawn = {}
+    for i in enough:
+        number, name, cell = group.curves[i]
+        parts = [points[1].take(np.arange(ends_of[i], ends_of[i + 1]))]
+        read = []
+        if rows is not None:
+            read.append(rows.points(name, cell))
+        if reread is not None and len(ranges[i]):
+            read.append(_within(reread.points(name, cell), ranges[i], along))
+        of_rows = on_branch(join(read), stream, attempts, branch)
+        curve = arranged(join([*parts, of_rows]), stream, attempts, branch)
+        if len(curve) >= least[number]:
+            num_values = int(num[bounds[i] : bounds[i + 1]].sum()) + len(of_rows)
+            drawn[number] = Drawn(curve, num_values)
+    return drawn
+
+
+def _entries(engine: Engine, group: Group) -> tuple[_Entries, dict[str, int]]:
+    """Return the outlines of the curves, and how far each writer is outlined."""
+    span = group.span
+    engine.files.need(OUTLINES, group.run)
+    chosen = Chosen(group.run, "", "run = ? AND stream = ?", [group.run, span.stream], {})
+    keys = [*map(name_key, group.names), name_key(ROWS)]
+    chosen = chosen.also(f"name IN ({', '.join(map(str, keys))})")
+    if span.sources:
+        chosen = of_sources(chosen, span.sources)
+    for side, bound in (("last_step >= ?", span.from_step), ("first_step < ?", span.to_step)):
+        if bound is not None:
+            chosen = chosen.also(f"(name = {keys[-1]} OR {side})", bound)
+    listed = ", ".join((*_INTS, *_FLOATS))
+    outlines = engine.ask(
+        f"SELECT name, source, incarnation, last_seq, {listed} FROM {OUTLINES}"
+        f" WHERE {chosen.where}",
+        chosen.values,
+    )
+    is_rows = pa.compute.equal(outlines["name"], keys[-1])
+    marks = outlines.select(["incarnation", "last_seq"]).filter(is_rows)
+    marks = marks.group_by("incarnation").aggregate([("last_seq", "max")])
+    outlined = dict(
+        zip(marks["incarnation"].to_pylist(), marks["last_seq_max"].to_pylist(), strict=True)
+    )
+    outlines = outlines.filter(pa.compute.invert(is_rows))
+    entries = _Entries(
+        _curve_of(group, outlines),
+        {name: outlines[name].to_numpy().astype(np.int64, copy=False) for name in _INTS},
+        {name: outlines[name].to_numpy() for name in _FLOATS},
+    )
+    return entries.take(entries.curve >= 0), outlined
+
+
+def _curve_of(group: Group, outlines: pa.Table) -> Ints:
+    """Return for each entry which curve of the group it is of; -1 where no curve asks for it."""
+    names = group.names
+    num_cells = len(group.cells)
+    name = pa.compute.index_in(
+        outlines["name"], pa.array(map(name_key, names), pa.int64())
+    ).to_numpy()
+    cell = np.zeros(len(outlines), np.int64)
+    if group.column:
+        cell = pa.compute.index_in(
+            outlines["source"], pa.array(group.cells, pa.string())
+        ).to_numpy()
+    numbers = np.full(len(names) * num_cells, -1)
+    place = {name: i for i, name in enumerate(names)}
+    for i, (_, of_curve, of_cell) in enumerate(group.curves):
+        numbers[place[of_curve] * num_cells + of_cell] = i
+    curve: Ints = numbers[name.astype(np.int64) * num_cells + cell]
+    return curve
+
+
+def _on_branch(
+    entries: _Entries, group: Group, attempts: Sequence[AttemptRow], branch: Branch
+) -> tuple[_Entries, Mask]:
+    """Return the entries that are asked for, in order, and which of them a bound cuts."""
+    span, numbers = group.span, entries.numbers
+    is_in = np.ones(len(entries.curve), np.bool_)
+    is_cut = ~is_in
+    bounds = [
+        ("step", span.from_step, span.to_step),
+        ("unix_ns", span.from_unix_ns, span.to_unix_ns),
+    ]
+    for unit, begin, end in bounds:
+        first, last = numbers[f"first_{unit}"], numbers[f"last_{unit}"]
+        if begin is not None:
+            is_in &= last >= begin
+            is_cut |= first < begin
+        if end is not None:
+            is_in &= first < end
+            is_cut |= last >= end
+    if branch != "all" and span.stream not in HOST_STREAMS:
+        end_of = ends(attempts)
+        distinct, of_entry = np.unique(numbers["attempt"], return_inverse=True)
+        end_at = np.array([end_of(attempt) for attempt in distinct.tolist()])[of_entry]
+        first, last = numbers["first_step"], numbers["last_step"]
+        is_in &= first < end_at if branch == "lineage" else last >= end_at
+        is_cut |= (first < end_at) & (last >= end_at)
+    along = "first_unix_ns" if span.stream in HOST_STREAMS else "first_step"
+    order = np.flatnonzero(is_in)
+    order = order[np.lexsort((numbers[along][order], entries.curve[order]))]
+    return entries.take(order), is_cut[order]
+
+
+def _to_read(entries: _Entries, is_cut: Mask, along: str) -> Mask:
+    """Return the stretches whose rows are to be read: what overlaps is read or outlined together.
+
+    What is not finite follows its stretch (``_cut_out``).
+    """
+    is_stretch = ~entries.is_kind(NONFINITE)
+    is_read = is_stretch & (is_cut | ~entries.is_kind(EXTREMES))
+    at = np.flatnonzero(is_stretch)
+    curve = entries.curve[at]
+    first, last = (entries.numbers[f"{side}_{along}"][at] for side in ("first", "last"))
+    is_overlap = (curve[1:] == curve[:-1]) & (first[1:] <= last[:-1])
+    for i in np.unique(curve[1:][is_overlap]).tolist():
+        start, end = np.searchsorted(curve, (i, i + 1))
+        highest = np.maximum.accumulate(last[start:end])
+        cluster = np.concatenate(([0], np.cumsum(first[start + 1 : end] > highest[:-1])))
+        is_together = np.bincount(cluster, is_read[at[start:end]]) > 0
+        if along == "step":  # one of two rows of a step counts
+            is_together |= np.bincount(cluster) > 1
+        is_read[at[start:end]] = is_together[cluster]
+    return is_read
+
+
+def _pending(
+    catalogue: Catalogue, group: Group, outlined: Mapping[str, int]
+) -> dict[str, tuple[int, int]]:
+    """Return by writer the numbers of the rows that are not outlined yet."""
+    span = group.span
+    return {
+        incarnation: (outlined.get(incarnation, -1) + 1, mark + 1)
+        for incarnation, (mark, source) in catalogue.marks(span.run_id, span.stream).items()
+        if mark > outlined.get(incarnation, -1) and (not span.sources or source in span.sources)
+    }
+
+
+def _numbered(seqs: Mapping[str, tuple[int, int]]) -> Callable[[Chosen], Chosen]:
+    """Return what narrows rows to these of each writer."""
+    return lambda chosen: of_seqs(chosen, seqs)
+
+
+def _is_met(entries: _Entries, group: Group, rows: Fetched) -> Mask:
+    """Return the stretches within whose steps rows lie that are not outlined."""
+    is_met = np.zeros(len(entries.curve), np.bool_)
+    bounds = np.searchsorted(entries.curve, np.arange(len(group.curves) + 1))
+    first, last = entries.numbers["first_step"], entries.numbers["last_step"]
+    is_stretch = ~entries.is_kind(NONFINITE)
+    for i, (_, _, cell) in enumerate(group.curves):
+        own = slice(bounds[i], bounds[i + 1])
+        steps = rows.steps_of(cell, "step")
+        if len(steps) and bounds[i] < bounds[i + 1] and steps[0] <= last[own].max():
+            is_met[own] = np.searchsorted(steps, first[own]) < np.searchsorted(
+                steps, last[own], side="right"
+            )
+    is_met &= is_stretch
+    return is_met
+
+
+def _enough(
+    group: Group, entries: _Entries, is_read: Mask, rows: Fetched | None, least: Mapping[int, int]
+) -> list[int]:
+    """Return the curves that have about as many points as are wanted without reading all."""
+    num = np.where(is_read, entries.numbers["num"], np.where(entries.is_kind(EXTREMES), 2, 1))
+    nums = np.bincount(entries.curve, num, minlength=len(group.curves))
+    is_there = np.bincount(entries.curve, ~is_read, minlength=len(group.curves)) > 0
+    if rows is not None:
+        nums += np.diff(rows.bounds)[[cell for _, _, cell in group.curves]]
+    return [
+        i
+        for i, (number, _, _) in enumerate(group.curves)
+        if is_there[i] and nums[i] >= least[number]
+    ]
+
+
+_Ranges = list[tuple[int, int]]
+
+
+def _cut_out(
+    entries: _Entries, is_read: Mask, along: str, num_curves: int
+) -> tuple[_Entries, list[_Ranges]]:
+    """Return what is drawn of the outlines, and of each curve where rows are read instead."""
+    first, last = (entries.numbers[f"{side}_{along}"] for side in ("first", "last"))
+    ranges: list[_Ranges] = [[] for _ in range(num_curves)]
+    for i, begin, end in zip(
+        entries.curve[is_read].tolist(),
+        first[is_read].tolist(),
+        last[is_read].tolist(),
+        strict=True,
+    ):
+        of_curve = ranges[i]
+        if of_curve and begin <= of_curve[-1][1]:
+            of_curve[-1] = of_curve[-1][0], max(end, of_curve[-1][1])
+        else:
+            of_curve.append((begin, end))
+    is_drawn = ~is_read
+    bounds = np.searchsorted(entries.curve, np.arange(num_curves + 1))
+    for i in np.unique(entries.curve[is_read]).tolist():
+        own = slice(bounds[i], bounds[i + 1])
+        is_drawn[own] &= ~_is_within(first[own], ranges[i])
+    return entries.take(is_drawn), ranges
+
+
+def _is_within(along: Ints, ranges: _Ranges) -> Mask:
+    begins, ends_at = np.array(ranges, np.int64).T
+    place = np.searchsorted(begins, along, side="right") - 1
+    is_within: Mask = (place >= 0) & (along <= ends_at[place])
+    return is_within
+
+
+def _within(points: Points, ranges: _Ranges, along: str) -> Points:
+    return points.take(_is_within(points.step if along == "step" else points.time_unix_ns, ranges))
+
+
+def _reread(
+    engine: Engine,
+    group: Group,
+    ranges: Sequence[_Ranges],
+    enough: Iterable[int],
+    pending: Mapping[str, tuple[int, int]],
+    outlined: Mapping[str, int],
+    along: str,
+) -> Fetched | None:
+    """Return the rows in the ranges, but for those that are not outlined: they are read already."""
+    together = sorted({of_range for i in enough for of_range in ranges[i]})
+    if not together:
+        return None
+    column = "step" if along == "step" else "time_unix_ns"
+    narrowed = []
+    for begin, end in _coalesced(together):
+
+        def narrow(chosen: Chosen, begin: int = begin, end: int = end) -> Chosen:
+            chosen = chosen.also(f"{column} BETWEEN ? AND ?", begin, end)
+            if not pending:
+                return chosen
+            marks = table_of(("incarnation", "outlined_seq"), outlined.items())
+            return chosen._replace(
+                joins=f"{chosen.joins} JOIN span_outlined USING (incarnation)",
+                tables={**chosen.tables, "span_outlined": marks},
+            ).also("seq <= outlined_seq")
+
+        narrowed.append(narrow)
+    return fetch(engine, group, narrowed)
+
+
+def _coalesced(ranges: _Ranges) -> Iterator[tuple[int, int]]:
+    """Yield few ranges that hold all of these; the widest gaps stay between them."""
+    joined: _Ranges = []
+    for begin, end in ranges:
+        if joined and begin <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    gaps = sorted(range(1, len(joined)), key=lambda i: joined[i - 1][1] - joined[i][0])[
+        : _MOST_RANGES - 1
+    ]
+    start = 0
+    for cut in [*sorted(gaps), len(joined)]:
+        yield joined[start][0], joined[cut - 1][1]
+        start = cut
+
+
+def _drawn_points(entries: _Entries, along: str) -> tuple[tuple[Ints, Points], Ints]:
+    """Return the points of outlines with the curve of each, and how many values an entry has."""
+    curve, numbers, values = entries
+    is_first = _is_end(curve, numbers[f"first_{along}"], np.minimum)
+    is_last = _is_end(curve, numbers[f"last_{along}"], np.maximum)
+    is_nonfinite = entries.is_kind(NONFINITE)
+    low, high = (numbers[f"{side}_step"] for side in ("low", "high"))
+    is_same = (low == high) & (numbers["low_unix_ns"] == numbers["high_unix_ns"])
+    sides = [
+        ("low", np.isfinite(values["low"]) | is_nonfinite),
+        ("high", np.isfinite(values["high"]) & ~is_same),
+        ("first", is_first & np.isfinite(values["first"]) & ~_is_extreme(numbers, "first")),
+        ("last", is_last & np.isfinite(values["last"]) & ~_is_extreme(numbers, "last")),
+    ]
+    owners = np.concatenate([curve[mask] for _, mask in sides])
+    points = Points(
+        np.concatenate([numbers[f"{side}_step"][mask] for side, mask in sides]),
+        np.concatenate([numbers["attempt"][mask] for _, mask in sides]),
+        np.concatenate([numbers[f"{side}_unix_ns"][mask] for side, mask in sides]),
+        np.concatenate([values[side][mask] for side, mask in sides]),
+    )
+    order = np.argsort(owners, kind="stable")
+    return (owners[order], points.take(order)), numbers["num"]
+
+
+def _is_end(curve: Ints, along: Ints, extreme: np.ufunc) -> Mask:
+    """Return which entries reach as far as any of their curve: one may lie within another."""
+    starts = np.flatnonzero(np.diff(curve, prepend=-1))
+    if not len(starts):
+        return np.zeros(0, np.bool_)
+    farthest = np.repeat(extreme.reduceat(along, starts), np.diff(starts, append=len(curve)))
+    is_end: Mask = along == farthest
+    return is_end
+
+
+def _is_extreme(numbers: Mapping[str, Ints], side: str) -> Mask:
+    """Return where the value at a side is the least or the greatest one, which is drawn anyway."""
+    is_extreme = np.zeros(len(numbers["num"]), np.bool_)
+    for extreme in ("low", "high"):
+        is_same = numbers[f"{side}_step"] == numbers[f"{extreme}_step"]
+        is_extreme |= is_same & (numbers[f"{side}_unix_ns"] == numbers[f"{extreme}_unix_ns"])
+    return is_extreme
+
+
+# ---------------------------------------------------------------------------------------- the lake
+
+
+class OpenLake:
+    """A lake that is open, and all that can be asked of it (``NumbersReader``)."""
+
+    def __init__(self, engine: Engine, catalogue: Catalogue) -> None:
+        self.engine = engine
+        self.catalogue = catalogue
+
+    def kinds(self, run_id: str, stream: str) -> dict[str, str]:
+        """Return the columns of the stream's rows, each with its type."""
+        return self.catalogue.kinds(run_id, stream)
+
+    def sources(self, run_id: str, stream: str) -> list[str]:
+        """Return who wrote rows of the stream, in the order of their names."""
+        return self.catalogue.sources(run_id, stream)
+
+    def scan(self, span: Span, names: Sequence[str]) -> Columns:
+        """Return columns of the rows in the span, in order."""
+        all_names = tuple(dict.fromkeys((*ORDER, *names)))
+        place = located(self.catalogue, span)
+        if place is None:
+            return {name: none_of(0) for name in names}
+        run, places = place
+        chosen = chosen_of(span, run, places)
+        rows = select(
+            self.engine, span.stream, chosen, {n: expression(n, places) for n in all_names}
+        )
+        return in_order({name: to_column(rows[name]) for name in all_names}, names)
+
+    def num_rows(self, span: Span) -> int:
+        """Return how many rows the span has."""
+        place = located(self.catalogue, span)
+        if place is None:
+            return 0
+        counted = select(self.engine, span.stream, chosen_of(span, *place), {"num": "count(*)"})
+        return int(counted["num"][0].as_py())
+
+    def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
+        """Return the last step of each attempt that has rows of the stream."""
+        place = located(self.catalogue, Span(run_id, stream))
+        if place is None:
+            return {}
+        answer = self.engine.ask(
+            f"SELECT attempt, max(step) AS step FROM {stream}"
+            " WHERE run = ? AND attempt IS NOT NULL AND step IS NOT NULL GROUP BY attempt",
+            [place[0]],
+        )
+        return dict(zip(answer["attempt"].to_pylist(), answer["step"].to_pylist(), strict=True))
+
+    def curves(
+        self,
+        curves: Sequence[Curve],
+        attempts: Sequence[AttemptRow],
+        branch: Branch,
+    ) -> list[Drawn]:
+        """Return each curve's measured values on the branch; of an overview, what keeps its shape.
+
+        Raises:
+            FormatError: a column is text.
+        """
+        drawn: dict[int, Drawn] = {}
+        for group, is_overview in grouped(self.catalogue, curves):
+            rest = group.curves
+            if is_overview:
+                least = {number: curves[number].num_points or 0 for number, _, _ in group.curves}
+                drawn |= _overviews(self.engine, self.catalogue, group, least, attempts, branch)
+                rest = [curve for curve in group.curves if curve[0] not in drawn]
+            if rest:
+                drawn |= whole_curves(self.engine, group.of(rest), attempts, branch)
+        return [drawn.get(i, Drawn(NO_POINTS, 0)) for i in range(len(curves))]

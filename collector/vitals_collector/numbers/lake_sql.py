@@ -1,0 +1,423 @@
+"""A lake for people's SQL: attached read-only by another process, live while collectors commit.
+
+The views show numbers from the lake and all else from the collector's SQL database: names stand in
+place of numbers, times are in UTC, and what has no column here (bodies, commands, settings of the
+collector, who asked for what) is not offered.
+
+Only one question to them is taken. The engine's own parser says what a text is. Every table that
+the parsed tree names has to be an offered view or a part of the question itself, and every function
+that gives a table one that makes numbers: the others read files, show the catalogue, or tidy up
+lakes. Files outside the lake's own folder are out of reach, and what a question may use of memory
+and time has a limit. The checksums of files are not compared here: that would read whole files for
+a question about a few rows.
+"""
+
+import json
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import duckdb
+import pyarrow as pa
+
+from trainvitals.errors import StorageError, UsageError
+from vitals_collector.numbers.interface import RANKS
+from vitals_collector.numbers.lake_catalogue import (
+    KEYS,
+    TYPES,
+    Places,
+    own_expression,
+    quoted,
+    unspelled,
+)
+from vitals_collector.numbers.lake_engine import Bucket, Folder, Place, extension, translated
+
+# -------------------------------------------------------------------------------------------- views
+
+_NAMED = {"scalars": "name", "layers": "layer"}
+"""Streams whose rows have a number in place of a name, and its column."""
+_NUMBERS = {
+    "steps": ("steps", "rank = 0"),
+    "ranks": ("steps", "rank >= 0"),
+    "levels": (RANKS, "true"),
+    "layers": ("layers", "true"),
+    "scalars": ("scalars", "true"),
+    "nodes": ("node", "true"),
+    "gpus": ("gpu", "true"),
+    "processes": ("process", "true"),
+}
+"""Each with the stream that it shows, and which of its rows."""
+_WRITER = ("source", "incarnation", "seq")
+_BRACED = re.compile(r"\{(\w+)\}")
+_RECORDS = {
+    "decisions": "run_id, step, action, rule, cause, rank, acted, attempt, decided_at_step,"
+    " {time_unix_ns}",
+    "findings": "run_id, step, attempt, rank, kind, level, detector, {time_unix_ns}",
+    "alerts": "run_id, name, severity, state, summary, step, {started_unix_ns},"
+    " {updated_unix_ns}, {ended_unix_ns}, acknowledged_by",
+    "checkpoints": "run_id, checkpoint_id, place, step, attempt, state, num_bytes, detail,"
+    " {time_unix_ns}",
+    "events": "run_id, source, step, attempt, kind, summary, {time_unix_ns}",
+    "annotations": "run_id, step, text, written_by, {time_unix_ns}",
+}
+"""Tables of the SQL database, and what of them is shown; times in braces."""
+VIEWS = frozenset({"runs", *_NUMBERS, *_RECORDS})
+"""Names that are offered once there is something to show."""
+_RUNS = """
+SELECT r.run_id, r.name, r.project, r.user_name AS "user", r.mode, r.world_size,
+  {started} AS started, s.last_step, s.loss, {seen} AS last_seen,
+  coalesce(s.ended_state, '') AS ended_state, coalesce(s.ended_reason, '') AS ended_reason
+FROM db.runs r LEFT JOIN (
+  SELECT run_id, max(last_step) AS last_step, max(last_seen_unix_ns) AS seen,
+    arg_max(loss, last_step_unix_ns) AS loss,
+    arg_max(ended_state, started_unix_ns) AS ended_state,
+    arg_max(ended_reason, started_unix_ns) AS ended_reason
+  FROM db.sources WHERE rank = 0 GROUP BY run_id
+) s ON s.run_id = r.run_id
+"""
+
+
+def views_of(
+    columns: Mapping[str, Sequence[tuple[str, str]]], *, has_records: bool
+) -> dict[str, str]:
+    """Return each view's SELECT.
+
+    Args:
+        columns: of each of the lake's tables, the names and DuckDB's types.
+        has_records: whether the SQL database is there, as ``db``.
+    """
+    views = {
+        view: _numbers(stream, columns[stream], which, has_names=has_records)
+        for view, (stream, which) in _NUMBERS.items()
+        if stream in columns
+    }
+    if has_records:
+        views |= {
+            table: f"SELECT {_with_times(listed)} FROM db.{table}"
+            for table, listed in _RECORDS.items()
+        }
+        views["runs"] = _RUNS.format(started=_time("r.started_unix_ns"), seen=_time("s.seen"))
+    elif "runs" in columns:
+        views["runs"] = "SELECT run_id FROM lake.runs"
+    return views
+
+
+def _numbers(
+    stream: str, columns: Sequence[tuple[str, str]], which: str, *, has_names: bool
+) -> str:
+    kinds = {kind: short for short, kind in TYPES.items()}
+    places: Places = {
+        (unspelled(place), kinds[kind]): place for place, kind in columns if place not in KEYS
+    }
+    shown = {"rank": "rank", "time": _time("time_unix_ns")}
+    for (name, _), place in places.items():
+        if own_expression(name, places) not in shown.values():
+            # The engine folds case: the second of two such names is shown as the lake spells it.
+            labels = (*shown, *_WRITER, "run", "run_id")
+            is_free = name.casefold() not in {label.casefold() for label in labels}
+            shown[name if is_free else place] = own_expression(name, places)
+    listed = ", ".join(f"{value} AS {quoted(label)}" for label, value in shown.items())
+    rows = f"SELECT run, {listed}, {', '.join(_WRITER)} FROM lake.{stream} WHERE {which}"
+    every = "SELECT u.run_id, r.* EXCLUDE (run)"
+    runs = f"FROM ({rows}) r JOIN lake.runs u ON u.run = r.run"
+    named = _NAMED.get(stream)
+    if named not in shown or not has_names:
+        return f"{every} {runs}"
+    return (
+        f"{every} REPLACE (coalesce(n.name, CAST(r.{named} AS VARCHAR)) AS {named}) {runs}"
+        f" LEFT JOIN db.names n ON n.stream = '{stream}' AND n.run_id = u.run_id"
+        f" AND n.incarnation = r.incarnation AND n.id = r.{named}"
+    )
+
+
+def _with_times(listed: str) -> str:
+    """Return the columns, those in braces as moments under names without their unit."""
+    return _BRACED.sub(
+        lambda match: f"{_time(match[1])} AS {match[1].removesuffix('_unix_ns')}", listed
+    )
+
+
+def _time(column: str) -> str:
+    """Return a moment in UTC; NULL for none."""
+    return f"make_timestamp(nullif({column}, 0) // 1000)"
+
+
+# ---------------------------------------------------------------------------------------- questions
+
+EXAMPLE = "SELECT step, loss FROM steps WHERE run_id = '...' ORDER BY step"
+_TABLE_FUNCTIONS = ("range", "generate_series", "unnest")
+_REFUSED_FUNCTIONS = (
+    *("getenv", "getvariable", "current_setting", "which_secret"),  # this process's own
+    *("query", "query_table", "json_serialize_plan", "json_execute_serialized_sql"),
+    *("write_log", "nextval", "currval", "setseed", "sleep_ms", "pg_sleep"),
+)
+_EXPLAIN = re.compile(r"\A\s*EXPLAIN\s+", re.IGNORECASE)
+
+
+def check(
+    connection: duckdb.DuckDBPyConnection, sql: str, views: Collection[str], taken: Collection[str]
+) -> None:
+    """Refuse what is no question to the views.
+
+    Args:
+        connection: whose parser is asked.
+        sql: what somebody wants to run.
+        views: the names that are offered, in lower case.
+        taken: names that the engine or an attached database gives to something, in lower case: a
+            part of a question is not called so, for it would be looked up where it does not reach.
+
+    Raises:
+        UsageError: it is no SQL, more than one statement, not a SELECT or EXPLAIN of one, or it
+            asks for more than the views.
+    """
+    parsed = _parsed(connection, _explained(sql))
+    parts = {name.casefold() for name in _part_names(parsed)}
+    shadowed = sorted(parts & set(taken))
+    if shadowed:
+        raise UsageError(
+            f"WITH {shadowed[0]}: that name belongs to something else here",
+            hint=f"give this part of the question another name, such as my_{shadowed[0]}",
+        )
+    for refused in _refused(parsed, {*views, *parts}):
+        if (view := refused.removeprefix("the table ").casefold()) in VIEWS:
+            raise UsageError(
+                f"nothing was recorded here yet that {view} would show",
+                hint=f"so far there are {', '.join(sorted(views))}",
+            )
+        raise UsageError(
+            f"{refused} is not offered: it may read or change more than what runs recorded",
+            hint=f"ask the views {', '.join(sorted(views))}, such as {EXAMPLE}",
+        )
+
+
+def _explained(sql: str) -> str:
+    """Return the one SELECT that this is, or that it explains."""
+    try:
+        statements = duckdb.extract_statements(sql)
+        if len(statements) == 1 and statements[0].type == duckdb.StatementType.EXPLAIN:
+            sql = _EXPLAIN.sub("", sql)
+            statements = duckdb.extract_statements(sql)
+    except duckdb.Error as error:
+        raise UsageError(f"this is no SQL: {error}", hint=EXAMPLE) from None
+    kinds = [statement.type for statement in statements]
+    if kinds != [duckdb.StatementType.SELECT]:
+        names = ", ".join(kind.name for kind in kinds) or "nothing"
+        raise UsageError(
+            f"only one SELECT, or EXPLAIN of one, is taken; this is {names}", hint=EXAMPLE
+        )
+    return sql
+
+
+def _parsed(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    tree = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchone()
+    parsed = json.loads(tree[0]) if tree is not None else {"error": True}
+    if parsed["error"]:
+        raise UsageError("only SELECT is taken; this is a command in the form of one", hint=EXAMPLE)
+    return parsed
+
+
+def _part_names(node: Any) -> Iterator[str]:
+    """Yield the names that WITH gives to parts of the question."""
+    for at in _nodes(node):
+        for part in at.get("cte_map", {}).get("map", ()):
+            yield str(part["key"])
+
+
+def _refused(node: Any, names: Collection[str]) -> Iterator[str]:
+    """Yield what the parsed question asks for and must not."""
+    for at in _nodes(node):
+        kind, function = at.get("type"), at.get("function_name")
+        if kind == "BASE_TABLE":
+            path = [str(at.get(f"{part}_name", "")) for part in ("catalog", "schema", "table")]
+            if any(path[:2]) or path[2].casefold() not in names:
+                yield f"the table {'.'.join(part for part in path if part)}"
+        elif kind == "SHOW_REF":
+            yield "DESCRIBE, SHOW or SUMMARIZE"
+        elif kind == "TABLE_FUNCTION":
+            name = str(at.get("function", {}).get("function_name", "")).casefold()
+            if name not in _TABLE_FUNCTIONS:
+                yield f"the function {name or 'of a table'}"
+        elif function is not None and str(function).casefold() in _REFUSED_FUNCTIONS:
+            yield f"the function {function}"
+
+
+def _nodes(node: Any) -> Iterator[dict[str, Any]]:
+    """Yield every part of a parsed question that has properties."""
+    if isinstance(node, list):
+        for part in node:
+            yield from _nodes(part)
+    elif isinstance(node, dict):
+        yield node
+        for part in node.values():
+            yield from _nodes(part)
+
+
+# --------------------------------------------------------------------------------------- the reader
+
+_NARROWER = "name a run (WHERE run_id = '...'), fewer columns, or a range of steps"
+
+
+class Answer(NamedTuple):
+    """Rows of an answer, and the names of their columns."""
+
+    names: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    is_cut: bool = False
+    """Whether there were more rows."""
+
+
+class LakeReader:
+    """Answers SQL over views such as runs, steps, ranks, layers, scalars and decisions."""
+
+    def __init__(
+        self,
+        folder: Path,
+        catalogue: str = "",
+        *,
+        bucket: str = "",
+        database: Path | None = None,
+        memory_limit: str = "512MB",
+        max_seconds: float = 60.0,
+    ) -> None:
+        """Attach a lake that is there, read-only.
+
+        Args:
+            folder: where the lake lies.
+            catalogue: of PostgreSQL, as ``dbname=... host=...``, which holds the collector's other
+                tables as well; "" is a SQLite file in the folder.
+            bucket: where its files lie on S3; "" is in the folder.
+            database: the SQLite file of the collector's other tables; without them only the views
+                of numbers are there.
+            memory_limit: what a question may take; it never writes to disk.
+            max_seconds: how long a question may take.
+
+        Raises:
+            MissingDependencyError: DuckDB's extensions are not installed.
+            StorageError: the lake cannot be opened.
+            UsageError: there are no keys of the bucket in the environment.
+        """
+        self._memory_limit, self._max_seconds = memory_limit, max_seconds
+        # Nothing is downloaded, now or by a question.
+        self._connection = duckdb.connect(
+            config={
+                "autoinstall_known_extensions": False,
+                "autoload_known_extensions": False,
+                "allow_unsigned_extensions": True,  # those of our own packages, as the engine does
+                "python_enable_replacements": False,
+            }
+        )
+        with translated():
+            place = Bucket(bucket, self._rows) if bucket else Folder(folder)
+            self._attach(folder, catalogue, database, place)
+            self._make_views(has_records=bool(catalogue) or database is not None)
+            self._lock_in(place)
+
+    def __enter__(self) -> "LakeReader":
+        """Return self."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Let the lake go."""
+        self._connection.close()
+
+    def _rows(self, sql: str) -> pa.Table:
+        return self._connection.execute(sql).to_arrow_table()
+
+    def _attach(self, folder: Path, catalogue: str, database: Path | None, place: Place) -> None:
+        scanner = "postgres_scanner" if catalogue else "sqlite_scanner"
+        uri = f"postgres:{catalogue}" if catalogue else f"sqlite:{folder / 'catalogue.sqlite'}"
+        # Who meets a writer on SQLite waits for it, instead of being refused.
+        waits = "" if catalogue else ", META_BUSY_TIMEOUT 10000"
+        for name in ("ducklake", scanner, *place.extensions):
+            self._connection.execute(f"LOAD '{extension(name)}'")
+        place.enter(self._connection)
+        self._connection.execute(
+            f"ATTACH {_text(f'ducklake:{uri}')} AS lake"
+            f" (READ_ONLY, OVERRIDE_DATA_PATH true, DATA_PATH {_text(place.root)}{waits})"
+        )
+        if catalogue:
+            self._connection.execute(f"ATTACH {_text(catalogue)} AS db (TYPE postgres, READ_ONLY)")
+        elif database is not None:
+            self._connection.execute(
+                f"ATTACH {_text(str(database))} AS db (TYPE sqlite, READ_ONLY, BUSY_TIMEOUT 10000)"
+            )
+
+    def _make_views(self, *, has_records: bool) -> None:
+        columns: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for table, name, kind in self._connection.execute(
+            "SELECT table_name, column_name, data_type FROM duckdb_columns()"
+            " WHERE database_name = 'lake' ORDER BY column_index"
+        ).fetchall():
+            columns[table].append((name, kind))
+        names = self._connection.execute(
+            "SELECT table_name FROM duckdb_tables() UNION SELECT view_name FROM duckdb_views()"
+        ).fetchall()
+        self._taken = {name.casefold() for (name,) in names}
+        views = views_of(columns, has_records=has_records)
+        for view, sql in views.items():
+            self._connection.execute(f"CREATE VIEW {view} AS {sql}")
+        self.views = tuple(views)
+        """What can be asked."""
+
+    def _lock_in(self, place: Place) -> None:
+        """Take every way out from the questions to come."""
+        for setting in (
+            f"memory_limit = {_text(self._memory_limit)}",
+            "threads = 1",  # the cores belong to the training
+            "temp_directory = ''",
+            f"allowed_directories = [{_text(place.root)}]",
+            "enable_external_access = false",
+            "lock_configuration = true",
+        ):
+            self._connection.execute(f"SET {setting}")
+
+    def ask(self, sql: str, *, max_rows: int = 10_000) -> Answer:
+        """Return a question's answer, at most so many rows of it.
+
+        Raises:
+            UsageError: it is no question, asks for more than the views, or is no SQL.
+            StorageError: it took too long or too much memory.
+        """
+        check(self._connection, sql, self.views, self._taken)
+        is_late = threading.Event()
+
+        def interrupt() -> None:
+            is_late.set()
+            self._connection.interrupt()
+
+        timer = threading.Timer(self._max_seconds, interrupt)
+        timer.start()
+        try:
+            cursor = self._connection.execute(sql)
+            names = tuple(column[0] for column in cursor.description or ())
+            rows = cursor.fetchmany(max_rows + 1)
+            return Answer(names, rows[:max_rows], len(rows) > max_rows)
+        except duckdb.OutOfMemoryException:
+            raise StorageError(
+                f"the question needs more than {self._memory_limit} of memory", hint=_NARROWER
+            ) from None
+        except duckdb.Error as error:
+            if is_late.is_set():
+                raise too_late(self._max_seconds) from None
+            raise UsageError(f"DuckDB refuses the question: {error}") from None
+        finally:
+            timer.cancel()
+
+
+def too_late(seconds: float) -> StorageError:
+    """Return the error for a question that took too long."""
+    return StorageError(f"the question took longer than {seconds:g} s", hint=_NARROWER)
+
+
+def _text(value: str) -> str:
+    """Return a text as SQL takes it."""
+    return "'" + value.replace("'", "''") + "'"
