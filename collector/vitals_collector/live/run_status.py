@@ -161,9 +161,10 @@ def _is_silent(source: SourceState, when: Liveness) -> bool:
 # ------------------------------------------------------------------------------------- who is gone
 #
 # A node whose agent and ranks are all silent is lost, unless the others passed steps together with
-# its ranks since: then the ranks live, and only the agent is gone. A rank whose agent speaks is
-# lost where the agent says that its process is gone. Of a rank that is silent beside a living agent
-# nothing is said: it evaluates, or it waits for others, and then a stall tells.
+# its ranks since: then the ranks live, and only the agent is gone. A rank is lost where its agent
+# said that its process is gone, also when that agent falls silent afterwards. Of a rank that is
+# silent beside a living agent nothing is said: it evaluates, or it waits for others, and then a
+# stall tells.
 #
 # All times are the collector's own: the clocks of nodes may differ by minutes. What was heard
 # before the newest launch of any rank belongs to an earlier one, and is no loss of this.
@@ -214,24 +215,18 @@ def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
     expected = [rank for rank in present if not rank.source.ended_state]
     is_silent = _silence(when)
     speaking = _last_of_nodes(newest.values(), when)
+    dead = [rank for rank in expected if rank.source.alive == 0]
     ranks_of: dict[str, list[_Heard]] = defaultdict(list)
     for rank in expected:
-        ranks_of[rank.source.node].append(rank)
+        if rank.source.alive != 0:
+            ranks_of[rank.source.node].append(rank)
     silent = {
         node: of_node
         for node, of_node in ranks_of.items()
         if node in speaking and is_silent(speaking[node])
     }
     return Absent(
-        ranks=tuple(
-            sorted(
-                rank.rank
-                for rank in expected
-                if rank.source.alive == 0
-                and rank.source.node not in silent
-                and is_silent(rank.last_ns)
-            )
-        ),
+        ranks=tuple(sorted(rank.rank for rank in dead if is_silent(rank.last_ns))),
         nodes=tuple(sorted(n for n in silent if not _is_passed(silent[n], present, when))),
         agents=tuple(sorted(n for n in silent if _is_passed(silent[n], present, when))),
         never_heard=_never_heard(head, present, is_silent(max(launched, when.up_since_unix_ns))),
