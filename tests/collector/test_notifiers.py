@@ -342,6 +342,42 @@ def test_a_receiver_is_left_alone_for_as_long_as_it_asks():
     assert 120.0 == dispatcher.pump(), "nor is it asked for another alert"
 
 
+def test_who_asks_for_a_day_is_told_of_after_five_minutes_and_asked_again_after_fifteen():
+    clock, day = ManualClock(), Result(recoverable=True, error="503", retry_after=86_400.0)
+    away, good = Fake(*[day] * 9, name="away"), Fake(name="good")
+    dispatcher = Dispatcher([away, good], clock=clock)
+    dispatcher.submit(alert())
+    run_for(dispatcher, clock, 299)
+    assert 1 == len(good.got)
+    run_for(dispatcher, clock, 1)
+    assert (1, 2) == (len(away.got), len(good.got)), "it is told while nothing is tried"
+    run_for(dispatcher, clock, 600)
+    assert 2 == len(away.got)
+
+
+def test_a_receiver_that_takes_all_but_one_alert_is_told_of_until_it_has_that():
+    class Picky(Fake):
+        is_picky = True
+
+        def notify(self, alerts) -> Result:
+            super().notify(alerts)
+            is_bad = self.is_picky and any(a.fingerprint == "bad" for a in alerts)
+            return NEVER if is_bad else DELIVERED
+
+    clock, picky, good = ManualClock(), Picky(name="picky"), Fake(name="good")
+    dispatcher = Dispatcher([picky, good], clock=clock)
+    dispatcher.submit(alert("bad"))
+    for i in range(12):
+        dispatcher.submit(alert(f"f{i}"))
+        run_for(dispatcher, clock, 30)
+    failing = [state for got in good.got for name, state in got if name[0] != "f" and name != "bad"]
+    assert ["firing"] == failing
+    picky.is_picky = False
+    run_for(dispatcher, clock, 60)
+    failing = [state for got in good.got for name, state in got if name[0] != "f" and name != "bad"]
+    assert ["firing", "resolved"] == failing
+
+
 def test_one_alert_that_is_refused_does_not_take_the_others_with_it():
     class Picky(Fake):
         def notify(self, alerts) -> Result:
@@ -358,7 +394,7 @@ def test_one_alert_that_is_refused_does_not_take_the_others_with_it():
 
 @pytest.mark.parametrize(
     ("result", "seconds", "told"),
-    [(LATER, 290, False), (LATER, 400, True), (NEVER, 200, False), (NEVER, 301, True)],
+    [(LATER, 240, False), (LATER, 400, True), (NEVER, 200, False), (NEVER, 301, True)],
 )
 def test_the_others_are_told_of_a_receiver_that_takes_nothing(
     result: Result, seconds: float, told: bool

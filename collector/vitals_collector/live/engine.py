@@ -531,8 +531,8 @@ class Engine:
             return
         self._resend_ns = now + int(_RESEND_SECONDS * 1e9)
         new, posted = self._inbox.untold()
-        for view in new:
-            self._dispatcher.resume(view)
+        for view, life in new:
+            self._dispatcher.resume(view, active_since=life.active_since)
         for view in posted:
             self._dispatcher.keep_posting(view)
 
