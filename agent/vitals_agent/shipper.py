@@ -113,7 +113,7 @@ class _Progress:
     """Where the hole began for which a stream's batches were looked through last."""
     looks_back: bool = False
     """Whether the cursor goes through all that is still there."""
-    looked_from: Position = Position()
+    looked_from: Position | None = None
     looked: _Waiting | None = None
     """The last batch up to which the collector has all that was gone through."""
     is_resumed: bool = False

@@ -358,6 +358,35 @@ def test_a_lost_rank_is_not_back_for_its_agent_is_gone_too(two: TwoNodes):
     assert ["RankLost firing"] == two.pass_time(180, ranks=(), agents=(0,))
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_node_whose_death_made_the_run_fail_pages_by_its_name(two: TwoNodes, is_restarted: bool):
+    two.pass_time(60)
+    two.pass_time(5, ranks=(), agents=(0,))
+    two.place.send(two.ranks[0].events(RunEnded(state="failed", reason="connection closed")))
+    assert ["RunFailed firing"] == two.pass_time(50, ranks=(), agents=(0,))
+    assert ["RunFailed firing", "NodeLost firing"] == two.pass_time(60, ranks=(), agents=(0,))
+    if is_restarted:
+        two.place.restart()
+    assert ["RunFailed firing", "NodeLost firing"] == two.pass_time(200, ranks=(), agents=())
+    assert "node-b" in two.place.heard.alerts[1].summary
+    restarted_agent(two)
+    assert "NodeLost resolved" == two.pass_time(5, ranks=(), agents=(1,))[-1]
+
+
+def test_a_lost_node_is_not_back_for_the_others_failed_of_it(two: TwoNodes):
+    two.pass_time(60)
+    assert ["NodeLost firing"] == two.pass_time(120, ranks=(), agents=(0,))
+    two.place.send(two.ranks[0].events(RunEnded(state="failed", reason="the watchdog ended it")))
+    assert ["NodeLost firing", "RunFailed firing"] == two.pass_time(600, ranks=(), agents=())
+
+
+def test_nodes_that_were_ended_for_a_rank_had_failed_are_not_lost(two: TwoNodes):
+    two.pass_time(60)
+    two.place.send(two.ranks[0].events(RunEnded(state="failed", reason="out of memory")))
+    two.pass_time(5, ranks=())
+    assert ["RunFailed firing"] == two.pass_time(400, ranks=(), agents=())
+
+
 def test_a_stall_is_not_told_beside_the_loss_that_causes_it_and_told_once_that_is_over(
     two: TwoNodes,
 ):

@@ -423,9 +423,7 @@ class Dispatcher:
     def _tell_if_failing(self, line: _Line) -> None:
         """Tell the others, once; also while the receiver asked to be left alone."""
         with self._lock:
-            is_failing = (
-                self._is_late(line) or line.refusals >= self._config.failing_after_refusals
-            )
+            is_failing = self._is_late(line) or line.refusals >= self._config.failing_after_refusals
             if line.failing is not None or not is_failing:
                 return
             alert = _failing_alert(line.notifier.name, line.error, self._clock.time_ns())

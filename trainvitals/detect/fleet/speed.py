@@ -280,8 +280,8 @@ class StallConfig(Settings, frozen=True, kw_only=True):
     """Silence up to this is never a stall."""
     first_seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 3_600.0
     """Nor is silence up to this in a run that came past none above ``least_seconds`` yet: it may be
-    the first evaluation, and looks the same from outside. PyTorch ends a collective that hangs after
-    10 (NCCL) or 30 minutes (gloo), and then the lost ranks page."""
+    the first evaluation, and looks the same from outside. PyTorch itself ends a collective that
+    hangs after 10 (NCCL) or 30 minutes (gloo), and then the lost run is told."""
     typical_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 20.0
     """Multiple of the usual step. Our own choice."""
     longest_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 3.0
