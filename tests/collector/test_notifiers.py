@@ -3,8 +3,10 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -621,6 +623,30 @@ def test_what_the_command_line_says_of_notifiers_is_what_the_collector_tells(
             assert ["log", *(names or ["alertmanager"])] == [n.name for n in running]
 
 
+def test_a_page_of_a_collector_that_died_stays_at_the_alertmanager_for_a_day():
+    """Alertmanager takes an alert for over once its ``endsAt`` has passed (its API, "alerts")."""
+    clock = ManualClock()
+
+    def ends(body: bytes) -> list[float]:
+        posted = [datetime.fromisoformat(each["endsAt"]) for each in json.loads(body)]
+        return [moment.timestamp() - clock.time_ns() / SECOND for moment in posted]
+
+    with receiver() as server:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        notifier = AlertmanagerNotifier(url, clock=clock)
+        dispatcher = Dispatcher([notifier], clock=clock)
+        dispatcher.submit(alert())
+        run_for(dispatcher, clock, 600)
+        num_posted = len(server.posted)
+        assert 11 == num_posted
+        clock.advance(23 * 3_600)  # it is dead: nothing more is posted
+        assert all(end > 0 for end in ends(server.posted[-1][2]))
+        dispatcher.submit(alert(state="resolved"))
+        dispatcher.pump()
+        assert all(end < 0 for end in ends(server.posted[num_posted][2])), "its own word ends it"
+        notifier.close()
+
+
 AMTOOL = shutil.which("prometheus-alertmanager")
 
 
@@ -653,8 +679,6 @@ def alertmanager(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.servers
 def test_a_real_alertmanager_takes_firing_and_resolved(alertmanager: str):
-    import time
-
     clock = ManualClock(time_ns=time.time_ns())
     notifier = AlertmanagerNotifier(alertmanager, clock=clock)
     started = clock.time_ns() - 10 * SECOND
@@ -679,6 +703,30 @@ def test_a_real_alertmanager_takes_firing_and_resolved(alertmanager: str):
             assert [] == http.get(f"{alertmanager}/api/v2/alerts").json()
     finally:
         notifier.close()
+
+
+@pytest.mark.servers
+def test_a_real_alertmanager_keeps_a_page_whose_collector_is_gone_for_as_long_as_it_was_told(
+    alertmanager: str,
+):
+    """Two collectors die at once; one had asked for two seconds, the other for the usual day."""
+
+    def active() -> set[str]:
+        with httpx.Client() as http:
+            shown = http.get(f"{alertmanager}/api/v2/alerts").json()
+        return {each["labels"]["alertname"] for each in shown}
+
+    clock = SystemClock()
+    for name, hold in (("Brief", {"hold_seconds": 2.0}), ("Usual", {})):
+        notifier = AlertmanagerNotifier(alertmanager, clock=clock, **hold)
+        assert DELIVERED == notifier.notify([alert(name=name, started_unix_ns=clock.time_ns())])
+        notifier.close()
+    assert {"Brief", "Usual"} == active()
+    deadline = time.monotonic() + 20.0
+    while "Brief" in active():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert {"Usual"} == active()
 
 
 @pytest.mark.parametrize(
