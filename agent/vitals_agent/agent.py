@@ -388,7 +388,8 @@ class Agent:
         text = (
             f"the disk of {run.state_dir.path} is full: node {self.config.node} holds what its "
             f"ranks write in memory, at most {run.spool.max_bytes >> 20} MiB, and forwards it from "
-            "there; it goes back to the disk once that has room"
+            "there; it goes back to the disk once that has room. What the collector acknowledged "
+            "is not kept meanwhile: one that is restored from a backup will lack it"
         )
         log.warning("%s run=%s", text, run.run_id)
         run.node_source.say(Note(code="spool_in_memory", text=text, severity="warning"))

@@ -1,7 +1,8 @@
 """Where a run's spool lies: on its disk, and in the node's memory for as long as that is full.
 
 What is in memory goes the same way to the collector; it is bounded, and survives the agent, but not
-the node. Once the disk has room again, what still waits is appended to the spool there.
+the node. Once the disk has room again, what still waits is appended to the spool there. What was
+acknowledged does not stay: the ranks need the memory.
 """
 
 import contextlib

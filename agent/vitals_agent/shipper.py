@@ -4,6 +4,7 @@ Every batch is sent with the question whether something is missing before it. A 
 less than it had acknowledged, because it was restored from a backup, answers so; then the spool is
 gone through again from the oldest batch that is still there, and of each stream is sent what the
 collector lacks. What is not there any more is passed over, and counted as lost by the collector.
+Interrupted, that goes on where it was, if the collector still has what it was shown last.
 
 A batch that is refused stops its own stream: sent again it may arrive whole. The other streams go
 on. One that was only damaged on its way is tried for ever, any other ``MAX_TRIES`` times.
@@ -112,21 +113,21 @@ class _Progress:
     """Where the hole began for which a stream's batches were looked through last."""
     looks_back: bool = False
     """Whether the cursor goes through all that is still there."""
+    looked_from: Position | None = None
+    looked: _Waiting | None = None
+    """The last batch up to which the collector has all that was gone through."""
+    is_resumed: bool = False
+    """Whether it began there, after a failure, and not at the oldest."""
     is_new: bool = True
     """Whether the collector may be another one than it was, or the same with less."""
 
     def is_done(self, sent: _Waiting, spool: Ships) -> bool:
         """Return whether nothing is waited for: it is durable, refused, or a full spool's loss."""
-        is_past = sent.end <= spool.acked or sent.end in self.set_aside
-        return sent.last_seq <= self.durable.get(sent.key, -1) or is_past
+        return self.is_there(sent) or sent.end <= spool.acked
 
     def keeps_back(self, batch: _Waiting) -> bool:
         """Return whether the batch is not to be sent now."""
-        return (
-            batch.key in self.stopped
-            or batch.end in self.set_aside
-            or batch.last_seq <= self.durable.get(batch.key, -1)
-        )
+        return batch.key in self.stopped or self.is_there(batch)
 
     def pass_by(self, batch: _Waiting) -> None:
         """Go on behind a batch; it is waited for until it is done."""
@@ -144,13 +145,35 @@ class _Progress:
         while self.unacked and self.unacked[-1].end > position:
             self.unacked.pop()
 
+    def look_back(self, spool: Ships) -> None:
+        """Go through all that is still there."""
+        self.looks_back, self.looked, self.is_resumed = True, None, False
+        self.looked_from = spool.kept_from
+        self.durable.clear()
+        self.go_back(self.looked_from)
+
+    def note_looked(self, group: Sequence[_Waiting]) -> None:
+        """Note that all up to the end of these is there, if so."""
+        begins = self.looked_from if self.looked is None else self.looked.end
+        if begins == group[0].start and all(map(self.is_there, group)):
+            self.looked = group[-1]
+
+    def is_there(self, batch: _Waiting) -> bool:
+        """Return whether the collector has it, or will never take it."""
+        return batch.last_seq <= self.durable.get(batch.key, -1) or batch.end in self.set_aside
+
     def start_over(self, spool: Ships) -> None:
         """Believe nothing that the collector said: it may come back without it."""
         self.unacked.clear()
         self.durable.clear()
         self.searched.clear()
         self.is_new, self.all_sent = True, False
-        self.cursor = spool.kept_from if self.looks_back else spool.acked
+        if not self.looks_back:
+            self.cursor = spool.acked
+        elif self.looked is None:
+            self.cursor = self.looked_from = spool.kept_from
+        else:
+            self.cursor, self.is_resumed = self.looked.end, True
 
 
 class Shipper:
@@ -241,13 +264,14 @@ class Shipper:
                 return
             num_bytes = sum(len(raw) for batch, raw in group if not progress.keeps_back(batch))
             if not self._send_together(progress, group, now):
-                progress.go_back(spool.kept_from)
+                progress.look_back(spool)
                 return
+            progress.note_looked([batch for batch, _ in group])
             answered = self._stopwatch() - began
             if num_bytes:
                 progress.pace.sent(num_bytes, answered - spent, now + answered)
         progress.all_sent = True
-        progress.looks_back = False
+        progress.looks_back, progress.looked = False, None
 
     def _send_together(
         self, progress: _Progress, group: list[tuple[_Waiting, bytes]], now: float
@@ -286,10 +310,9 @@ class Shipper:
             return True
         if reply.from_seq >= 0:
             was_searched = progress.searched.get(sent.key) == reply.from_seq
-            if not progress.looks_back and not was_searched:
+            has_looked = progress.looks_back and not progress.is_resumed
+            if not has_looked and not was_searched:
                 progress.searched[sent.key] = reply.from_seq
-                progress.looks_back = True
-                progress.durable.clear()
                 return False
             # Nothing before it is there any more: what is missing is lost, and counted there.
             progress.searched[sent.key] = reply.from_seq
@@ -304,18 +327,21 @@ class Shipper:
     # ------------------------------------------------------- what was refused, or is not there
 
     def _ask_whether_it_is_there(self, progress: _Progress, spool: Ships) -> None:
-        """Show a collector that was away the newest batch that it acknowledged."""
+        """Show a collector that was away the newest batch that it is known to have had."""
         if not progress.is_new:
             return
-        raw = spool.last_acked()
-        if raw is not None:
+        looked = progress.looked
+        raw = spool.last_acked() if looked is None else _read(spool, looked)
+        if raw is None:
+            is_lacking = looked is not None  # not retained any more, meanwhile
+        else:
             try:
                 reply = self._client.ingest_all([raw], asks=True)[0]
             except FormatError as error:  # it was refused before, and set aside
                 reply = _refusal(error)
-            if not reply.code and (reply.from_seq >= 0 or reply.num_new):
-                progress.looks_back = True
-                progress.go_back(spool.kept_from)
+            is_lacking = not reply.code and (reply.from_seq >= 0 or reply.num_new > 0)
+        if is_lacking:
+            progress.look_back(spool)
         progress.is_new = False
 
     def _stop_stream(
@@ -344,9 +370,9 @@ class Shipper:
             if now < stopped.due:
                 continue
             sent = stopped.batch
-            read = next(spool.read(sent.start), None)
-            if read is not None and read[0] == sent.end:  # else a full spool dropped it
-                self._send_again(progress, sent, read[1], now)
+            raw = _read(spool, sent)
+            if raw is not None:
+                self._send_again(progress, sent, raw, now)
             else:
                 del progress.stopped[key]
             if key not in progress.stopped:
@@ -383,9 +409,9 @@ class Shipper:
             if not progress.is_done(each, spool) and each.key not in progress.stopped:
                 oldest.setdefault(each.key, each)
         for key, waiting in oldest.items():
-            batch = next(spool.read(waiting.start), None)
-            if batch is not None and batch[0] == waiting.end:  # else a full spool dropped it
-                reply = self._client.ingest_all([batch[1]])[0]
+            raw = _read(spool, waiting)
+            if raw is not None:
+                reply = self._client.ingest_all([raw])[0]
                 progress.heard(key, reply.durable_seq)
 
     def _ack(self, progress: _Progress, spool: Ships, now: float) -> None:
@@ -397,6 +423,12 @@ class Shipper:
         if done is not None:
             progress.heard_at = now
             spool.ack(done)
+
+
+def _read(spool: Ships, batch: _Waiting) -> bytes | None:
+    """Return the batch as it lies in the spool; None where that was full and dropped it."""
+    read = next(spool.read(batch.start), None)
+    return read[1] if read is not None and read[0] == batch.end else None
 
 
 def _refusal(error: FormatError) -> IngestReply:

@@ -136,9 +136,9 @@ def stalled() -> list[Panel]:
     now = 0.0
     for i in range(200):
         evaluated.append(now)
-        now += {60: 170.0, 120: 190.0, 180: 400.0}.get(i, 2.0)
+        now += {60: 1_500.0, 120: 1_700.0, 180: 3_000.0}.get(i, 2.0)
     return [
-        silence("no step after 400 seconds", steady, 400.0, "stalled"),
+        silence("no step after an hour", steady, 4_000.0, "stalled"),
         silence("silent: evaluations; the third takes longer", evaluated, 0.0),
     ]
 
@@ -214,7 +214,7 @@ ENTRIES = (
         title="Stalled step",
         owner=speed.stalled,
         finds="Finds a run whose steps stopped coming.",
-        needs="A usual step duration: four ordinary steps.",
+        needs="One step.",
         examples=stalled,
         config=speed.StallConfig,
     ),

@@ -215,6 +215,71 @@ def test_over_a_cable_that_flips_bits_every_row_arrives_once(world, collector, f
     assert agent.shipper.drained(RUN)
 
 
+class LooseCable:
+    """Fails after every second request, as if the store were away for a moment."""
+
+    def __init__(self, store: RealStore) -> None:
+        self.store = store
+        self.num_requests = 0
+        self.is_loose = False
+
+    def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> Sequence[IngestReply]:
+        self.num_requests += 1
+        if self.is_loose and self.num_requests % 3 == 0:
+            raise TransportError("the cable is loose")
+        return self.store.ingest_all(raws, asks=asks)
+
+    ask = RealStore.ask
+    mark_delivered = RealStore.mark_delivered
+
+
+def test_looking_back_over_a_loose_cable_goes_on_where_it_was(
+    world, collector, tmp_path, files, monkeypatch
+):
+    monkeypatch.setattr("vitals_agent.shipper.MAX_REQUEST_BATCHES", 8)
+    ranks = [world.rank(0), world.rank(1)]
+    cable = LooseCable(collector)
+    agent = world.agent(client=cable, keeps_history=False)
+    now = train(world, agent, ranks, 0, STEPS_BEFORE, 0.0)
+    collector.copy_to(tmp_path / "backup")
+    now = train(world, agent, ranks, STEPS_BEFORE, 1_000, now)
+    collector.restore(tmp_path / "backup")
+    cable.is_loose = True
+    num_sent = collector.num_rows_sent
+    for second in range(0, 2_600, 61):
+        agent.cycle(now + second)
+    assert expected(1_000) == (collector.steps(), collector.notes())
+    assert (0, True) == (collector.num_lost(), collector.num_rows_sent - num_sent < 4_000)
+    cable.is_loose = False
+    for second in range(2_600, 2_900, 61):
+        agent.cycle(now + second)
+    assert agent.shipper.drained(RUN)
+
+
+def test_a_collector_that_is_restored_again_while_it_is_looked_back_lacks_nothing(
+    world, collector, tmp_path, files, monkeypatch
+):
+    monkeypatch.setattr("vitals_agent.shipper.MAX_REQUEST_BATCHES", 8)
+    ranks = [world.rank(0), world.rank(1)]
+    cable = LooseCable(collector)
+    agent = world.agent(client=cable, keeps_history=False)
+    now = train(world, agent, ranks, 0, STEPS_BEFORE, 0.0)
+    collector.copy_to(tmp_path / "backup")
+    now = train(world, agent, ranks, STEPS_BEFORE, 1_000, now)
+    cable.is_loose = True
+    for _ in range(3):
+        collector.restore(tmp_path / "backup")
+        for second in range(0, 305, 61):  # a few groups, and then again
+            agent.cycle(now + second)
+        now += 600
+    cable.is_loose = False
+    for second in range(0, 100, 10):
+        agent.cycle(now + second)
+    assert expected(1_000) == (collector.steps(), collector.notes())
+    assert 0 == collector.num_lost()
+    assert agent.shipper.drained(RUN)
+
+
 def test_what_the_collector_s_disk_has_damaged_is_asked_for_and_there_again_once(world, collector):
     ranks = [world.rank(0), world.rank(1)]
     agent = world.agent(client=collector, keeps_history=False)

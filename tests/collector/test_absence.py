@@ -212,11 +212,16 @@ class TwoNodes:
         self.second = 0
 
     def pass_time(
-        self, seconds: int, *, ranks: tuple[int, ...] = (0, 1), agents: tuple[int, ...] = (0, 1)
+        self,
+        seconds: int,
+        *,
+        ranks: tuple[int, ...] = (0, 1),
+        agents: tuple[int, ...] = (0, 1),
+        every: int = 5,
     ) -> list[str]:
-        for _ in range(seconds // 5):
-            self.second += 5
-            self.place.clock.advance(5)
+        for _ in range(seconds // every):
+            self.second += every
+            self.place.clock.advance(every)
             for number in ranks:
                 step = [self.second]
                 self.place.send(self.ranks[number].steps(step, loss=2.0))
@@ -323,6 +328,81 @@ def test_a_restart_of_the_collector_neither_resolves_who_is_gone_nor_tells_it_ag
     two.place.restart()
     assert [f"{name} firing"] == two.pass_time(120, ranks=ranks, agents=agents)
     assert [f"{name} firing", f"{name} resolved"] == two.pass_time(5)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("name", ["NodeLost", "RankLost"])
+def test_who_is_gone_is_not_back_for_the_rest_is_gone_too(
+    two: TwoNodes, name: str, is_restarted: bool
+):
+    two.pass_time(60)
+    agents: tuple[int, ...] = (0,)
+    if name == "RankLost":
+        two.place.send(two.agents[1].process_rows(two.second, {1: (100, 0)}))
+        agents = (0, 1)
+    assert [f"{name} firing"] == two.pass_time(70, ranks=(), agents=agents)
+    told = [f"{name} firing", "RunLost firing"]
+    assert told == two.pass_time(120, ranks=(), agents=())
+    if is_restarted:
+        two.place.restart()
+        assert told == two.pass_time(120, ranks=(), agents=())
+    back = two.pass_time(5)
+    assert (told, {f"{name} resolved", "RunLost resolved"}) == (back[:2], set(back[2:]))
+    assert 4 == len(back)
+
+
+def test_a_lost_rank_is_not_back_for_its_agent_is_gone_too(two: TwoNodes):
+    two.pass_time(60)
+    two.place.send(two.agents[1].process_rows(two.second, {1: (100, 0)}))
+    assert ["RankLost firing"] == two.pass_time(70, ranks=())
+    assert ["RankLost firing"] == two.pass_time(180, ranks=(), agents=(0,))
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_node_whose_death_made_the_run_fail_pages_by_its_name(two: TwoNodes, is_restarted: bool):
+    two.pass_time(60)
+    two.pass_time(5, ranks=(), agents=(0,))
+    two.place.send(two.ranks[0].events(RunEnded(state="failed", reason="connection closed")))
+    assert ["RunFailed firing"] == two.pass_time(50, ranks=(), agents=(0,))
+    assert ["RunFailed firing", "NodeLost firing"] == two.pass_time(60, ranks=(), agents=(0,))
+    if is_restarted:
+        two.place.restart()
+    assert ["RunFailed firing", "NodeLost firing"] == two.pass_time(200, ranks=(), agents=())
+    assert "node-b" in two.place.heard.alerts[1].summary
+    restarted_agent(two)
+    assert "NodeLost resolved" == two.pass_time(5, ranks=(), agents=(1,))[-1]
+
+
+def test_a_lost_node_is_not_back_for_the_others_failed_of_it(two: TwoNodes):
+    two.pass_time(60)
+    assert ["NodeLost firing"] == two.pass_time(120, ranks=(), agents=(0,))
+    two.place.send(two.ranks[0].events(RunEnded(state="failed", reason="the watchdog ended it")))
+    assert ["NodeLost firing", "RunFailed firing"] == two.pass_time(600, ranks=(), agents=())
+
+
+def test_nodes_that_were_ended_for_a_rank_had_failed_are_not_lost(two: TwoNodes):
+    two.pass_time(60)
+    two.place.send(two.ranks[0].events(RunEnded(state="failed", reason="out of memory")))
+    two.pass_time(5, ranks=())
+    assert ["RunFailed firing"] == two.pass_time(400, ranks=(), agents=())
+
+
+def test_a_stall_is_not_told_beside_the_loss_that_causes_it_and_told_once_that_is_over(
+    two: TwoNodes,
+):
+    two.pass_time(60)
+    lost = two.pass_time(4_000, ranks=(), agents=(0,), every=20)
+    assert ["NodeLost firing"] == lost
+    back = two.pass_time(5, ranks=())
+    assert ["NodeLost resolved", "TrainingStalled firing"] == sorted(back[1:])
+
+
+def test_a_stall_that_was_told_is_not_over_for_a_node_is_lost_as_well(two: TwoNodes):
+    two.pass_time(60)
+    assert ["TrainingStalled firing"] == two.pass_time(3_700, ranks=(), every=20)
+    words = two.pass_time(120, ranks=(), agents=(0,))
+    assert ["TrainingStalled firing", "NodeLost firing"] == words
+    assert {"NodeLost resolved", "TrainingStalled resolved"} == set(two.pass_time(5)[2:])
 
 
 def test_who_comes_back_while_the_collector_starts_resolves_at_once(two: TwoNodes):

@@ -87,6 +87,11 @@ class Desk:
         return view
 
 
+def untold(inbox: Inbox) -> tuple[list[AlertView], list[AlertView]]:
+    new, told = inbox.untold()
+    return [entry.view for entry in new], told
+
+
 @pytest.fixture
 def desk(store: Store) -> Desk:
     for run in (RUN, OTHER_RUN):
@@ -163,6 +168,17 @@ def test_trouble_that_comes_back_fires_anew_and_is_nobodys_yet(desk: Desk):
     assert {("StepSkipped", "log"): 2} == desk.inbox.fired()
 
 
+def test_two_firings_of_one_moment_are_two_and_known_by_their_starts(desk: Desk):
+    desk.skip(5)
+    desk.look("finished")
+    desk.skip(90)
+    again = desk.only()
+    assert ["firing", "resolved", "firing"] == [state for _, state in desk.told]
+    assert desk.clock.time_ns() + 1 == again.started_unix_ns
+    desk.look("finished")
+    assert again.started_unix_ns == desk.only().started_unix_ns, "its end is of the same firing"
+
+
 # ----------------------------------------------------------------------------------- conditions
 
 
@@ -203,6 +219,17 @@ def test_an_end_that_was_meant_pages_nobody(desk: Desk, state: RunState):
     assert () == desk.listed()
 
 
+def test_what_is_told_is_what_is_stored_also_where_the_start_moved_while_it_was_pending(
+    desk: Desk,
+):
+    told: list[AlertView] = []
+    desk.inbox = Inbox(desk.store, clock=desk.clock, tell=told.append)
+    for seconds in (0, 20):
+        desk.clock.advance(seconds)
+        desk.look("lost")
+    assert [desk.only()] == told
+
+
 def test_a_lost_run_that_turns_out_to_have_halted_is_one_page_at_a_time(desk: Desk):
     for _ in range(2):
         desk.look("lost")
@@ -234,9 +261,9 @@ def test_a_silenced_alert_is_kept_and_told_to_nobody_until_the_silence_ends(desk
     desk.look(step=15, trouble=5)
     desk.skip(90)
     assert [("StepSkipped", "firing")] == desk.told
-    assert ([], []) == desk.inbox.untold()
+    assert ([], []) == untold(desk.inbox)
     desk.clock.advance(60)
-    new, told = desk.inbox.untold()
+    new, told = untold(desk.inbox)
     assert ([90], []) == ([v.step for v in new], told)
     assert "" == desk.only().silence_reason
 
@@ -284,7 +311,7 @@ def test_every_order_is_in_the_audit(desk: Desk):
 def test_an_acknowledged_alert_is_not_handed_out_again_but_goes_on_being_posted(desk: Desk):
     alert = desk.skip(5)
     desk.inbox.acknowledge(alert.fingerprint, AckRequest(by="alice"))
-    assert ([alert.fingerprint], ([], [desk.only()])) == (desk.hushed, desk.inbox.untold())
+    assert ([alert.fingerprint], ([], [desk.only()])) == (desk.hushed, untold(desk.inbox))
 
 
 def window(*matchers: str, seconds: float = 60.0, starts_unix_ns: int = 0) -> SilenceRequest:
@@ -344,7 +371,7 @@ def test_a_silence_that_is_ended_early_hides_nothing_more_and_is_in_the_audit(de
     ended = desk.inbox.end_silence(silence.id, EndSilenceRequest(by="carol", reason="it is over"))
     assert (("name=~Step.*",), desk.clock.time_ns()) == (ended.matchers, ended.ends_unix_ns)
     assert ("", []) == (desk.only().silence_reason, silences(desk))
-    new, _ = desk.inbox.untold()
+    new, _ = untold(desk.inbox)
     assert [alert.fingerprint] == [view.fingerprint for view in new]
     with desk.store.read() as connection:
         rows = connection.execute(select(audit.c.actor, audit.c.action, audit.c.detail)).all()
@@ -379,7 +406,7 @@ def test_a_maintenance_window_begins_and_ends_by_itself(desk: Desk):
         seen.append(len(desk.told))
         desk.clock.advance(100 if cause == "before" else 60)
     assert [1, 1, 2] == seen
-    assert 3 == len(desk.inbox.untold()[0]), "what it hid is told afterwards"
+    assert 3 == len(untold(desk.inbox)[0]), "what it hid is told afterwards"
 
 
 @pytest.mark.parametrize(
@@ -409,18 +436,18 @@ def test_what_was_not_settled_is_handed_out_again_after_a_restart(desk: Desk):
     desk.skip(5)
     view = desk.only()
     restarted = desk.reopened()
-    assert ([view], []) == restarted.untold()
+    assert ([view], []) == untold(restarted)
     settle(desk.store, view)
-    assert ([], [view]) == restarted.untold()
+    assert ([], [view]) == untold(restarted)
 
 
 def test_a_resolution_that_nobody_heard_is_handed_out_again(desk: Desk):
     desk.skip(5)
     settle(desk.store, desk.only())
     desk.look(step=15, trouble=5)
-    assert ([desk.only()], []) == desk.reopened().untold()
+    assert ([desk.only()], []) == untold(desk.reopened())
     settle(desk.store, desk.only())
-    assert ([], []) == desk.reopened().untold()
+    assert ([], []) == untold(desk.reopened())
 
 
 def test_a_pending_alert_keeps_its_time_over_a_restart(desk: Desk):
@@ -436,7 +463,7 @@ def test_a_late_word_of_a_notifier_does_not_settle_a_newer_state(desk: Desk):
     fired = desk.only()
     desk.look(step=15, trouble=5)
     settle(desk.store, fired)
-    assert ([desk.only()], []) == desk.inbox.untold()
+    assert ([desk.only()], []) == untold(desk.inbox)
 
 
 def test_hostile_words_are_kept_as_words(desk: Desk):

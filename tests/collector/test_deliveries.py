@@ -7,8 +7,10 @@ import pytest
 from tests.collector.alerting import Heard
 from tests.collector.rows import RUN, Writer
 from trainvitals.alerting import Alert
+from trainvitals.errors import StorageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AckRequest, AlertView, SilenceRequest
+from vitals_collector.alerts.deliveries import SqlLedger
 from vitals_collector.alerts.inbox import Occurrence, RunNow, listed
 from vitals_collector.alerts.notifiers import DELIVERED, Notifier, Result, delivery_id
 from vitals_collector.ingest.ingest import ingest
@@ -167,6 +169,57 @@ def test_escalation_stops_when_somebody_acts(station: Station, how: str):
         station.acting.inbox.acknowledge(fingerprint, AckRequest(by="alice"))
     station.run(1200)
     assert [] == manager.words
+
+
+@pytest.mark.parametrize("hours", [-5, 5], ids=["behind", "ahead"])
+def test_escalation_is_counted_by_the_collectors_clock_whatever_a_ranks_says(
+    station: Station, hours: int
+):
+    manager = second_line()
+    station.start(Heard(name="first"), manager)
+    at = station.clock.time_ns() + hours * 3_600 * 10**9
+    station.acting.inbox.take([Occurrence(RUN, at, ALERT)], cursors={})
+    station.run(300)
+    station.start(Heard(name="first"), manager)
+    station.run(595)
+    assert [] == manager.words
+    station.run(65)
+    assert ["StateDamaged firing"] == manager.words
+
+
+def test_the_end_is_told_to_nobody_who_had_another_firing_but_not_this_one(station: Station):
+    heard = Heard(name="heard")
+    station.start(heard)
+    station.page()
+    station.run()
+    station.resolve()
+    station.run(60)
+    request = SilenceRequest(matchers=("severity=page",), by="bob", reason="drill", seconds=600)
+    station.acting.inbox.silence(request)
+    station.page()
+    station.run(590)
+    station.clock.advance(20)  # the silence is over before anybody looks
+    station.resolve()
+    station.run(120)
+    assert ["StateDamaged firing", "StateDamaged resolved"] == heard.words
+
+
+def test_an_end_is_told_though_the_store_was_away_when_the_firing_was_delivered(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object) -> None:
+        raise StorageError("the disk is full")
+
+    heard = Heard(name="heard")
+    station.start(heard)
+    station.page()
+    with monkeypatch.context() as patch:
+        patch.setattr(SqlLedger, "record", refuse)
+        station.run()
+    station.run(120)
+    station.resolve()
+    station.run()
+    assert ["StateDamaged firing", "StateDamaged resolved"] == heard.words
 
 
 # ---------------------------------------------------------------------- a receiver that refuses

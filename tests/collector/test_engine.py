@@ -9,7 +9,7 @@ from tests.collector.rows import OTHER_RUN, RUN, START, Writer
 from trainvitals.errors import StorageError
 from trainvitals.records import Finding, FindingRaised, Note, RunEnded
 from trainvitals.views import AckRequest, RunQuestion
-from vitals_collector.alerts.notifiers import DELIVERED, Result
+from vitals_collector.alerts.notifiers import DELIVERED, Result, delivery_id
 from vitals_collector.ingest.group_commit import CommitQueue
 from vitals_collector.live.run_status import RunStatusCache
 from vitals_collector.queries.query import Query
@@ -160,6 +160,24 @@ def test_a_silent_run_is_lost_after_the_limit_and_its_hold_and_back_when_it_spea
     assert alert.summary.endswith(" UTC, on node node-a")
     place.send(writer.steps([6]))
     assert ["RunLost firing", "RunLost resolved"] == place.look()
+
+
+def test_a_run_that_is_lost_again_without_a_new_step_is_another_page_to_every_receiver(
+    place: Place,
+):
+    """Its last row is the same both times; an id that came before is dropped by receivers."""
+    place.send(Writer().steps(range(6)))
+    agent = Writer("node:node-a")
+    for minute in range(3):
+        place.pass_time(120)
+        place.restart()
+        place.send(agent.node_rows([minute]))
+        place.look()
+    firings = [alert for alert in place.heard.alerts if alert.state == "firing"]
+    assert ["RunLost"] * 3 == [alert.name for alert in firings]
+    assert 6 == len({delivery_id(alert, "heard") for alert in place.heard.alerts})
+    assert sorted(a.started_unix_ns for a in firings) == [a.started_unix_ns for a in firings]
+    assert firings[0].started_unix_ns < place.heard.alerts[1].ended_unix_ns
 
 
 def test_a_silent_rank_with_a_living_agent_is_not_lost(place: Place):

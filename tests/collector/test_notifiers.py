@@ -3,8 +3,10 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -384,6 +386,42 @@ def test_a_receiver_is_left_alone_for_as_long_as_it_asks():
     assert 120.0 == dispatcher.pump(), "nor is it asked for another alert"
 
 
+def test_who_asks_for_a_day_is_told_of_after_five_minutes_and_asked_again_after_fifteen():
+    clock, day = ManualClock(), Result(recoverable=True, error="503", retry_after=86_400.0)
+    away, good = Fake(*[day] * 9, name="away"), Fake(name="good")
+    dispatcher = Dispatcher([away, good], clock=clock)
+    dispatcher.submit(alert())
+    run_for(dispatcher, clock, 299)
+    assert 1 == len(good.got)
+    run_for(dispatcher, clock, 1)
+    assert (1, 2) == (len(away.got), len(good.got)), "it is told while nothing is tried"
+    run_for(dispatcher, clock, 600)
+    assert 2 == len(away.got)
+
+
+def test_a_receiver_that_takes_all_but_one_alert_is_told_of_until_it_has_that():
+    class Picky(Fake):
+        is_picky = True
+
+        def notify(self, alerts) -> Result:
+            super().notify(alerts)
+            is_bad = self.is_picky and any(a.fingerprint == "bad" for a in alerts)
+            return NEVER if is_bad else DELIVERED
+
+    clock, picky, good = ManualClock(), Picky(name="picky"), Fake(name="good")
+    dispatcher = Dispatcher([picky, good], clock=clock)
+    dispatcher.submit(alert("bad"))
+    for i in range(12):
+        dispatcher.submit(alert(f"f{i}"))
+        run_for(dispatcher, clock, 30)
+    failing = [state for got in good.got for name, state in got if name[0] != "f" and name != "bad"]
+    assert ["firing"] == failing
+    picky.is_picky = False
+    run_for(dispatcher, clock, 60)
+    failing = [state for got in good.got for name, state in got if name[0] != "f" and name != "bad"]
+    assert ["firing", "resolved"] == failing
+
+
 def test_one_alert_that_is_refused_does_not_take_the_others_with_it():
     class Picky(Fake):
         def notify(self, alerts) -> Result:
@@ -400,7 +438,7 @@ def test_one_alert_that_is_refused_does_not_take_the_others_with_it():
 
 @pytest.mark.parametrize(
     ("result", "seconds", "told"),
-    [(LATER, 290, False), (LATER, 400, True), (NEVER, 200, False), (NEVER, 301, True)],
+    [(LATER, 240, False), (LATER, 400, True), (NEVER, 200, False), (NEVER, 301, True)],
 )
 def test_the_others_are_told_of_a_receiver_that_takes_nothing(
     result: Result, seconds: float, told: bool
@@ -644,6 +682,30 @@ def test_an_address_on_the_command_line_is_refused_with_the_way_that_there_is(
     assert [] == started
 
 
+def test_a_page_of_a_collector_that_died_stays_at_the_alertmanager_for_a_day():
+    """Alertmanager takes an alert for over once its ``endsAt`` has passed (its API, "alerts")."""
+    clock = ManualClock()
+
+    def ends(body: bytes) -> list[float]:
+        posted = [datetime.fromisoformat(each["endsAt"]) for each in json.loads(body)]
+        return [moment.timestamp() - clock.time_ns() / SECOND for moment in posted]
+
+    with receiver() as server:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        notifier = AlertmanagerNotifier(url, clock=clock)
+        dispatcher = Dispatcher([notifier], clock=clock)
+        dispatcher.submit(alert())
+        run_for(dispatcher, clock, 600)
+        num_posted = len(server.posted)
+        assert 11 == num_posted
+        clock.advance(23 * 3_600)  # it is dead: nothing more is posted
+        assert all(end > 0 for end in ends(server.posted[-1][2]))
+        dispatcher.submit(alert(state="resolved"))
+        dispatcher.pump()
+        assert all(end < 0 for end in ends(server.posted[num_posted][2])), "its own word ends it"
+        notifier.close()
+
+
 AMTOOL = shutil.which("prometheus-alertmanager")
 
 
@@ -676,8 +738,6 @@ def alertmanager(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.servers
 def test_a_real_alertmanager_takes_firing_and_resolved(alertmanager: str):
-    import time
-
     clock = ManualClock(time_ns=time.time_ns())
     notifier = AlertmanagerNotifier(alertmanager, clock=clock)
     started = clock.time_ns() - 10 * SECOND
@@ -702,6 +762,30 @@ def test_a_real_alertmanager_takes_firing_and_resolved(alertmanager: str):
             assert [] == http.get(f"{alertmanager}/api/v2/alerts").json()
     finally:
         notifier.close()
+
+
+@pytest.mark.servers
+def test_a_real_alertmanager_keeps_a_page_whose_collector_is_gone_for_as_long_as_it_was_told(
+    alertmanager: str,
+):
+    """Two collectors die at once; one had asked for two seconds, the other for the usual day."""
+
+    def active() -> set[str]:
+        with httpx.Client() as http:
+            shown = http.get(f"{alertmanager}/api/v2/alerts").json()
+        return {each["labels"]["alertname"] for each in shown}
+
+    clock = SystemClock()
+    for name, hold in (("Brief", {"hold_seconds": 2.0}), ("Usual", {})):
+        notifier = AlertmanagerNotifier(alertmanager, clock=clock, **hold)
+        assert DELIVERED == notifier.notify([alert(name=name, started_unix_ns=clock.time_ns())])
+        notifier.close()
+    assert {"Brief", "Usual"} == active()
+    deadline = time.monotonic() + 20.0
+    while "Brief" in active():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert {"Usual"} == active()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
+from tests.collector.test_notifiers import receiver
 from trainvitals.errors import ConfigError, MissingDependencyError
 from trainvitals.records import RunInfo, RunStarted
 from vitals_collector.alerts.receivers import NotifierSettings
@@ -236,6 +237,61 @@ def test_without_its_package_it_says_what_to_install(monkeypatch):
     with pytest.raises(MissingDependencyError, match="cramjam") as caught:
         remote_writer(URL, Runs(), IngestCounters(), clock=Clock(), leads=lambda: True)
     assert "trainvitals[remote-write]" in caught.value.hint
+
+
+def leading_to(*addresses: str, asked: list[str]):
+    """Return what looks a name up: another address each time."""
+
+    def look_up(host, port, *_, **__):
+        address = addresses[min(len(asked), len(addresses) - 1)]
+        asked.append(str(host))
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
+
+    return look_up
+
+
+def test_the_address_that_was_checked_is_the_one_that_is_connected_to(monkeypatch):
+    asked: list[str] = []
+    with receiver() as server:
+        port = server.server_address[1]
+        writer = RemoteWriter(
+            f"http://me:secret@store.example.org:{port}/write",
+            Runs(),
+            counters := IngestCounters(),
+            clock=Clock(),
+        )
+        look_up = leading_to("127.0.0.1", "169.254.169.254", asked=asked)
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        writer.look()
+        ((path, host, _),) = server.posted
+        assert ("/write", f"store.example.org:{port}") == (path, host)
+        assert "Authorization" in server.headers[0]
+    assert (["store.example.org"], 1) == (asked, counters.remote_writes["delivered"])
+
+
+def test_a_name_that_leads_to_a_metadata_address_is_not_pushed_to_until_it_leads_elsewhere(
+    monkeypatch, caplog
+):
+    asked: list[str] = []
+    with receiver() as server:
+        url = f"http://store.example.org:{server.server_address[1]}/write"
+        clock, counters = Clock(), IngestCounters()
+        writer = RemoteWriter(url, Runs(), counters, clock=clock)
+        look_up = leading_to("169.254.169.254", "127.0.0.1", asked=asked)
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        writer.look()
+        assert ([], 1) == (server.posted, counters.remote_writes["retried"])
+        assert "metadata are refused" in caplog.text
+        clock.seconds += 15
+        writer.look()
+        assert 2 == len(server.posted)
+
+
+def test_an_address_that_is_never_a_store_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match="metadata are refused"):
+        remote_writer(
+            "http://169.254.169.254/", Runs(), IngestCounters(), clock=Clock(), leads=lambda: True
+        )
 
 
 # ------------------------------------------------------------------------------ a real Prometheus

@@ -21,14 +21,13 @@ LOST_AFTER_SECONDS = 15
 
 
 class Job:
-    """Two nodes of one rank, each with its agent and with processes that can be frozen."""
+    """Two nodes of one rank, each with its agent and with processes that get signals."""
 
-    def __init__(self, lab: Lab, pager: Receiver) -> None:
+    def __init__(self, lab: Lab, pager: Receiver, *options: object) -> None:
         self.lab = lab
         self.pager = pager
         self.port = free_port()
-        late = ("--lost-after", LOST_AFTER_SECONDS)
-        lab.collector(self.port, *late, VITALS_COLLECTOR_WEBHOOK=pager.url)
+        lab.collector(self.port, *options, VITALS_COLLECTOR_WEBHOOK=pager.url)
         rendezvous = free_port()
         for number, name in enumerate(NODES):
             shared = lab.shared / name
@@ -73,6 +72,12 @@ class Job:
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     with open_lab(tmp_path) as lab, receiver() as pager:
+        yield Job(lab, pager, "--lost-after", LOST_AFTER_SECONDS)
+
+
+@pytest.fixture
+def default_job(tmp_path: Path) -> Iterator[Job]:
+    with open_lab(tmp_path) as lab, receiver() as pager:
         yield Job(lab, pager)
 
 
@@ -99,3 +104,16 @@ def test_a_node_that_falls_silent_pages_by_its_name_within_the_limit_and_comes_b
     job.signal_node("node-b", signal.SIGCONT)
     until(lambda: ("NodeLost", "node-b", "resolved") in job.told(), "the pager hears it is back")
     until(lambda: () == job.summary().missing, "nothing is missing")
+
+
+def test_a_node_that_is_killed_pages_by_its_name_within_75_seconds(default_job: Job):
+    """In default settings. Its peers see its connections break, and end with an error."""
+    job = default_job
+    until(job.is_seen, "the run is seen")
+    until(lambda: job.summary().last_step > 20, "steps of both arrive")
+    job.signal_node("node-b", signal.SIGKILL)
+    began = time.monotonic()
+    until(job.told, "the pager hears of it", 75.0)
+    seconds = time.monotonic() - began
+    print(f"the page came {seconds:.1f} s after the kill")
+    assert [("NodeLost", "node-b", "firing")] == job.told()

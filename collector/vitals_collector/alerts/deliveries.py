@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
 from sqlalchemy import select
 
 from trainvitals.clock import Clock
@@ -24,8 +25,8 @@ class SqlLedger:
         """Say which of the alerts the receiver still needs.
 
         Not one that it has had, that somebody acknowledged or silenced, or whose state is another
-        by now; nor the end of one that never came there. A receiver that is told again and again
-        needs all that fires.
+        by now; nor the end of a firing that never came there. A receiver that is told again and
+        again needs all that fires.
         """
         prints = [view.fingerprint for view in asked]
         with self._store.read() as connection:
@@ -42,8 +43,9 @@ class SqlLedger:
             row, last = present.get(view.fingerprint), had_ids.get(view.fingerprint)
             if row is None or row.state != view.state or quiet.of(view) is not None:
                 continue  # what it is now is handed out by itself
-            # Who had not the firing, such as for a silence, need not hear that it is over.
-            is_needless = view.state == "resolved" and last is None
+            # Who had not this firing, such as for a silence, need not hear that it is over.
+            as_fired = delivery_id(replace(view, state="firing"), receiver)
+            is_needless = view.state == "resolved" and last != as_fired
             if not reposts and (is_needless or last == delivery_id(view, receiver)):
                 had.add(view.fingerprint)
             elif reposts or view.state != "firing" or not row.acknowledged_by:

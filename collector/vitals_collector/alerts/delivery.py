@@ -44,10 +44,10 @@ class DispatchConfig:
     """Wait after the first failure; doubled each time."""
     max_retry_seconds: float = 60.0
     """Longest wait between two tries, unless the receiver asked for a longer one."""
-    max_retry_after_seconds: float = 3_600.0
-    """Longest wait that a receiver may ask for."""
+    max_retry_after_seconds: float = 900.0
+    """Longest wait that a receiver may ask for: it may ask for it in error, and pages wait."""
     failing_after_seconds: float = 300.0
-    """A receiver that took nothing for so long is failing: the others are told."""
+    """A receiver is failing that has not taken an alert for so long: the others are told."""
     failing_after_refusals: int = 10
     """So is one that refused so many deliveries in a row."""
     repost_seconds: float = 60.0
@@ -84,6 +84,8 @@ class _Waiting:
     alert: AlertView
     due_ns: int
     tries: int = 0
+    failed_ns: int | None = None
+    """When this alert, in this state or an older one, was first not taken."""
     settled: bool = False
     """Delivered, and kept only to be posted again."""
 
@@ -96,14 +98,23 @@ class _Line:
     waiting: dict[str, _Waiting] = field(default_factory=dict)
     delivered: dict[str, str] = field(default_factory=dict)
     """The newest delivery id by fingerprint."""
+    unrecorded: list[AlertView] = field(default_factory=list)
+    """Delivered, while the ledger took nothing."""
     wake: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
     not_before_ns: int = 0
     failures: int = 0
     refusals: int = 0
-    failing_since_ns: int = 0
+    error: str = ""
+    """What it said last where it took nothing."""
     failing: AlertView | None = None
     """The alert about this receiver, while it fires."""
+
+    @property
+    def late_ns(self) -> int | None:
+        """Since when something waits that it did not take; None where nothing does."""
+        failed_ns = [w.failed_ns for w in self.waiting.values() if w.failed_ns is not None]
+        return min(failed_ns, default=None)
 
     @property
     def after_seconds(self) -> float:
@@ -154,13 +165,19 @@ class Dispatcher:
 
     def submit(self, alert: AlertView) -> None:
         """Queue the alert's present state for every receiver."""
-        self._queue(alert, self._lines.values(), is_new=True)
+        self._queue(alert, self._lines.values())
 
-    def resume(self, alert: AlertView) -> None:
-        """Queue a state that was not settled, for the receivers it is not on its way to."""
+    def resume(self, alert: AlertView, *, active_since: float | None = None) -> None:
+        """Queue a state that was not settled, for the receivers it is not on its way to.
+
+        Args:
+            alert: the state.
+            active_since: when it began by this collector's clock, in seconds: an escalation counts
+                from there. None: now.
+        """
         with self._lock:
             lines = [line for line in self._lines.values() if alert.fingerprint not in line.waiting]
-        self._queue(alert, lines)
+        self._queue(alert, lines, active_since=active_since)
 
     def keep_posting(self, alert: AlertView) -> None:
         """See to it that a settled, firing alert is posted again where that is wanted."""
@@ -185,6 +202,7 @@ class Dispatcher:
         with self._lock:
             for line in self._lines.values():
                 line.waiting.clear()
+                line.unrecorded.clear()
 
     def withdraw(self, fingerprint: str, *, keep_posting: bool = False) -> None:
         """Forget what waits of an alert: it was silenced or acknowledged.
@@ -204,29 +222,29 @@ class Dispatcher:
         lines: Iterable[_Line],
         *,
         settled: bool = False,
-        is_new: bool = False,
+        active_since: float | None = None,
     ) -> None:
         if not self.is_pager():
             return
         with self._lock:
             for line in lines:
                 if line.takes(alert):
-                    due_ns = self._due_ns(line, alert, is_new=is_new)
+                    due_ns = self._due_ns(line, alert, active_since)
                     self._put(line, _Waiting(alert, due_ns, settled=settled))
                     line.wake.set()
 
-    def _due_ns(self, line: _Line, alert: AlertView, *, is_new: bool) -> int:
-        now, wait_ns = self._clock.monotonic_ns(), int(line.after_seconds * 1e9)
-        if not wait_ns or alert.state != "firing":
+    def _due_ns(self, line: _Line, alert: AlertView, active_since: float | None) -> int:
+        now = self._clock.monotonic_ns()
+        if alert.state != "firing":
             return now
-        if is_new:  # the clock that says when it started is a rank's, and may be anything
-            return now + wait_ns
-        due = alert.started_unix_ns + wait_ns
-        return now + min(wait_ns, max(0, due - self._clock.time_ns()))
+        # Not since the alert's start: the clock that says that is a rank's, and may be anything.
+        age = 0.0 if active_since is None else self._clock.time_ns() / 1e9 - active_since
+        return now + int(max(0.0, line.after_seconds - max(0.0, age)) * 1e9)
 
     def _put(self, line: _Line, item: _Waiting) -> None:
         waiting = line.waiting
-        waiting.pop(item.alert.fingerprint, None)
+        if (older := waiting.pop(item.alert.fingerprint, None)) is not None:
+            item.failed_ns = older.failed_ns
         if len(waiting) >= self._config.max_pending:
             # The first of the least urgent: information never pushes a page out.
             least = max(waiting.values(), key=lambda w: _URGENCY[w.alert.severity])
@@ -288,12 +306,15 @@ class Dispatcher:
     def _pump(self, line: _Line) -> float | None:
         while due := self._take_due(line):
             self._deliver(line, due)
+        self._tell_if_failing(line)
         return self._wait(line)
 
     def _wait(self, line: _Line) -> float | None:
         now = self._clock.monotonic_ns()
         with self._lock:
             dues = [max(w.due_ns, line.not_before_ns) for w in line.waiting.values()]
+            if line.failing is None and line.late_ns is not None:
+                dues.append(line.late_ns + self._failing_after_ns)
         return max(0.0, (min(dues) - now) / 1e9) if dues else None
 
     # ------------------------------------------------------------------------------ delivery
@@ -334,6 +355,8 @@ class Dispatcher:
     def _still_wanted(self, line: _Line, due: list[_Waiting]) -> list[_Waiting]:
         """Return what the receiver still needs, by the store's word where it can be asked."""
         name = line.notifier.name
+        if line.unrecorded:
+            self._record(line, [])  # else the end of what was delivered would not be wanted
         fresh = [w for w in due if w.settled or not self._has_had(line, w.alert)]
         checked = Checked(frozenset(w.alert.fingerprint for w in fresh), frozenset())
         asked = [w.alert for w in fresh]
@@ -360,16 +383,17 @@ class Dispatcher:
         notifier, alerts = line.notifier, [w.alert for w in due if not w.settled]
         for item in due:
             self._remember(line, item.alert)
-        self._record(notifier.name, alerts)
+        self._record(line, alerts)
         with self._lock:
             self._outcomes[notifier.name, "delivered"] += len(due)
             line.failures = line.refusals = 0
-            line.failing_since_ns = 0
             for item in due:
                 if notifier.reposts and item.alert.state == "firing":
-                    item.tries, item.settled = 0, True
+                    item.tries, item.failed_ns, item.settled = 0, None, True
                     self._hold(line, item, self._config.repost_seconds)
-            recovered, line.failing = line.failing, None
+            recovered = None
+            if not self._is_late(line):
+                recovered, line.failing = line.failing, None
         for alert in alerts:
             self._settle(alert)
         if recovered is not None:
@@ -380,28 +404,39 @@ class Dispatcher:
         with self._lock:
             line.failures += 1
             line.refusals = 0 if result.recoverable else line.refusals + 1
-            line.failing_since_ns = line.failing_since_ns or now
+            line.error = result.error
             outcome = "retried" if result.recoverable else "failed"
             self._outcomes[line.notifier.name, outcome] += len(due)
             for item in due:
                 item.tries += 1
+                item.failed_ns = now if item.failed_ns is None else item.failed_ns
                 self._hold(line, item, self._backoff(item.tries))
             wait = self._backoff(line.failures) if result.recoverable else 0.0
             asked = min(result.retry_after, self._config.max_retry_after_seconds)
             line.not_before_ns = now + int(max(wait, asked) * 1e9)
-            is_new = line.failing is None and self._is_failing(line, now)
-            if is_new:
-                line.failing = _failing_alert(line.notifier.name, result, self._clock.time_ns())
-        if is_new and line.failing is not None:
-            self._tell_others(line.failing)
+        self._tell_if_failing(line)
 
     def _backoff(self, tries: int) -> float:
         wait = self._config.first_retry_seconds * 2.0 ** min(tries - 1, 30)
         return min(wait, self._config.max_retry_seconds)
 
-    def _is_failing(self, line: _Line, now: int) -> bool:
-        is_late = now - line.failing_since_ns >= self._config.failing_after_seconds * 1e9
-        return is_late or line.refusals >= self._config.failing_after_refusals
+    def _tell_if_failing(self, line: _Line) -> None:
+        """Tell the others, once; also while the receiver asked to be left alone."""
+        with self._lock:
+            is_failing = self._is_late(line) or line.refusals >= self._config.failing_after_refusals
+            if line.failing is not None or not is_failing:
+                return
+            alert = _failing_alert(line.notifier.name, line.error, self._clock.time_ns())
+            line.failing = alert
+        self._tell_others(alert)
+
+    @property
+    def _failing_after_ns(self) -> int:
+        return int(self._config.failing_after_seconds * 1e9)
+
+    def _is_late(self, line: _Line) -> bool:
+        since, now = line.late_ns, self._clock.monotonic_ns()
+        return since is not None and now - since >= self._failing_after_ns
 
     def _tell_others(self, alert: AlertView) -> None:
         try:
@@ -413,7 +448,8 @@ class Dispatcher:
     def _hold(self, line: _Line, item: _Waiting, seconds: float) -> None:
         item.due_ns = self._clock.monotonic_ns() + int(seconds * 1e9)
         # A newer state that came in the meantime stands.
-        line.waiting.setdefault(item.alert.fingerprint, item)
+        waiting = line.waiting.setdefault(item.alert.fingerprint, item)
+        waiting.failed_ns = item.failed_ns
 
     def _remember(self, line: _Line, alert: AlertView) -> None:
         with self._lock:
@@ -422,12 +458,16 @@ class Dispatcher:
             if len(line.delivered) > _REMEMBERED:
                 line.delivered.pop(next(iter(line.delivered)))
 
-    def _record(self, receiver: str, alerts: list[AlertView]) -> None:
+    def _record(self, line: _Line, alerts: list[AlertView]) -> None:
+        alerts = [*line.unrecorded, *alerts]
         if self._ledger is None or not alerts:
             return
+        receiver = line.notifier.name
+        line.unrecorded = []
         try:
             self._ledger.record(receiver, alerts)
         except StorageError as error:  # remembered here; a restart may repeat it, with the same id
+            line.unrecorded = alerts[-_REMEMBERED:]
             _LOG.warning("receiver %s: a delivery could not be recorded: %s", receiver, error)
 
     def _settle(self, alert: AlertView) -> None:
@@ -450,7 +490,7 @@ class Dispatcher:
             _LOG.warning("alert %s stays open: %s", alert.fingerprint, error)
 
 
-def _failing_alert(receiver: str, result: Result, now: int) -> AlertView:
+def _failing_alert(receiver: str, error: str, now: int) -> AlertView:
     labels = {"receiver": receiver}
     return AlertView(
         fingerprint=fingerprint(_FAILING, labels),
@@ -458,7 +498,7 @@ def _failing_alert(receiver: str, result: Result, now: int) -> AlertView:
         run_id="",
         severity="page",
         state="firing",
-        summary=f"Receiver {receiver} takes no alerts: {result.error}"[:500],
+        summary=f"Receiver {receiver} takes no alerts: {error}"[:500],
         labels=labels,
         step=-1,
         started_unix_ns=now,

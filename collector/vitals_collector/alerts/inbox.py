@@ -63,6 +63,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
 
     point: bool
     active_since: float | None = None
+    """Since when it is raised, by this collector's clock, in seconds; None once it is over."""
     settled: str = ""
     """The state that every notifier has had."""
     ranks: tuple[int, ...] = ()
@@ -195,13 +196,15 @@ class Inbox:
         ]
         if not changed:
             return
+        news: dict[str, AlertView] = {}
         with self._store.write() as connection:
-            for _, after in changed:
+            for before, after in changed:
                 # Told or acknowledged in between: that part of the row is not ours.
-                present = _load(connection, after.view.fingerprint)
-                _save(connection, _merged(present, after))
-        changes = {after.view.fingerprint: after.view for b, after in changed if _is_news(b, after)}
-        self._tell_all(changes.values())
+                entry = _merged(_load(connection, after.view.fingerprint), after)
+                _save(connection, entry)
+                if _is_news(before, after):
+                    news[entry.view.fingerprint] = entry.view
+        self._tell_all(news.values())
 
     def _changes(
         self, run: RunNow, open_entries: dict[str, Entry], now: int
@@ -259,7 +262,8 @@ class Inbox:
         """Store and tell an alert about Vitals itself, which is about no run."""
         with self._store.write() as connection:
             present = _load(connection, view.fingerprint)
-            entry = _merged(present, Entry(view, Life(point=False)))
+            life = Life(point=False, active_since=view.updated_unix_ns / 1e9)
+            entry = _merged(present, Entry(view, life))
             _save(connection, entry)
         self._tell_all([entry.view])
 
@@ -370,7 +374,7 @@ class Inbox:
 
     # ---------------------------------------------------------------------------- for notifiers
 
-    def untold(self) -> tuple[list[AlertView], list[AlertView]]:
+    def untold(self) -> tuple[list[Entry], list[AlertView]]:
         """Return what notifiers have not had yet, and what fires and was told; neither silenced."""
         with self._store.read() as connection:
             quiet = silences_now(connection, self._clock.time_ns())
@@ -381,12 +385,12 @@ class Inbox:
             entries = [entry_of(row) for row in connection.execute(query)]
         loud = [e for e in entries if quiet.of(e.view) is None and e.view.state != "pending"]
         new = [
-            e.view
+            e
             for e in loud
             if e.life.settled != e.view.state
             and not (e.view.state == "firing" and e.view.acknowledged_by)
         ]
-        return new, [e.view for e in loud if e.view.state == "firing" and e.view not in new]
+        return new, [e.view for e in loud if e.view.state == "firing" and e not in new]
 
     def fired(self) -> dict[tuple[str, str], int]:
         """Return how often alerts began to fire since the start, by (name, severity)."""
@@ -453,7 +457,7 @@ def _raised(entry: Entry | None, occurrence: Occurrence, now: int) -> Entry:
         alert = replace(alert, summary=f"{alert.summary} (on {_named(ranks)})")
     view = _view(alert, occurrence.run_id, "firing", occurrence.time_unix_ns, now)
     if entry is None or is_new:
-        return Entry(view, Life(point=True, ranks=ranks))
+        return _begun(entry, Entry(view, Life(point=True, active_since=now / 1e9, ranks=ranks)))
     kept = replace(
         view,
         started_unix_ns=entry.view.started_unix_ns,
@@ -479,13 +483,26 @@ def _resolved(entry: Entry, now: int, ended: int) -> Entry:
 def _merged(present: Entry | None, after: Entry) -> Entry:
     """Return ``after``, keeping an acknowledgement, and the start of what already goes on."""
     if present is None or present.view.state == "resolved":
-        return after
+        return after if after.view.state == "resolved" else _begun(present, after)
     view = replace(
         after.view,
         started_unix_ns=present.view.started_unix_ns,
         acknowledged_by=present.view.acknowledged_by,
     )
     return Entry(view, after.life)
+
+
+def _begun(last: Entry | None, entry: Entry) -> Entry:
+    """Return the new firing, begun after the last one of this alert was over.
+
+    Deliveries are known by the start: with the same one, receivers would take it for a repetition.
+    A run that is lost twice may have the same last row both times.
+    """
+    if last is None:
+        return entry
+    earliest = max(last.view.started_unix_ns + 1, last.view.ended_unix_ns or 0)
+    started = max(earliest, entry.view.started_unix_ns)
+    return Entry(replace(entry.view, started_unix_ns=started), entry.life)
 
 
 def _is_news(before: Entry | None, after: Entry) -> bool:

@@ -12,6 +12,7 @@ AlertView is in ``trainvitals.views``; beside it are ``delivery_id``, ``ack_url`
 acknowledge can be, and ``messages.details_of``.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -261,31 +262,54 @@ def refuse_address(text: str) -> None:
         or mapped.is_unspecified
         or (mapped.is_reserved and not mapped.is_loopback)
     ):
-        raise ConfigError(f"notifier address leads to {text}: link-local and metadata are refused")
+        raise ConfigError(f"the address leads to {text}: link-local and metadata are refused")
+
+
+def _pinned(request: httpx.Request) -> list[str]:
+    """Look the request's host up and return its addresses; none is one that is never connected to.
+
+    Raises:
+        ConfigError: one is.
+        httpx.ConnectError: it has none.
+    """
+    host = request.url.host
+    try:
+        infos = socket.getaddrinfo(host, request.url.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise httpx.ConnectError(f"{host}: {error}", request=request) from error
+    addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
+    for address in addresses:
+        refuse_address(address)
+    # The Host header is already set from the name; certificates are checked against it too.
+    request.extensions = {**request.extensions, "sni_hostname": host}
+    return addresses
 
 
 class _PinnedTransport(httpx.HTTPTransport):
     """Connects to the very address that was checked, so that a name cannot change in between."""
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        host = request.url.host
-        port = request.url.port or (443 if request.url.scheme == "https" else 80)
-        try:
-            address_infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise httpx.ConnectError(f"{host}: {error}", request=request) from error
-        for entry in address_infos:
-            refuse_address(str(entry[4][0]))
-        # The Host header is already set from the name; certificates are checked against it too.
-        request.extensions = {**request.extensions, "sni_hostname": host}
-        refused: httpx.ConnectError | None = None
-        for address in dict.fromkeys(str(entry[4][0]) for entry in address_infos):
+        *others, last = _pinned(request)
+        for address in others:
             request.url = request.url.copy_with(host=address)
-            try:
+            with contextlib.suppress(httpx.ConnectError):
                 return super().handle_request(request)
-            except httpx.ConnectError as error:
-                refused = error
-        raise refused or httpx.ConnectError(f"{host} has no address", request=request)
+        request.url = request.url.copy_with(host=last)
+        return super().handle_request(request)
+
+
+class AsyncPinnedTransport(httpx.AsyncHTTPTransport):
+    """Does so where others wait meanwhile."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send the request to the first of its host's addresses that takes it."""
+        *others, last = await asyncio.to_thread(_pinned, request)
+        for address in others:
+            request.url = request.url.copy_with(host=address)
+            with contextlib.suppress(httpx.ConnectError):
+                return await super().handle_async_request(request)
+        request.url = request.url.copy_with(host=last)
+        return await super().handle_async_request(request)
 
 
 def _client(timeout: float) -> httpx.Client:

@@ -2,7 +2,8 @@
 
 On a thread of its own, which reads the store as a scrape does: nothing waits for it. What was not
 taken waits, in its order, and is tried again with growing pauses; where more than ten minutes wait,
-the oldest go, counted. What the other side refuses for good (4xx but 429) is not sent again.
+the oldest go, counted. What the other side refuses for good (4xx but 429) is not sent again. The
+address that its name leads to is checked and pinned at each push, as receivers' of alerts are.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from trainvitals.clock import Clock
 from trainvitals.errors import ConfigError, MissingDependencyError
-from vitals_collector.alerts.notifiers import redacted
+from vitals_collector.alerts.notifiers import AsyncPinnedTransport, check_url, redacted
 from vitals_collector.storage.store import IngestCounters
 
 PUSH_SECONDS = 15.0
@@ -58,7 +59,7 @@ class RemoteWriter:
         counters: gets the outcome of each push.
         clock: stamps samples, and says when to try again.
         leads: whether this collector pushes: of several on one database one does.
-        transport: how it is sent.
+        transport: how it is sent; None: to the address that was checked.
     """
 
     def __init__(
@@ -138,6 +139,8 @@ class RemoteWriter:
             return self._try_again(f"no whole answer within {_PUSH_TIMEOUT_SECONDS:g} s")
         except httpx.HTTPError as error:
             return self._try_again(f"{type(error).__name__}: {error}")
+        except ConfigError as error:  # the name may lead elsewhere again
+            return self._try_again(error.text)
         if status == 429 or status >= 500:
             return self._try_again(f"HTTP {status}")
         self._num_failures = 0
@@ -154,8 +157,7 @@ class RemoteWriter:
         client = httpx.AsyncClient(
             timeout=_TIMEOUT_SECONDS,
             follow_redirects=False,
-            transport=self._transport,
-            verify=self._trusted,
+            transport=self._transport or AsyncPinnedTransport(verify=self._trusted),
         )
         sending = client.stream("POST", self._url, content=raw, headers=_HEADERS)
         async with asyncio.timeout(_PUSH_TIMEOUT_SECONDS), client, sending as answer:
@@ -188,7 +190,7 @@ def remote_writer(
     """Return what pushes to ``url``; None where there is none.
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: it is no address, or one that is nobody's.
         MissingDependencyError: the package for snappy is not installed.
     """
     if not url:
@@ -199,6 +201,7 @@ def remote_writer(
             "https://HOST/...",
             hint="for example http://127.0.0.1:9090/api/v1/write",
         )
+    check_url(url)
     if find_spec("cramjam") is None:
         raise MissingDependencyError(
             "remote write needs the package cramjam, which is not installed",

@@ -450,14 +450,15 @@ class Engine:
         ]
         since = {alert.fingerprint: run.ended_unix_ns for alert in conditions}
         lasting = set(fired)
+        absences = self._alerts_for_absent(run, run.absent)
+        conditions += absences
+        # This collector has just started: what was silent before may speak yet, or not.
+        unheard = self._alerts_for_absent(run, run.unheard)
+        lasting.update(alert.fingerprint for alert in unheard)
         if run.state == "running":
-            absences = self._alerts_for_absent(run, run.absent)
-            conditions += absences
-            # This collector has just started: what was silent before may speak yet, or not.
-            unheard = self._alerts_for_absent(run, run.unheard)
             if run.is_unheard:
-                unheard += alerts_for_run_state("lost", run_id=run.run_id)
-            lasting.update(alert.fingerprint for alert in unheard)
+                lost = alerts_for_run_state("lost", run_id=run.run_id)
+                lasting.update(alert.fingerprint for alert in lost)
             for finding in self._watching.conditions(run.run_id):
                 named = _named_alerts(finding, run)
                 if finding.kind == "stalled" and any(
@@ -531,8 +532,8 @@ class Engine:
             return
         self._resend_ns = now + int(_RESEND_SECONDS * 1e9)
         new, posted = self._inbox.untold()
-        for view in new:
-            self._dispatcher.resume(view)
+        for view, life in new:
+            self._dispatcher.resume(view, active_since=life.active_since)
         for view in posted:
             self._dispatcher.keep_posting(view)
 

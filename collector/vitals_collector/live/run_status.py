@@ -162,9 +162,10 @@ def _is_silent(source: SourceState, when: Liveness) -> bool:
 # ------------------------------------------------------------------------------------- who is gone
 #
 # A node whose agent and ranks are all silent is lost, unless the others passed steps together with
-# its ranks since: then the ranks live, and only the agent is gone. A rank whose agent speaks is
-# lost where the agent says that its process is gone. Of a rank that is silent beside a living agent
-# nothing is said: it evaluates, or it waits for others, and then a stall tells.
+# its ranks since: then the ranks live, and only the agent is gone. A rank is lost where its agent
+# said that its process is gone, also when that agent falls silent afterwards. Of a rank that is
+# silent beside a living agent nothing is said: it evaluates, or it waits for others, and then a
+# stall tells.
 #
 # All times are the collector's own: the clocks of nodes may differ by minutes. What was heard
 # before the newest launch of any rank belongs to an earlier one, and is no loss of this.
@@ -215,28 +216,35 @@ def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
     expected = [rank for rank in present if not rank.source.ended_state]
     is_silent = _silence(when)
     speaking = _last_of_nodes(newest.values(), when)
+    dead = [rank for rank in expected if rank.source.alive == 0]
     ranks_of: dict[str, list[_Heard]] = defaultdict(list)
     for rank in expected:
-        ranks_of[rank.source.node].append(rank)
+        if rank.source.alive != 0:
+            ranks_of[rank.source.node].append(rank)
     silent = {
         node: of_node
         for node, of_node in ranks_of.items()
         if node in speaking and is_silent(speaking[node])
     }
     return Absent(
-        ranks=tuple(
-            sorted(
-                rank.rank
-                for rank in expected
-                if rank.source.alive == 0
-                and rank.source.node not in silent
-                and is_silent(rank.last_ns)
-            )
-        ),
+        ranks=tuple(sorted(rank.rank for rank in dead if is_silent(rank.last_ns))),
         nodes=tuple(sorted(n for n in silent if not _is_passed(silent[n], present, when))),
         agents=tuple(sorted(n for n in silent if _is_passed(silent[n], present, when))),
         never_heard=_never_heard(head, present, is_silent(max(launched, when.up_since_unix_ns))),
     )
+
+
+def lost_before_the_end(sources: Sequence[SourceState], when: Liveness) -> Absent:
+    """Return the nodes of a failed run that fell silent before the first rank said that it failed.
+
+    That is why it failed: the connections to a machine that died break. A node that was heard of
+    later was ended by its launcher, for the others had failed.
+    """
+    newest = _latest(sources).values()
+    failed = [source.last_received_unix_ns for source in newest if source.ended_state == "failed"]
+    heard = _last_of_nodes(newest, replace(when, up_since_unix_ns=0))
+    first = min(failed, default=0)
+    return Absent(nodes=tuple(n for n in absent(sources, when).nodes if heard[n] < first))
 
 
 def _launched(source: SourceState) -> int:
@@ -339,7 +347,7 @@ class RunStatus:
     ended_unix_ns: int = 0
     """When it halted, or its ranks were last heard of; by its own clocks."""
     absent: Absent = NOBODY
-    """Who is gone of a run that goes on."""
+    """Who is gone of a run that goes on, or was gone before it failed."""
     unheard: Absent = NOBODY
     """Who would be gone, had this collector been there all the time: nobody knows yet."""
     is_unheard: bool = False
@@ -365,6 +373,8 @@ class RunStatusCache:
         self._moved: dict[str, dict[str, tuple[int, int]]] = {}
         """By run and incarnation of a folder: its last word by its own clock, and when that was
         first seen by ours."""
+        self._failed_at: dict[str, int] = {}
+        """When runs were first seen to have failed, by our clock: who was gone shows later."""
 
     def touch(self, run_ids: Iterable[str], *, at_once: bool) -> None:
         """Remember that something of these runs came; ``at_once``: what may change their state."""
@@ -404,7 +414,11 @@ class RunStatusCache:
                     del self._statuses[removed_id]
                     self._decided.pop(removed_id, None)
                     self._moved.pop(removed_id, None)
-                due_runs = (due_runs | self.running | (every - self._statuses.keys())) & every
+                    self._failed_at.pop(removed_id, None)
+                since = when.now_unix_ns - int(2 * when.lost_after_seconds * 1e9)
+                failed = {run_id for run_id, at in self._failed_at.items() if at >= since}
+                asked = self.running | failed | (every - self._statuses.keys())
+                due_runs = (due_runs | asked) & every
             order = sorted(due_runs)
             for first in range(0, len(order), _RUNS_AT_ONCE):
                 self._refresh_some(connection, order[first : first + _RUNS_AT_ONCE], touched, when)
@@ -429,14 +443,31 @@ class RunStatusCache:
             of_run[row.run_id].append(row)
         for run_id in run_ids:
             status = _status_of(connection, run_id, of_run[run_id], self._decided[run_id], when)
-            if status.state == "running":
-                parts = self._heard(run_id, of_run[run_id], when)
-                status = replace(status, absent=absent(parts, when), behind=behind(parts))
-                if when.now_unix_ns - when.up_since_unix_ns <= when.lost_after_seconds * 1e9:
-                    status = _with_unheard(status, parts, when)
-            else:
+            if status.state != "running":
                 self._moved.pop(run_id, None)
+            if status.state == "failed":
+                self._failed_at.setdefault(run_id, when.now_unix_ns)
+            else:
+                self._failed_at.pop(run_id, None)
+            if status.state in ("running", "failed"):
+                status = self._with_absent(status, of_run[run_id], when)
             self._statuses[run_id] = status
+
+    def _with_absent(
+        self, status: RunStatus, rows: Sequence[Row[Any]], when: Liveness
+    ) -> RunStatus:
+        """Add who is gone, and who was not heard of since this collector started."""
+        if status.state == "failed":
+            parts, gone = [_state_of(row) for row in rows], lost_before_the_end
+        else:
+            parts, gone = self._heard(status.run_id, rows, when), absent
+            status = replace(status, behind=behind(parts))
+        status = replace(status, absent=gone(parts, when))
+        if when.now_unix_ns - when.up_since_unix_ns > when.lost_after_seconds * 1e9:
+            return status
+        always_up = replace(when, up_since_unix_ns=0)
+        is_unheard = run_state(parts, always_up) == "lost"
+        return replace(status, unheard=gone(parts, always_up), is_unheard=is_unheard)
 
     def _heard(self, run_id: str, rows: Sequence[Row[Any]], when: Liveness) -> list[SourceState]:
         """Return the sources; of those in a folder, when this process saw their last word."""
@@ -453,13 +484,6 @@ class RunStatusCache:
             parts.append(state)
         self._moved[run_id] = moved
         return parts
-
-
-def _with_unheard(status: RunStatus, parts: Sequence[SourceState], when: Liveness) -> RunStatus:
-    """Add who was not heard of since this collector started, and had been silent before."""
-    always_up = replace(when, up_since_unix_ns=0)
-    is_unheard = run_state(parts, always_up) == "lost"
-    return replace(status, unheard=absent(parts, always_up), is_unheard=is_unheard)
 
 
 def _state_of(row: Row[Any]) -> SourceState:

@@ -114,10 +114,13 @@ class RealCollector:
     def take_decision(self, action: str = "rollback") -> str:
         """Have it store a decision of a new run, of which one alert is told; return the run."""
         run_id = new_run_id(time.time_ns())
-        raw = Writer(run=run_id).events(decision(action=action))
+        self.take(Writer(run=run_id).events(decision(action=action)))
+        return run_id
+
+    def take(self, raw: bytes) -> None:
+        """Have it store a batch; raises TransportError where another one owns the run."""
         with CollectorClient(self.url, read_tokens(self.data / "tokens.json").ingest) as client:
             client.ingest(raw)
-        return run_id
 
 
 def pager_of(store: Store, collectors: list[RealCollector]) -> RealCollector | None:

@@ -1,15 +1,22 @@
 """What the pager knows of what other collectors did meanwhile."""
 
+import contextlib
+import threading
+
 import pytest
+from sqlalchemy import select
 
 from tests.collector.alerting import Heard, decision
-from tests.collector.rows import Writer
+from tests.collector.rows import RUN, Writer
+from trainvitals.alerting import Alert
 from trainvitals.testing import ManualClock
 from trainvitals.views import AckRequest
-from vitals_collector.alerts.inbox import Inbox
+from vitals_collector.alerts import inbox
+from vitals_collector.alerts.inbox import Entry, Inbox, Occurrence, listed
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.live.engine import assemble
-from vitals_collector.storage.store import Store
+from vitals_collector.storage.schema import audit
+from vitals_collector.storage.store import Store, open_store
 
 pytestmark = [
     pytest.mark.servers,
@@ -59,6 +66,52 @@ def test_what_was_silenced_at_another_collector_is_told_no_more(store: Store) ->
     elsewhere.acknowledge(alert.fingerprint, silence)
     pager.pass_time(70)
     assert pager.heard.words.count("TrainingRolledBack firing") == 1
+
+
+def test_an_acknowledgement_amid_another_collectors_write_is_not_lost(
+    store: Store, postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine writes an alert's row back whole; without the row's lock it would undo what came
+    between its read and its write."""
+    pager = Pager(store)
+    pager.store_elsewhere()
+    pager.pass_time(5)
+    (alert,) = pager.heard.alerts
+    was_read, is_acked = threading.Event(), threading.Event()
+    raised = inbox._raised
+
+    def raise_slowly(entry: Entry | None, occurrence: Occurrence, now: int) -> Entry:
+        was_read.set()
+        assert not is_acked.wait(1.0), "it waits for the row"
+        return raised(entry, occurrence, now)
+
+    def acknowledge(by: str) -> None:
+        with contextlib.closing(open_store(postgres)) as elsewhere:
+            was_read.wait(10.0)
+            Inbox(elsewhere, clock=pager.clock).acknowledge(alert.fingerprint, AckRequest(by=by))
+            is_acked.set()
+
+    threads = [threading.Thread(target=acknowledge, args=(by,)) for by in ("ana", "bob")]
+    for thread in threads:
+        thread.start()
+    monkeypatch.setattr(inbox, "_raised", raise_slowly)
+    point = Alert(
+        name=alert.name,
+        severity=alert.severity,
+        labels=alert.labels,
+        summary="again",
+        step=9,
+        point=True,
+    )
+    pager.acting.inbox.take([Occurrence(RUN, pager.clock.time_ns(), point)], cursors={})
+    for thread in threads:
+        thread.join()
+    (view,) = listed(store, now_unix_ns=pager.clock.time_ns())
+    assert view.acknowledged_by in ("ana", "bob")
+    assert (view.step, view.state) == (9, "firing")
+    with store.read() as connection:
+        actors = connection.execute(select(audit.c.actor)).scalars().all()
+    assert sorted(actors) == ["ana", "bob"]
 
 
 def test_who_holds_no_lease_tells_nothing(store: Store) -> None:

@@ -277,7 +277,11 @@ class StallConfig(Settings, frozen=True, kw_only=True):
     section = "stall"
 
     least_seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 300.0
-    """Silence up to this is never a stall, so that the first evaluation is not reported."""
+    """Silence up to this is never a stall."""
+    first_seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 3_600.0
+    """Nor is silence up to this in a run that came past none above ``least_seconds`` yet: it may be
+    the first evaluation, and looks the same from outside. PyTorch itself ends a collective that
+    hangs after 10 (NCCL) or 30 minutes (gloo), and then the lost run is told."""
     typical_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 20.0
     """Multiple of the usual step. Our own choice."""
     longest_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 3.0
@@ -312,26 +316,28 @@ def stalled(
     longest_once_seconds: float = 0.0,
     config: StallConfig = _STALL,
 ) -> Finding | None:
-    """Say whether the step after ``last_step`` takes too long; None while that is not known.
+    """Say whether the step after ``last_step`` takes too long.
 
     Both times must come from the same clock. A clock that jumped back is not a stall.
     """
-    if typical_seconds is None:
-        return None
     silent = (now_ns - last_time_ns) / 1e9
+    is_first = longest_once_seconds <= config.least_seconds
     limit = max(
         config.least_seconds,
-        config.typical_ratio * typical_seconds,
+        config.first_seconds if is_first else 0.0,
+        config.typical_ratio * (typical_seconds or 0.0),
         config.longest_ratio * longest_seconds,
         min(config.longest_once_ratio * longest_once_seconds, _MOST_FOR_ONCE_SECONDS),
     )
     if silent <= limit:
         return None
+    usual = "" if typical_seconds is None else humanize_seconds(typical_seconds)
     return tell(
         "stalled",
         last_step,
-        f"no step has finished for {humanize_seconds(silent)} since step {last_step}; a step "
-        f"usually takes {humanize_seconds(typical_seconds)} (limit {humanize_seconds(limit)})",
+        f"no step has finished for {humanize_seconds(silent)} since step {last_step}"
+        + (f"; a step usually takes {usual}" if usual else "")
+        + f" (limit {humanize_seconds(limit)})",
         value=silent,
         limit=limit,
     )
