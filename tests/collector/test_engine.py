@@ -544,7 +544,7 @@ def test_nobody_is_lost_while_what_is_sent_cannot_be_stored(
 
     place.send(Writer().steps(range(6)))
     place.look()
-    monkeypatch.setattr("vitals_collector.ingest.group_commit.ingest_bodies", refuse)
+    monkeypatch.setattr("vitals_collector.ingest.group_commit.store_bodies", refuse)
     commits = CommitQueue(place.store, clock=place.clock, on_done=lambda _: None)
     for _ in range(24):
         place.clock.advance(5)
@@ -563,7 +563,7 @@ def test_nobody_is_lost_while_one_commit_takes_minutes(
 
     place.send(Writer().steps(range(6)))
     place.look()
-    monkeypatch.setattr("vitals_collector.ingest.group_commit.ingest_bodies", hang)
+    monkeypatch.setattr("vitals_collector.ingest.group_commit.store_bodies", hang)
     commits = CommitQueue(place.store, clock=place.clock, on_done=lambda _: None)
     commits._store_group([])
     assert [] == place.pass_time(60)

@@ -156,7 +156,7 @@ def test_a_bug_is_told_and_does_not_end_the_thread(
 
     asker.commits._on_done = tell
     with monkeypatch.context() as patch:
-        patch.setattr("vitals_collector.ingest.group_commit.ingest_bodies", lambda *_: 1 / 0)
+        patch.setattr("vitals_collector.ingest.group_commit.store_bodies", lambda *_: 1 / 0)
         asker.put(Writer().steps([0]))
         asker.commits.start()
         assert heard.wait(30)

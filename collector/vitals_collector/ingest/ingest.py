@@ -133,6 +133,19 @@ def ingest_bodies(
 ) -> list[Answer]:
     """Store the batches of all bodies in one transaction; return each body's answer, in order.
 
+    Args and errors are those of ``store_bodies``.
+    """
+    return [answer_of(stored) for stored in store_bodies(store, bodies, received_unix_ns, asking)]
+
+
+def store_bodies(
+    store: Store,
+    bodies: Sequence[Sequence[bytes]],
+    received_unix_ns: int,
+    asking: Sequence[bool] = (),
+) -> list[tuple[Stored, ...] | NotOwnerError]:
+    """Store the batches of all bodies in one transaction; return what became of each, in order.
+
     Args:
         store: where to.
         bodies: the batches, by who sent them.
@@ -151,14 +164,19 @@ def ingest_bodies(
         for of_body in by_body
     ]
     own = [of_body for of_body, error in zip(by_body, away, strict=True) if error is None]
-    with store.write() as connection:
-        every = [batch for of_body in own for batch in of_body]
+    every = [batch for of_body in own for batch in of_body]
+    # Events wait for no merge of files: people may be waiting for what they say.
+    of_rows = any(isinstance(batch, Batch) and batch.header.stream != EVENTS for batch in every)
+    with store.write_rows() if of_rows else store.write() as connection:
         stored = store_batches(connection, store.numbers, every, received_unix_ns)
         # Of a run whose lease has ended by now the rows may not count: the database says nothing.
         store.claims.confirm(run_ids - elsewhere.keys())
     announce(store, stored)
-    answers = iter(answers_of(own, stored))
-    return [next(answers) if error is None else error for error in away]
+    outcomes = iter(stored)
+    return [
+        tuple(next(outcomes) for _ in body) if error is None else error
+        for body, error in zip(by_body, away, strict=True)
+    ]
 
 
 def runs_in(checked: Iterable[Checked]) -> set[str]:
@@ -225,13 +243,10 @@ def announce(store: Store, stored: Iterable[Stored]) -> None:
             _LOG.exception("after_ingest_failed run=%s", new[0][0].header.identity.run_id)
 
 
-def answers_of(bodies: Sequence[Sequence[object]], stored: Iterable[Stored]) -> list[Answer]:
-    """Return what is said to each body, from what all their batches came to, in order."""
-    outcomes = iter(stored)
-    return [_answer_of([next(outcomes) for _ in body]) for body in bodies]
-
-
-def _answer_of(stored: Sequence[Stored]) -> Answer:
+def answer_of(stored: Sequence[Stored] | NotOwnerError) -> Answer:
+    """Return what is said to a body, from what its batches came to, in order."""
+    if isinstance(stored, NotOwnerError):
+        return stored
     first = stored[0].error
     if first is not None and all(outcome.error is not None for outcome in stored):
         return first
@@ -711,7 +726,7 @@ __all__ = [
     "Stored",
     "StreamOffset",
     "announce",
-    "answers_of",
+    "answer_of",
     "check_bodies",
     "cut_off_known",
     "ingest",
@@ -723,4 +738,5 @@ __all__ = [
     "lock_runs",
     "runs_in",
     "store_batches",
+    "store_bodies",
 ]

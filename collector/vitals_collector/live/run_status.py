@@ -281,7 +281,9 @@ def _heard(source: SourceState, when: Liveness) -> _Heard:
     last = max(source.last_received_unix_ns, when.up_since_unix_ns)
     # Both of one clock, the sender's: how long after its newest step it was last heard of.
     since_step = max(0, source.last_seen_unix_ns - source.last_step_unix_ns)
-    return _Heard(_number_of(source.source), source, last, source.last_received_unix_ns - since_step)
+    return _Heard(
+        _number_of(source.source), source, last, source.last_received_unix_ns - since_step
+    )
 
 
 def _silence(when: Liveness) -> Callable[[int], bool]:

@@ -1,6 +1,7 @@
 """What a store of numbers does: append, once; say how far; give back rows, exactly as they were."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -241,6 +242,12 @@ class NumbersReader(Protocol):
 
 class Numbers(NumbersReader, Protocol):
     """A store of rows. Any thread may call; what is told to be stored survives a kill."""
+
+    def turn(self) -> AbstractContextManager[object]:
+        """Wait for the turn to change the store, and hold it: a merge may have it for seconds.
+
+        To be taken before the database's own turn, for which others wait.
+        """
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
         """Store the rows that are new, all or none; return each batch's number of them.
