@@ -384,6 +384,23 @@ def test_the_threads_tell_of_what_only_rows_show_without_being_asked(place: Plac
         job.place.acting.close()
 
 
+def test_a_decision_ends_the_pause_between_two_looks(place: Place, monkeypatch: pytest.MonkeyPatch):
+    told, looked = threading.Event(), threading.Event()
+    place.heard.notify = lambda alerts: told.set() or DELIVERED
+    monkeypatch.setattr("vitals_collector.live.engine._PAUSE_SECONDS", 600.0)
+    poll = place.acting.engine.poll
+    monkeypatch.setattr(
+        place.acting.engine, "poll", lambda **how: (poll(**how), looked.set()) and None
+    )
+    place.acting.start()
+    try:
+        assert looked.wait(30)
+        place.send(Writer().events(started(), decision()))
+        assert told.wait(30)
+    finally:
+        place.acting.close()
+
+
 def test_the_threads_tell_without_being_asked_and_end(place: Place):
     told = threading.Event()
     place.heard.notify = lambda alerts: told.set() or DELIVERED
