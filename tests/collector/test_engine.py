@@ -389,9 +389,12 @@ def test_a_decision_ends_the_pause_between_two_looks(place: Place, monkeypatch: 
     place.heard.notify = lambda alerts: told.set() or DELIVERED
     monkeypatch.setattr("vitals_collector.live.engine._PAUSE_SECONDS", 600.0)
     poll = place.acting.engine.poll
-    monkeypatch.setattr(
-        place.acting.engine, "poll", lambda **how: (poll(**how), looked.set()) and None
-    )
+
+    def look(**how: bool) -> None:
+        poll(**how)
+        looked.set()
+
+    monkeypatch.setattr(place.acting.engine, "poll", look)
     place.acting.start()
     try:
         assert looked.wait(30)
