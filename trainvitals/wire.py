@@ -46,7 +46,7 @@ REMEMBERED_BYTES = 4_096
 """Headers up to this size are remembered once they were decoded."""
 
 
-class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
+class BatchHeader(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a batch says of itself. ``dropped`` counts rows lost before it, by the writer's word."""
 
     version: int = FORMAT_VERSION
@@ -68,18 +68,18 @@ class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
         return self.first_seq + self.num_rows - 1
 
 
-class Batch(msgspec.Struct, frozen=True):
+class Batch(msgspec.Struct, frozen=True, gc=False):
     """A decoded batch: header and the rows' bytes."""
 
     header: BatchHeader
     rows: bytes
 
 
-class AskingBatch(Batch, frozen=True):
+class AskingBatch(Batch, frozen=True, gc=False):
     """A batch whose sender would rather fill a hole before it than have it counted as lost."""
 
 
-class IngestReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class IngestReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The answer to one batch. A spool frees only what lies at or below ``durable_seq``.
 
     A batch that was refused, beside others that were not, has the error's code and text. One that
@@ -225,7 +225,7 @@ def decode_batch(raw: bytes) -> Batch:
     return Batch(header, rows)
 
 
-@lru_cache(maxsize=8_192)
+@lru_cache(maxsize=32_768)
 def _writer_of(head: bytes) -> tuple[int, Identity, Schema]:
     _refuse_newer(head)
     try:

@@ -10,7 +10,7 @@
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from vitals_agent.exposition import (
 from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuSampler
 from vitals_agent.host import HostSampler
-from vitals_agent.io_loop import IoLoop
+from vitals_agent.io_loop import EventsAhead, IoLoop
 from vitals_agent.memory_spool import (
     ROOM_BYTES,
     bytes_in,
@@ -114,6 +114,7 @@ class Agent:
         reachable: whether there is a collector to talk to now; None: always.
         clock: stamps the agent's own rows.
         nvml: a module like ``pynvml``.
+        ahead: sends events that cannot wait for the spool's turn; None: they wait.
         spawn: begins what may hang.
         rng: spreads the tries after a failure.
     """
@@ -124,6 +125,7 @@ class Agent:
         *,
         client: Collects | None = None,
         reachable: Callable[[float], bool] | None = None,
+        ahead: Callable[[Sequence[bytes]], object] | None = None,
         clock: Clock | None = None,
         nvml: Any = None,
         spawn: Spawn = on_a_thread,
@@ -134,12 +136,14 @@ class Agent:
         self.runs: dict[str, ServedRun] = {}
         self.has_served = False
         self._clock = clock or SystemClock()
+        self.ahead = None if ahead is None else EventsAhead(ahead, faults=self.faults)
         self._facts = NodeFacts(
             node=config.node,
             pid=os.getpid(),
             boot_id=boot_id(),
             clock=self._clock,
             faults=self.faults,
+            send_ahead=None if self.ahead is None else self.ahead.put,
         )
         chance = rng or random.Random()
         gpus = GpuSampler(nvml, clock=self._clock)

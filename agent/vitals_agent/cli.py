@@ -115,7 +115,12 @@ def agent(
     if once:
         wait_for_leaving(config.base, config.vitals_dir)
     try:
-        served = Agent(config, client=endpoint, reachable=endpoint.reachable if endpoint else None)
+        served = Agent(
+            config,
+            client=endpoint,
+            reachable=endpoint.reachable if endpoint else None,
+            ahead=endpoint.send_ahead if endpoint else None,
+        )
         run(served, LoopConfig(child=child, once=once))
     finally:
         if endpoint is not None:

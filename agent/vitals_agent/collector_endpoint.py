@@ -150,6 +150,7 @@ class CollectorEndpoint:
         self._connect = connect or AgentClient
         self._address: CollectorAddress | None = None
         self._client: CollectorClient | None = None
+        self._ahead: tuple[CollectorAddress, CollectorClient] | None = None
         self._lock = threading.Lock()
         self._looked_at: float | None = None
         self._is_doubtful = True
@@ -171,6 +172,21 @@ class CollectorEndpoint:
         """Store batches together."""
         return self._call(lambda client: client.ingest_all(raws, asks=asks))
 
+    def send_ahead(self, raws: Sequence[bytes]) -> None:
+        """Store batches that are sent again: by a connection of their own, which waits for nothing.
+
+        Where something lies before them that is not stored yet, they are not stored either.
+        """
+        with self._lock:
+            address = self._address
+            if address is None:
+                return
+            if self._ahead is None or self._ahead[0] != address:
+                self._close_ahead()
+                self._ahead = address, self._connect(address)
+            client = self._ahead[1]
+        client.ingest_all(raws, asks=True)
+
     def ask(self, question: Question[T]) -> T:
         """Return the collector's answer."""
         return self._call(lambda client: client.ask(question))
@@ -182,9 +198,15 @@ class CollectorEndpoint:
     def close(self) -> None:
         """Close the connections."""
         with self._lock:
+            self._close_ahead()
             if self._client is not None:
                 self._client.close()
                 self._client = None
+
+    def _close_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead[1].close()
+            self._ahead = None
 
     def _call(self, call: Callable[[CollectorClient], T]) -> T:
         client = self._client

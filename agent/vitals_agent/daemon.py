@@ -112,6 +112,8 @@ def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) ->
     """Turn the agent here, and its I/O loop on a thread of its own, until the end is reached."""
     ending = Ending(config)
     io_thread = IoThread(agent.io_loop, interval_seconds=config.interval_seconds)
+    if agent.ahead is not None:
+        agent.ahead.start()
     while True:
         now = time.monotonic()
         agent.turn(now)

@@ -1,12 +1,13 @@
 """All that waits for a network or a shared disk: ships the spools, and carries commands in.
 
-It turns on a thread of its own: neither a collector that does not answer nor a folder on a server
+It turns on threads of its own: neither a collector that does not answer nor a folder on a server
 that is away keeps journals from being copied, or ranks from being pronounced dead.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from vitals_agent.command_delivery import CommandDelivery
 from vitals_agent.faults import Faults
@@ -107,6 +108,50 @@ class IoLoop:
         self._relay.forget(run_id)
         if self._shipper is not None:
             self._shipper.forget(run_id)
+
+
+MAX_AHEAD, MAX_AHEAD_BYTES = 64, 1 << 16
+"""Batches of events that wait to be sent ahead, each so large; of more, the newest."""
+_EVENTS, _HEAD_BYTES = b"\xa6events", 1_024
+"""How msgpack writes a header's name of that stream, and where."""
+
+
+class EventsAhead:
+    """Sends events as they are read; the spool sends them again, in its turn. Thread-safe.
+
+    People may be waiting for what they say, and the spool for answers about rows, which come a
+    second later, or after a merge of files. What cannot be sent now is left to the spool.
+    """
+
+    def __init__(self, send: Callable[[Sequence[bytes]], object], *, faults: Faults) -> None:
+        self._send, self._faults = send, faults
+        self._waiting: deque[bytes] = deque(maxlen=MAX_AHEAD)
+        self._came = threading.Event()
+
+    def put(self, raw: bytes) -> None:
+        """Have a batch sent ahead if it is one of events: looked at, not checked."""
+        if len(raw) <= MAX_AHEAD_BYTES and _EVENTS in raw[:_HEAD_BYTES]:
+            self._waiting.append(raw)
+            self._came.set()
+
+    def start(self) -> None:
+        """Start the thread, for as long as the process lives."""
+        threading.Thread(target=self._run, name="vitals-agent-events", daemon=True).start()
+
+    def turn(self) -> None:
+        """Send what waits."""
+        raws: list[bytes] = []
+        while self._waiting:
+            raws.append(self._waiting.popleft())
+        if raws:
+            with self._faults.contained("events"):
+                self._send(raws)
+
+    def _run(self) -> None:
+        while True:
+            self._came.wait()
+            self._came.clear()
+            self.turn()
 
 
 class IoThread:

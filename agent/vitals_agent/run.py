@@ -3,7 +3,7 @@
 import logging
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,8 @@ class NodeFacts:
     metrics_url: str = ""
     clock: Clock
     faults: Faults
+    send_ahead: Callable[[bytes], object] | None = None
+    """Given every batch that came into the spool."""
 
 
 class ServedRun:
@@ -172,7 +174,9 @@ class ServedRun:
                 self.is_disk_full = is_full(error)
                 raise
             self.is_disk_full = False
-            return was_added
+        if was_added and self._facts.send_ahead is not None:
+            self._facts.send_ahead(raw)
+        return was_added
 
     @property
     def in_memory(self) -> bool:

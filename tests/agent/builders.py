@@ -102,13 +102,22 @@ class World:
         return made
 
     def agent(
-        self, *, client=None, reachable=None, nvml=None, spawn=at_once, start=True, **config
+        self,
+        *,
+        client=None,
+        reachable=None,
+        ahead=None,
+        nvml=None,
+        spawn=at_once,
+        start=True,
+        **config,
     ) -> Agent:
         settings = {"vitals_dir": self.vitals_dir, "base": self.base, "node": NODE} | config
         agent = Agent(
             AgentConfig(**settings),
             client=client,
             reachable=reachable,
+            ahead=ahead,
             clock=self.clock,
             nvml=nvml or no_driver(),
             spawn=spawn,

@@ -12,7 +12,12 @@ from tests.agent.stub_collector import StubCollector
 from trainvitals.errors import TransportError, UsageError
 from trainvitals.io.client import CollectorAddress, Tokens
 from trainvitals.views import CommandsQuestion
-from vitals_agent.collector_endpoint import LOOK_SECONDS, CollectorEndpoint, finder
+from vitals_agent.collector_endpoint import (
+    LOOK_SECONDS,
+    AgentClient,
+    CollectorEndpoint,
+    finder,
+)
 
 
 @pytest.fixture
@@ -223,4 +228,22 @@ def test_a_run_directory_keeps_what_a_collector_that_was_found_has_too(world, st
     assert agent.io_loop.drained(agent.runs[RUN])
     assert agent.runs[RUN].spool.keep
     assert [0] == world.steps()
+    link.close()
+
+
+def test_what_is_sent_ahead_takes_a_connection_of_its_own(world, stub, tmp_path):
+    address_file(tmp_path, stub.url)
+    link = CollectorEndpoint(finder(str(tmp_path), None, {}))
+    link.send_ahead([b"nobody is known"])
+    assert not stub.batches
+    link.reachable(0.0)
+    client = link._client
+    assert isinstance(client, AgentClient)
+    world.rank().step(0)
+    agent = world.agent()
+    agent.turn(0.0)
+    raw = next(raw for _, raw in agent.runs[RUN].spool.read(agent.runs[RUN].spool.acked))
+    with client._lock:  # as while an answer is waited for
+        link.send_ahead([raw])
+    assert [raw] == list(stub.batches)
     link.close()

@@ -6,6 +6,7 @@ from tests.agent.builders import RUN
 from tests.agent.stub_collector import StubCollector
 from trainvitals.errors import TransportError
 from trainvitals.io.client import CollectorClient
+from trainvitals.records import Note, decode_events
 from trainvitals.wire import IngestReply, decode_batch
 from vitals_agent.io_loop import IoThread
 
@@ -146,3 +147,42 @@ def test_an_io_loop_that_fails_is_counted_and_turns_again(world):
     agent.cycle(1.0)
     assert agent.faults.counts["shipper"] >= 2
     assert [0] == world.steps()
+
+
+def test_while_the_spool_waits_for_an_answer_events_are_sent_ahead_of_it(world, stalled):
+    sent: list[bytes] = []
+    rank, dead = world.rank(), world.rank(1, pid=0)
+    rank.step(0)
+    dead.step(0)
+    agent = world.agent(client=stalled, ahead=sent.extend)
+    agent.turn(0.0)
+    io_thread = IoThread(agent.io_loop, interval_seconds=0.0)
+    assert stalled.asked.wait(20.0)
+    sent.clear()
+    rank.step(1)
+    agent.turn(1.0)
+    agent.turn(2.0)
+    assert 1 == world.notes().count("rank_gone")
+    agent.ahead.turn()
+    batches = [decode_batch(raw) for raw in sent]
+    assert {"events"} == {batch.header.stream for batch in batches}
+    notes = [row.event for b in batches for row in decode_events(b.header.stream_schema, b.rows)]
+    assert "rank_gone" in [event.code for event in notes if isinstance(event, Note)]
+    stalled.go_on.set()
+    assert io_thread.end(20.0)
+
+
+def test_events_that_cannot_be_sent_ahead_are_left_to_the_spool(world, stub):
+    def refuse(raws):
+        raise TransportError("away")
+
+    world.rank(1, pid=0).step(0)
+    client = CollectorClient(stub.url, "token")
+    agent = world.agent(client=client, ahead=refuse)
+    for now in range(3):
+        agent.turn(float(now))
+    agent.ahead.turn()
+    agent.io_loop.turn(3.0)
+    assert 1 == agent.faults.counts["events"]
+    assert "events" in {decode_batch(raw).header.stream for raw in stub.batches}
+    client.close()

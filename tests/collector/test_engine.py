@@ -405,6 +405,26 @@ def test_the_threads_tell_of_what_only_rows_show_without_being_asked(place: Plac
         job.place.acting.close()
 
 
+def test_a_decision_ends_the_pause_between_two_looks(place: Place, monkeypatch: pytest.MonkeyPatch):
+    told, looked = threading.Event(), threading.Event()
+    place.heard.notify = lambda alerts: told.set() or DELIVERED
+    monkeypatch.setattr("vitals_collector.live.engine._PAUSE_SECONDS", 600.0)
+    poll = place.acting.engine.poll
+
+    def look(**how: bool) -> None:
+        poll(**how)
+        looked.set()
+
+    monkeypatch.setattr(place.acting.engine, "poll", look)
+    place.acting.start()
+    try:
+        assert looked.wait(30)
+        place.send(Writer().events(started(), decision()))
+        assert told.wait(30)
+    finally:
+        place.acting.close()
+
+
 def test_the_threads_tell_without_being_asked_and_end(place: Place):
     told = threading.Event()
     place.heard.notify = lambda alerts: told.set() or DELIVERED
@@ -565,7 +585,7 @@ def test_nobody_is_lost_while_what_is_sent_cannot_be_stored(
 
     place.send(Writer().steps(range(6)))
     place.look()
-    monkeypatch.setattr("vitals_collector.ingest.group_commit.ingest_bodies", refuse)
+    monkeypatch.setattr("vitals_collector.ingest.group_commit.store_bodies", refuse)
     commits = CommitQueue(place.store, clock=place.clock, on_done=lambda _: None)
     for _ in range(24):
         place.clock.advance(5)
@@ -584,7 +604,7 @@ def test_nobody_is_lost_while_one_commit_takes_minutes(
 
     place.send(Writer().steps(range(6)))
     place.look()
-    monkeypatch.setattr("vitals_collector.ingest.group_commit.ingest_bodies", hang)
+    monkeypatch.setattr("vitals_collector.ingest.group_commit.store_bodies", hang)
     commits = CommitQueue(place.store, clock=place.clock, on_done=lambda _: None)
     commits._store_group([])
     assert [] == place.pass_time(60)

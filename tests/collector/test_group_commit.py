@@ -1,12 +1,15 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
+from tests.collector.alerting import started
 from tests.collector.rows import Writer
 from trainvitals.clock import SystemClock
 from trainvitals.errors import FormatError, StorageError
+from trainvitals.wire import Batch
 from vitals_collector.ingest.group_commit import (
     BUSY,
     CommitLimits,
@@ -14,7 +17,7 @@ from vitals_collector.ingest.group_commit import (
     Outcome,
     PendingBody,
 )
-from vitals_collector.storage.store import Store, open_store
+from vitals_collector.storage.store import Store, open_data_store, open_store
 
 Told = list[tuple[PendingBody, Outcome]]
 
@@ -156,7 +159,7 @@ def test_a_bug_is_told_and_does_not_end_the_thread(
 
     asker.commits._on_done = tell
     with monkeypatch.context() as patch:
-        patch.setattr("vitals_collector.ingest.group_commit.ingest_bodies", lambda *_: 1 / 0)
+        patch.setattr("vitals_collector.ingest.group_commit.store_bodies", lambda *_: 1 / 0)
         asker.put(Writer().steps([0]))
         asker.commits.start()
         assert heard.wait(30)
@@ -166,3 +169,35 @@ def test_a_bug_is_told_and_does_not_end_the_thread(
     assert [[1]] == num_rows(second)
     assert "answers_not_given" in caplog.text
     assert not isinstance(second[0], FormatError)
+
+
+def test_events_are_stored_while_rows_wait_for_a_merge(tmp_path: Path):
+    store = open_data_store(tmp_path / "data")
+    stored: list[str] = []
+    events_stored = threading.Event()
+
+    def note(new: Sequence[tuple[Batch, object]]) -> None:
+        stored.extend(batch.header.stream for batch, _ in new)
+        events_stored.set()
+
+    store.after_ingest.append(note)
+    asker, writer = Asker(store), Writer()
+    with store.numbers.turn():
+        asker.commits.start()
+        asker.put(writer.steps([0]), writer.events(started()))
+        assert events_stored.wait(30)
+        with store.write():  # nor does who writes what they mean wait
+            assert ["events"] == stored
+        assert [] == asker.told
+    assert [[[1, 1]]] == [num_rows(group) for group in asker.outcomes()]
+    assert ["events", "steps"] == stored
+    store.close()
+
+
+def test_replies_stand_in_the_order_of_the_batches(memory: Store):
+    asker, writer = Asker(memory), Writer()
+    torn = writer.steps([9])[:-1]
+    asker.put(writer.events(started()), torn, writer.steps([0, 1]), writer.events(started())[:-1])
+    (outcome,) = [outcome for group in asker.outcomes() for outcome in group]
+    assert isinstance(outcome, tuple)
+    assert [(1, ""), (0, "V230"), (2, ""), (0, "V230")] == [(r.num_new, r.code) for r in outcome]

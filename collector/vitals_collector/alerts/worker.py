@@ -17,7 +17,6 @@ from typing import IO, Protocol, runtime_checkable
 
 import msgspec
 
-from trainvitals.alerting import fingerprint
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError
 from trainvitals.views import AlertView
@@ -181,6 +180,9 @@ def send_test(
     settings: NotifierSettings, receiver: str, *, now_unix_ns: int
 ) -> list[tuple[str, Result]]:
     """Send a test message to one receiver, or to all, and return what became of each."""
+    # Here, for it brings all detectors along, and a page must not wait until they are loaded.
+    from trainvitals.alerting import fingerprint
+
     alert = AlertView(
         fingerprint=fingerprint("TestMessage", {}),
         name="TestMessage",

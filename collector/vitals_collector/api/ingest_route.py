@@ -41,8 +41,6 @@ from vitals_collector.storage.store import Store
 _MAX_BYTES = 64 << 20
 """Of bodies that are being read or stored."""
 _MAX_WAITING = 4_096
-_EVENTS, _HEAD_BYTES = b"\xa6events", 1_024
-"""How msgpack writes a header's name of that stream, and where."""
 _ASKS = ASK_HEADER.lower().encode()
 _WAIT_SECONDS = 3.0
 """For room, before the client is told to come back: less than it waits for an answer."""
@@ -154,8 +152,7 @@ class IngestApp:
             self._store.counters.reject(error.code)
             raise
         turn: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        is_urgent = any(map(_is_event, raws))
-        self.commits.put(PendingBody(raws, len(body), turn, is_urgent, asks))
+        self.commits.put(PendingBody(raws, len(body), turn, asks))
         outcome = await turn
         if isinstance(outcome, Exception):
             raise outcome
@@ -197,11 +194,6 @@ def _resolve(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> None:
     for turn, outcome in turns:
         if not turn.done():  # else its client has gone
             turn.set_result(outcome)
-
-
-def _is_event(raw: bytes) -> bool:
-    """Return whether it is a batch of events: looked at, not checked."""
-    return _EVENTS in raw[:_HEAD_BYTES]
 
 
 def _busy() -> StorageError:

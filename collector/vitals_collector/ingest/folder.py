@@ -159,7 +159,7 @@ class FolderIngest:
         if elsewhere := self._store.claims.claim(run_ids):
             self._log_once(f"{spool}: {next(iter(elsewhere.values()))}")
             return [], True
-        with self._store.write() as connection:
+        with self._store.write_rows() as connection:
             stored = store_batches(connection, self._store.numbers, checked)
             self._store.claims.confirm(run_ids)
             _remember(connection, spool, group[len(checked) - 1][0])

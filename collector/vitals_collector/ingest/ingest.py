@@ -75,7 +75,7 @@ class StreamOffset:
     """Up to there, what is missing was counted already."""
 
 
-class Stored(msgspec.Struct, frozen=True):
+class Stored(msgspec.Struct, frozen=True, gc=False):
     """What one batch came to: the answer, and its rows and events that were new, or the error."""
 
     reply: IngestReply
@@ -132,6 +132,19 @@ def ingest_bodies(
 ) -> list[Answer]:
     """Store the batches of all bodies in one transaction; return each body's answer, in order.
 
+    Args and errors are those of ``store_bodies``.
+    """
+    return [answer_of(stored) for stored in store_bodies(store, bodies, received_unix_ns, asking)]
+
+
+def store_bodies(
+    store: Store,
+    bodies: Sequence[Sequence[bytes]],
+    received_unix_ns: int,
+    asking: Sequence[bool] = (),
+) -> list[tuple[Stored, ...] | NotOwnerError]:
+    """Store the batches of all bodies in one transaction; return what became of each, in order.
+
     Args:
         store: where to.
         bodies: the batches, by who sent them.
@@ -150,14 +163,19 @@ def ingest_bodies(
         for of_body in by_body
     ]
     own = [of_body for of_body, error in zip(by_body, away, strict=True) if error is None]
-    with store.write() as connection:
-        every = [batch for of_body in own for batch in of_body]
+    every = [batch for of_body in own for batch in of_body]
+    # Events wait for no merge of files: people may be waiting for what they say.
+    of_rows = any(isinstance(batch, Batch) and batch.header.stream != EVENTS for batch in every)
+    with store.write_rows() if of_rows else store.write() as connection:
         stored = store_batches(connection, store.numbers, every, received_unix_ns)
         # Of a run whose lease has ended by now the rows may not count: the database says nothing.
         store.claims.confirm(run_ids - elsewhere.keys())
     announce(store, stored)
-    answers = iter(answers_of(own, stored))
-    return [next(answers) if error is None else error for error in away]
+    outcomes = iter(stored)
+    return [
+        tuple(next(outcomes) for _ in body) if error is None else error
+        for body, error in zip(by_body, away, strict=True)
+    ]
 
 
 def runs_in(checked: Iterable[Checked]) -> set[str]:
@@ -224,13 +242,10 @@ def announce(store: Store, stored: Iterable[Stored]) -> None:
             _LOG.exception("after_ingest_failed run=%s", new[0][0].header.identity.run_id)
 
 
-def answers_of(bodies: Sequence[Sequence[object]], stored: Iterable[Stored]) -> list[Answer]:
-    """Return what is said to each body, from what all their batches came to, in order."""
-    outcomes = iter(stored)
-    return [_answer_of([next(outcomes) for _ in body]) for body in bodies]
-
-
-def _answer_of(stored: Sequence[Stored]) -> Answer:
+def answer_of(stored: Sequence[Stored] | NotOwnerError) -> Answer:
+    """Return what is said to a body, from what its batches came to, in order."""
+    if isinstance(stored, NotOwnerError):
+        return stored
     first = stored[0].error
     if first is not None and all(outcome.error is not None for outcome in stored):
         return first
@@ -283,17 +298,18 @@ def _is_of_a_batch(error: Exception) -> bool:
 def _store(
     connection: Connection, numbers: Numbers, batches: Sequence[Batch], received_unix_ns: int
 ) -> list[Stored]:
-    offsets = _read_offsets(connection, numbers, batches)
     keys = [key_of(batch) for batch in batches]
+    offsets = _read_offsets(connection, numbers, keys)
     # Whether the run was removed is asked of new streams alone: its removal took the known ones.
     unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
     removed = _forgotten_runs(connection, unknown)
     _register_streams(connection, numbers, offsets, _without_forgotten(unknown, removed))
-    damaged = {run_id for run_id in {key[0] for key in keys} if numbers.has_holes(run_id)}
+    run_ids = {run_id for run_id, _, stream in keys if stream != EVENTS}
+    damaged = {run_id for run_id in run_ids if numbers.has_holes(run_id)}
     stored, rows = list[Stored](), list[Batch]()
     accepted: list[tuple[Batch, StreamOffset]] = []
     for batch, key in zip(batches, keys, strict=True):
-        if is_forgotten(batch, removed):
+        if removed and is_forgotten(batch, removed):
             stored.append(_pass_over(batch))
             continue
         try:
@@ -301,7 +317,7 @@ def _store(
         except FormatError as error:
             stored.append(_refused(error))
             continue
-        of_rows = batch.header.stream != EVENTS
+        of_rows = key[2] != EVENTS
         missing = numbers.missing(key) if of_rows and key[0] in damaged else ()
         if missing and isinstance(batch, AskingBatch):
             wanted = numbers.wanted(key, batch.header.first_seq)
@@ -346,6 +362,10 @@ def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
     """Return what is new in the batch, and move its stream's offset behind it."""
     header = batch.header
     num_ahead = header.first_seq - offset.last_seq - 1
+    if num_ahead == 0 and header.stream_schema.stream != EVENTS:  # nearly always
+        offset.last_seq = header.first_seq + header.num_rows - 1
+        reply = IngestReply(durable_seq=offset.last_seq, num_new=header.num_rows, num_duplicate=0)
+        return Stored(reply, expected_seq=offset.expected_seq, batch=batch)
     num_lost, num_known = max(0, num_ahead), min(header.num_rows, max(0, -num_ahead))
     if isinstance(batch, AskingBatch) and num_lost > header.dropped:
         return _ask_for(offset, offset.last_seq + 1)
@@ -405,35 +425,28 @@ _LOCK_SEED = 7_460_211
 
 def key_of(batch: Batch) -> StreamKey:
     """Return which stream a batch belongs to."""
-    identity = batch.header.identity
-    return identity.run_id, identity.incarnation, batch.header.stream
+    header = batch.header
+    identity = header.identity
+    return identity.run_id, identity.incarnation, header.stream_schema.stream
 
 
 def _read_offsets(
-    connection: Connection, numbers: Numbers, batches: Sequence[Batch]
+    connection: Connection, numbers: Numbers, keys: Iterable[StreamKey]
 ) -> dict[StreamKey, StreamOffset]:
-    """Return the offsets of all streams in the batches; a stream that is not known has none."""
-    by_run: dict[str, tuple[set[str], set[str]]] = {}
-    for batch in batches:
-        identity = batch.header.identity
-        incarnations, names = by_run.setdefault(identity.run_id, (set(), set()))
-        incarnations.add(identity.incarnation)
-        names.add(batch.header.stream)
+    """Return the offsets of these streams; one that is not known has none."""
+    wanted = list(dict.fromkeys(keys))
+    marks = {run_id: numbers.marks(run_id) for run_id in {k[0] for k in wanted if k[2] != EVENTS}}
+    # All in one parameter: a statement with a place for each costs more than the rows.
+    query, words = _OFFSETS[connection.dialect.name], msgspec.json.encode(wanted).decode()
     offsets: dict[StreamKey, StreamOffset] = {}
-    for run_id, (incarnations, names) in by_run.items():
-        mark_rows = connection.execute(
-            _OFFSETS,
-            {"of_run": run_id, "of_writers": sorted(incarnations), "of_streams": sorted(names)},
-        )
-        marks = numbers.marks(run_id)
-        for incarnation, stream, last_seq, promised, source in mark_rows:
-            # The store of numbers is ahead of the database where somebody died between the two; it
-            # is behind where it is the older backup.
-            mark = last_seq
-            if stream != EVENTS:
-                mark = min(last_seq, marks.get((incarnation, stream), -1))
-            key = run_id, incarnation, stream
-            offsets[key] = StreamOffset(key, source, mark, expected_seq=promised)
+    for *own, last_seq, promised, source in connection.execute(query, {"keys": words}).all():
+        run_id, incarnation, stream = key = own[0], own[1], own[2]
+        # The store of numbers is ahead of the database where somebody died between the two; it is
+        # behind where it is the older backup.
+        mark = last_seq
+        if stream != EVENTS:
+            mark = min(last_seq, marks[run_id].get((incarnation, stream), -1))
+        offsets[key] = StreamOffset(key, source, mark, expected_seq=promised)
     return offsets
 
 
@@ -481,7 +494,7 @@ def _register_streams(
         insert(connection, streams).on_conflict_do_nothing(),
         [{"run_id": run, "incarnation": inc, "stream": stream} for run, inc, stream in keys],
     )
-    offsets.update(_read_offsets(connection, numbers, new))
+    offsets.update(_read_offsets(connection, numbers, keys))
 
 
 def _check_offset(batch: Batch, offset: StreamOffset | None) -> StreamOffset:
@@ -529,24 +542,25 @@ def _source_row(identity: Identity) -> dict[str, str | int]:
     }
 
 
-_OFFSETS = (
-    select(
-        streams.c.incarnation,
-        streams.c.stream,
-        streams.c.last_seq,
-        streams.c.expected_seq,
-        sources.c.source,
-    )
-    .join(
-        sources,
-        (sources.c.run_id == streams.c.run_id) & (sources.c.incarnation == streams.c.incarnation),
-    )
-    .where(
-        streams.c.run_id == bindparam("of_run"),
-        streams.c.incarnation.in_(bindparam("of_writers", expanding=True)),
-        streams.c.stream.in_(bindparam("of_streams", expanding=True)),
-    )
-)
+_READ_OFFSETS = """
+SELECT s.run_id, s.incarnation, s.stream, s.last_seq, s.expected_seq, w.source
+FROM {listed} JOIN streams s ON s.run_id = {k0} AND s.incarnation = {k1} AND s.stream = {k2}
+JOIN sources w ON w.run_id = s.run_id AND w.incarnation = s.incarnation
+"""
+_OFFSETS = {
+    "sqlite": text(
+        _READ_OFFSETS.format(
+            listed="json_each(:keys) k",
+            **{f"k{i}": f"json_extract(k.value, '$[{i}]')" for i in range(3)},
+        )
+    ),
+    "postgresql": text(
+        _READ_OFFSETS.format(
+            listed="json_array_elements(CAST(:keys AS json)) k",
+            **{f"k{i}": f"k.value->>{i}" for i in range(3)},
+        )
+    ),
+}
 _LOCK = text(
     "SELECT pg_advisory_xact_lock(hashtextextended(run, :seed)) FROM unnest(:of_runs) AS run"
 ).bindparams(bindparam("seed", _LOCK_SEED, BigInteger), bindparam("of_runs", type_=ARRAY(String())))
@@ -651,19 +665,20 @@ def _note_sources(
 ) -> None:
     """Say when each writer was last heard, and what a rank's newest step was."""
     heard: dict[tuple[str, str], int] = {}
-    newest: dict[tuple[str, str], Summary] = {}
-    for offset, summary in zip(offsets, summaries, strict=True):
+    newest: dict[tuple[str, str], tuple[int | float | str | None, ...]] = {}
+    for offset, (_, newest_unix_ns, last) in zip(offsets, summaries, strict=True):
         writer = offset.key[:2]
-        heard[writer] = max(heard.get(writer, summary.newest_unix_ns), summary.newest_unix_ns)
-        if summary.last is not None:
-            newest[writer] = summary
+        if heard.setdefault(writer, newest_unix_ns) < newest_unix_ns:
+            heard[writer] = newest_unix_ns
+        if last is not None:
+            newest[writer] = last
     stepped, others = [], []
     for writer, seen in heard.items():
         latest = newest.get(writer)
-        if latest is None or latest.last is None:
+        if latest is None:
             others.append((*writer, seen, received_unix_ns))
         else:
-            stepped.append((*writer, seen, received_unix_ns, *latest.last))
+            stepped.append((*writer, seen, received_unix_ns, *latest))
     _HEARD.execute(connection, others)
     _STEPPED.execute(connection, stepped)
 
@@ -710,7 +725,7 @@ __all__ = [
     "Stored",
     "StreamOffset",
     "announce",
-    "answers_of",
+    "answer_of",
     "check_bodies",
     "cut_off_known",
     "ingest",
@@ -722,4 +737,5 @@ __all__ = [
     "lock_runs",
     "runs_in",
     "store_batches",
+    "store_bodies",
 ]

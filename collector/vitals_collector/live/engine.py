@@ -59,7 +59,7 @@ _MAX_LOGGED = 100
 """Errors of our own that are logged whole; those beyond are only counted."""
 _Record = TypeVar("_Record")
 _PAUSE_SECONDS = 0.2
-"""Time between two looks at what just arrived: a large run's rows arrive all the time."""
+"""Time between two looks at rows that just arrived: those of a large run arrive all the time."""
 _RESEND_SECONDS = 60.0
 """How often a change that no notifier has settled is handed out again: the end of a silence, and
 the start of this process."""
@@ -111,6 +111,8 @@ class Engine:
         self._watching = LiveMonitor(store)
         self._runs = RunStatusCache()
         self._wake = threading.Event()
+        self._urgent = threading.Event()
+        """Set with ``_wake`` where people may be waiting for what came."""
         self._stopping = threading.Event()
         self._has_more = False
         self._thread: threading.Thread | None = None
@@ -148,8 +150,10 @@ class Engine:
             self._watching.note(run_id)
         self._runs.touch(run_ids, at_once=False)
         self._runs.touch(changed, at_once=True)
-        with self._lock:
-            self._dirty |= dirty
+        if dirty:
+            with self._lock:
+                self._dirty |= dirty
+            self._urgent.set()
         self._wake.set()
 
     def poll(self, *, only_new: bool = False) -> None:
@@ -267,6 +271,7 @@ class Engine:
     def close(self) -> None:
         """Stop the thread after its present look."""
         self._stopping.set()
+        self._urgent.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
@@ -277,6 +282,7 @@ class Engine:
         due = self._clock.monotonic_ns()
         while not self._stopping.is_set():
             self._wake.clear()  # before: what comes from here on is looked at next time
+            self._urgent.clear()
             is_due = self._clock.monotonic_ns() >= due
             if is_due:
                 due = self._clock.monotonic_ns() + interval
@@ -290,7 +296,7 @@ class Engine:
             if not self._has_more:
                 # Not at every commit: a thousand agents commit all the time, and one look costs the
                 # same for one row and for a thousand.
-                self._stopping.wait(_PAUSE_SECONDS)
+                self._urgent.wait(_PAUSE_SECONDS)
                 self._wake.wait(max(0.0, (due - self._clock.monotonic_ns()) / 1e9))
 
     def _log_error(self, error: Exception) -> None:

@@ -7,9 +7,10 @@ decided by pure functions: ``now`` is handed in.
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -58,10 +59,13 @@ _Incarnation = TypeVar("_Incarnation", SourceState, Row[Any])
 
 def _latest(sources: Iterable[SourceState]) -> dict[str, SourceState]:
     """Return the incarnation of each source that was heard of last."""
-    of_source: dict[str, list[SourceState]] = defaultdict(list)
-    for source in sources:
-        of_source[source.source].append(source)
-    return {name: _heard_last(incarnations) for name, incarnations in of_source.items()}
+    newest: dict[str, SourceState] = {}
+    again: dict[str, list[SourceState]] = {}
+    for source in sources:  # of thousands, mostly started once
+        first = newest.setdefault(source.source, source)
+        if first is not source:
+            again.setdefault(source.source, [first]).append(source)
+    return newest | {name: _heard_last(incarnations) for name, incarnations in again.items()}
 
 
 def _heard_last(incarnations: Sequence[_Incarnation]) -> _Incarnation:
@@ -80,10 +84,15 @@ def _heard_last(incarnations: Sequence[_Incarnation]) -> _Incarnation:
 
 def _is_rank_of(source: SourceState, head: SourceState | None) -> bool:
     """Return whether this is a rank of the present world, not one a smaller relaunch left over."""
-    kind, _, number = source.source.partition(":")
-    if kind != "rank":
-        return False
-    return head is None or head.world_size < 1 or int(number) < head.world_size
+    rank = _number_of(source.source)
+    return rank >= 0 and (head is None or head.world_size < 1 or rank < head.world_size)
+
+
+@lru_cache(maxsize=4 * MOST_RANKS)
+def _number_of(source: str) -> int:
+    """Return the rank that a source is; -1 where it is none."""
+    kind, _, number = source.partition(":")
+    return int(number) if kind == "rank" else -1
 
 
 def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
@@ -226,10 +235,15 @@ def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
         for node, of_node in ranks_of.items()
         if node in speaking and is_silent(speaking[node])
     }
+    step_times: dict[int, int] = {}
+    for rank in present if silent else ():
+        step = rank.source.last_step
+        step_times[step] = max(rank.step_ns, step_times.get(step, 0))
+    passed = {node for node, of_node in silent.items() if _is_passed(of_node, step_times, when)}
     return Absent(
         ranks=tuple(sorted(rank.rank for rank in dead if is_silent(rank.last_ns))),
-        nodes=tuple(sorted(n for n in silent if not _is_passed(silent[n], present, when))),
-        agents=tuple(sorted(n for n in silent if _is_passed(silent[n], present, when))),
+        nodes=tuple(sorted(silent.keys() - passed)),
+        agents=tuple(sorted(passed)),
         never_heard=_never_heard(head, present, is_silent(max(launched, when.up_since_unix_ns))),
     )
 
@@ -264,7 +278,7 @@ def behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
     newest = _latest(sources)
     head = newest.get("rank:0")
     steps = {
-        _number(source): source.last_step
+        _number_of(source.source): source.last_step
         for source in newest.values()
         if _is_rank_of(source, head) and not source.ended_state
     }
@@ -276,11 +290,9 @@ def _heard(source: SourceState, when: Liveness) -> _Heard:
     last = max(source.last_received_unix_ns, when.up_since_unix_ns)
     # Both of one clock, the sender's: how long after its newest step it was last heard of.
     since_step = max(0, source.last_seen_unix_ns - source.last_step_unix_ns)
-    return _Heard(_number(source), source, last, source.last_received_unix_ns - since_step)
-
-
-def _number(source: SourceState) -> int:
-    return int(source.source.removeprefix("rank:"))
+    return _Heard(
+        _number_of(source.source), source, last, source.last_received_unix_ns - since_step
+    )
 
 
 def _silence(when: Liveness) -> Callable[[int], bool]:
@@ -300,16 +312,16 @@ def _last_of_nodes(sources: Iterable[SourceState], when: Liveness) -> dict[str, 
     return {node: heard for node, heard in last.items() if node in spoke}
 
 
-def _is_passed(silent: Sequence[_Heard], present: Sequence[_Heard], when: Liveness) -> bool:
-    """Say whether others passed steps after these fell silent: steps need every rank."""
+def _is_passed(silent: Sequence[_Heard], step_times: Mapping[int, int], when: Liveness) -> bool:
+    """Say whether others passed steps after these fell silent: steps need every rank.
+
+    ``step_times`` has of each rank's newest step when it last arrived: those are few, and ranks and
+    nodes that are silent may be thousands.
+    """
     step = max(rank.source.last_step for rank in silent)
     heard = max(rank.source.last_received_unix_ns for rank in silent)
     margin = int(when.lost_after_seconds * _MARGIN * 1e9)
-    return any(
-        rank.source.last_step > step and rank.step_ns > heard + margin
-        for rank in present
-        if rank not in silent
-    )
+    return any(at > heard + margin for other, at in step_times.items() if other > step)
 
 
 def _never_heard(head: SourceState, present: Sequence[_Heard], is_due: bool) -> tuple[int, ...]:
@@ -438,11 +450,13 @@ class RunStatusCache:
         for run_id in run_ids:
             if touched.get(run_id) or run_id not in running:
                 self._decided[run_id] = _decided(connection, run_id)
-        of_run: dict[str, list[Row[Any]]] = defaultdict(list)
-        for row in connection.execute(select(*_COLUMNS).where(sources.c.run_id.in_(run_ids))):
-            of_run[row.run_id].append(row)
+        of_run: dict[str, list[tuple[str, SourceState]]] = defaultdict(list)
+        query = select(*_COLUMNS).where(sources.c.run_id.in_(run_ids))
+        for run_id, incarnation, *state in connection.execute(query).all():
+            of_run[run_id].append((incarnation, SourceState._make(state)))
         for run_id in run_ids:
-            status = _status_of(connection, run_id, of_run[run_id], self._decided[run_id], when)
+            own = [state for _, state in of_run[run_id]]
+            status = _status_of(connection, run_id, own, self._decided[run_id], when)
             if status.state != "running":
                 self._moved.pop(run_id, None)
             if status.state == "failed":
@@ -454,13 +468,13 @@ class RunStatusCache:
             self._statuses[run_id] = status
 
     def _with_absent(
-        self, status: RunStatus, rows: Sequence[Row[Any]], when: Liveness
+        self, status: RunStatus, of_run: Sequence[tuple[str, SourceState]], when: Liveness
     ) -> RunStatus:
         """Add who is gone, and who was not heard of since this collector started."""
         if status.state == "failed":
-            parts, gone = [_state_of(row) for row in rows], lost_before_the_end
+            parts, gone = [state for _, state in of_run], lost_before_the_end
         else:
-            parts, gone = self._heard(status.run_id, rows, when), absent
+            parts, gone = self._heard(status.run_id, of_run, when), absent
             status = replace(status, behind=behind(parts))
         status = replace(status, absent=gone(parts, when))
         if when.now_unix_ns - when.up_since_unix_ns > when.lost_after_seconds * 1e9:
@@ -469,25 +483,22 @@ class RunStatusCache:
         is_unheard = run_state(parts, always_up) == "lost"
         return replace(status, unheard=gone(parts, always_up), is_unheard=is_unheard)
 
-    def _heard(self, run_id: str, rows: Sequence[Row[Any]], when: Liveness) -> list[SourceState]:
+    def _heard(
+        self, run_id: str, of_run: Iterable[tuple[str, SourceState]], when: Liveness
+    ) -> list[SourceState]:
         """Return the sources; of those in a folder, when this process saw their last word."""
         before, moved = self._moved.get(run_id, {}), {}
         parts = []
-        for row in rows:
-            state = _state_of(row)
+        for incarnation, state in of_run:
             if not state.last_received_unix_ns:
-                seen, at = before.get(row.incarnation, (-1, 0))
+                seen, at = before.get(incarnation, (-1, 0))
                 if seen != state.last_seen_unix_ns:
                     seen, at = state.last_seen_unix_ns, when.now_unix_ns
-                moved[row.incarnation] = (seen, at)
+                moved[incarnation] = (seen, at)
                 state = state._replace(last_received_unix_ns=at)
             parts.append(state)
         self._moved[run_id] = moved
         return parts
-
-
-def _state_of(row: Row[Any]) -> SourceState:
-    return SourceState._make(getattr(row, name) for name in SourceState._fields)
 
 
 _COLUMNS = tuple(sources.c[name] for name in ("run_id", "incarnation", *SourceState._fields))
@@ -496,13 +507,13 @@ _COLUMNS = tuple(sources.c[name] for name in ("run_id", "incarnation", *SourceSt
 def _status_of(
     connection: Connection,
     run_id: str,
-    rows: Sequence[Row[Any]],
+    parts: Sequence[SourceState],
     decided: _Decided,
     when: Liveness,
 ) -> RunStatus:
-    state = run_state([_state_of(row) for row in rows], when)
-    heads = [row for row in rows if row.source == "rank:0" and row.last_step >= 0]
-    head = max(heads, key=lambda row: row.last_step_unix_ns, default=None)
+    state = run_state(parts, when)
+    heads = [part for part in parts if part.source == "rank:0" and part.last_step >= 0]
+    head = max(heads, key=lambda part: part.last_step_unix_ns, default=None)
     last_step = -1 if head is None else head.last_step
     status = RunStatus(
         run_id=run_id,
@@ -510,10 +521,10 @@ def _status_of(
         last_step=last_step,
         step=last_step,
         last_trouble=decided.last_trouble,
-        last_seen_unix_ns=max((row.last_seen_unix_ns for row in rows), default=0),
+        last_seen_unix_ns=max((part.last_seen_unix_ns for part in parts), default=0),
         # An agent may outlive its ranks by hours.
         ended_unix_ns=max(
-            (row.last_seen_unix_ns for row in rows if row.source.startswith("rank:")), default=0
+            (part.last_seen_unix_ns for part in parts if part.source.startswith("rank:")), default=0
         ),
     )
     if decided.halt is not None:
@@ -527,11 +538,11 @@ def _status_of(
             ended_unix_ns=decided.halted_unix_ns,
         )
     if state in ("failed", "lost"):
-        starts = [row for row in rows if row.source == "rank:0"]
+        starts = [part for part in parts if part.source == "rank:0"]
         started = _heard_last(starts).started_unix_ns if starts else 0
         why = _why(connection, run_id, state, started)
-        if state == "lost" and rows:
-            why = f"{why or 'the run stopped reporting'}; {_last_word(rows)}"
+        if state == "lost" and parts:
+            why = f"{why or 'the run stopped reporting'}; {_last_word(parts)}"
         return replace(status, reason=why)
     return status
 
@@ -568,12 +579,12 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
     return note.removesuffix(_GONE)
 
 
-def _last_word(rows: Sequence[Row[Any]]) -> str:
+def _last_word(parts: Sequence[SourceState]) -> str:
     """Return when something was last heard of a run, and where its ranks were."""
-    newest = _latest(_state_of(row) for row in rows)
+    newest = _latest(parts)
     ranks = [s for s in newest.values() if _is_rank_of(s, newest.get("rank:0"))]
     nodes = sorted({rank.node for rank in ranks} - {""})
-    last = datetime.fromtimestamp(max(row.last_seen_unix_ns for row in rows) / 1e9, UTC)
+    last = datetime.fromtimestamp(max(part.last_seen_unix_ns for part in parts) / 1e9, UTC)
     words = f"last heard of at {last:%Y-%m-%d %H:%M:%S} UTC"
     if not nodes:
         return words

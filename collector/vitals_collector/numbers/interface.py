@@ -6,6 +6,7 @@ than arrays can: the lake and plain memory answer with the same functions.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -450,6 +451,12 @@ class NumbersReader(Protocol):
 
 class Numbers(NumbersReader, Protocol):
     """A store of rows. Any thread may call; what is told to be stored survives a kill."""
+
+    def turn(self) -> AbstractContextManager[object]:
+        """Wait for the turn to change the store, and hold it: a merge may have it for seconds.
+
+        To be taken before the database's own turn, for which others wait.
+        """
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
         """Store the rows that are new, all or none; return each batch's number of them.

@@ -8,6 +8,7 @@ when.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,6 +98,10 @@ class Lake(OpenLake):
         self.engine.close()
 
     # --------------------------------------------------------------------------------- writing
+
+    def turn(self) -> AbstractContextManager[object]:
+        """Wait for the turn to change the lake, and hold it."""
+        return self.engine.lock
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
         """Store the rows that are new, all in one commit; durable when it returns.

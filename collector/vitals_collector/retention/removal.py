@@ -165,7 +165,7 @@ def _note(
 
 
 def _free(store: Store, run_id: str) -> None:
-    with store.write() as connection:  # nobody stores rows of the run meanwhile
+    with store.write_rows() as connection:  # nobody stores rows of the run meanwhile
         lock_runs(connection, [run_id])
         of_run = select(streams.c.incarnation).where(streams.c.run_id == run_id).distinct()
         # Where a later start has come meanwhile, its rows and the run's row are its own.

@@ -126,7 +126,8 @@ class Hearing:
         self._lock = threading.Lock()
         self._since_ns = 0
         self._looked_ns: int | None = None
-        self._storing_ns: int | None = None
+        self._storing: dict[int, int] = {}
+        """Since when each thread stores."""
 
     def begin(self, now_ns: int) -> None:
         """Begin to hear, as after a start: nothing is known of before."""
@@ -146,7 +147,7 @@ class Hearing:
     def since(self, now_ns: int) -> int:
         """Return since when this collector hears; 0 where it never failed to."""
         with self._lock:
-            for begun_ns in (self._looked_ns, self._storing_ns):
+            for begun_ns in (self._looked_ns, *self._storing.values()):
                 if begun_ns is not None and abs(now_ns - begun_ns) > _PAUSED_NS:
                     self._since_ns = now_ns
             return self._since_ns
@@ -155,7 +156,7 @@ class Hearing:
     def storing(self, clock: Clock) -> Iterator[None]:
         """Note how storing what was sent goes; what is refused was not heard."""
         with self._lock:
-            self._storing_ns = clock.time_ns()
+            self._storing[threading.get_ident()] = clock.time_ns()
         try:
             yield
         except BaseException:
@@ -165,7 +166,7 @@ class Hearing:
         finally:
             self.since(clock.time_ns())
             with self._lock:
-                self._storing_ns = None
+                self._storing.pop(threading.get_ident(), None)
 
 
 class Claims(Protocol):
@@ -254,6 +255,15 @@ class Store:
                 self.no_room = error
             raise
         self.no_room = None
+
+    @contextmanager
+    def write_rows(self) -> Iterator[Connection]:
+        """Give what ``write`` does to who changes the numbers as well.
+
+        Their turn is waited for first: nobody waits for the database while files are merged.
+        """
+        with self.numbers.turn(), self.write() as connection:
+            yield connection
 
     def moment(self, connection: Connection) -> "Moment":
         """Return the connection of a ``read`` with the numbers beside it."""
