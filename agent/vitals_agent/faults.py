@@ -20,6 +20,7 @@ Part = Literal[
     "sampler.node",
     "sampler.process",
     "shipper",
+    "shipper.events",
     "shipper.refused",
     "spool",
     "tailer",

@@ -144,7 +144,7 @@ class EventsAhead:
         while self._waiting:
             raws.append(self._waiting.popleft())
         if raws:
-            with self._faults.contained("events"):
+            with self._faults.contained("shipper.events"):
                 self._send(raws)
 
     def _run(self) -> None:
