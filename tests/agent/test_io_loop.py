@@ -183,6 +183,6 @@ def test_events_that_cannot_be_sent_ahead_are_left_to_the_spool(world, stub):
         agent.turn(float(now))
     agent.ahead.turn()
     agent.io_loop.turn(3.0)
-    assert 1 == agent.faults.counts["events"]
+    assert 1 == agent.faults.counts["shipper.events"]
     assert "events" in {decode_batch(raw).header.stream for raw in stub.batches}
     client.close()
