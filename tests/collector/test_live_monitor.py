@@ -235,7 +235,7 @@ def test_a_step_that_does_not_come_is_told_and_over_when_it_does(job: Job):
     job.train(range(40))
     assert [] == job.look()
     agent = Writer("node:node-a")
-    for second in range(0, 3_600, 30):
+    for second in range(0, 1_800, 30):
         job.place.clock.advance(30)
         job.place.send(agent.node_rows([second]))  # the run is alive
         assert [] == job.look(), "it may be the first evaluation"
@@ -250,11 +250,11 @@ def test_a_stall_is_told_once_over_restarts(job: Job):
     job.train(range(40))
     job.look()
     agent = Writer("node:node-a")
-    for second in range(0, 4_200, 30):
+    for second in range(0, 2_400, 30):
         job.place.clock.advance(30)
         job.place.send(agent.node_rows([second]))
         job.look()
-        if second > 3_900:
+        if second > 2_100:
             job.place.restart()
     assert ["TrainingStalled firing"] == job.look()
     assert [("stalled", 39)] == job.found()

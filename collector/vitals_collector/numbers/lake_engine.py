@@ -658,12 +658,11 @@ class Engine:
         """Return to the system what was needed for a moment.
 
         DuckLake 1.5.5 remembers something of every commit, 20 to 200 KB, until its database is
-        closed: so another one is opened, and questions under way end on the one before.
+        closed: so another one is opened. The one before goes with the last question that it answers.
         """
         if self._num_commits >= _MOST_COMMITS:
             with self.lock, translated():
-                before, self._root = self._root, self._attached()
-                before.close()
+                self._root = self._attached()
                 self._num_commits = 0
                 kept, self._readers = self._readers, []
                 for _, reader in kept:
@@ -820,7 +819,10 @@ class Engine:
             reader = root.cursor()
             reader.execute("USE lake")
         yield reader
-        self._readers.append((root, reader))  # but for one that failed
+        if root is self._root:
+            self._readers.append((root, reader))  # but for one that failed
+        else:
+            reader.close()
 
 
 def extension(name: str) -> Path:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import duckdb
@@ -79,6 +80,7 @@ def test_the_lake_gives_what_memory_gives(
 
 WRITER = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tests.collector.numbers.written import batch, identity
 from vitals_collector.numbers.lake import Lake
@@ -269,6 +271,7 @@ def _num_bytes(folder: Path) -> int:
 
 IDLE = """
 import gc, sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tests.collector.numbers.written import batch, identity
 from vitals_collector.numbers.interface import Curve, Span
@@ -303,6 +306,20 @@ def test_memory_stays_flat_over_commits_questions_and_merges(tmp_path: Path) -> 
     megabytes = [int(line) for line in done.stdout.split()]
     assert max(megabytes) <= 110  # of which 35 are the imports
     assert megabytes[-1] <= megabytes[0] + 15
+
+
+def test_memory_is_given_back_amid_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lake_engine, "_MOST_COMMITS", 0)
+    engine = Lake(tmp_path / "lake").engine
+    question = "SELECT sum(i * j) AS total FROM range(1000) a(i), range(1000) b(j)"
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(engine.ask, question) for _ in range(40)]
+        while not all(answer.done() for answer in answers):
+            engine.give_back_memory()
+    assert {(499_500 * 499_500,)} == {tuple(a.result()["total"].to_pylist()) for a in answers}
+    engine.close()
 
 
 def test_nothing_is_downloaded_and_no_home_is_written(tmp_path: Path) -> None:

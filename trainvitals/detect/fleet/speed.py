@@ -278,10 +278,10 @@ class StallConfig(Settings, frozen=True, kw_only=True):
 
     least_seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 300.0
     """Silence up to this is never a stall."""
-    first_seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 3_600.0
+    first_seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 1_800.0
     """Nor is silence up to this in a run that came past none above ``least_seconds`` yet: it may be
-    the first evaluation, and looks the same from outside. PyTorch itself ends a collective that
-    hangs after 10 (NCCL) or 30 minutes (gloo), and then the lost run is told."""
+    the first evaluation, and looks the same from outside. As long as PyTorch itself waits for a
+    collective that hangs: 10 (NCCL) or 30 minutes (gloo)."""
     typical_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 20.0
     """Multiple of the usual step. Our own choice."""
     longest_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 3.0
