@@ -10,7 +10,7 @@ from trainvitals.errors import StorageError
 from trainvitals.records import Finding, FindingRaised, Note, RunEnded
 from trainvitals.views import AckRequest, RunQuestion
 from vitals_collector.alerts.notifiers import DELIVERED, Result, delivery_id
-from vitals_collector.ingest.group_commit import CommitQueue
+from vitals_collector.api.ingest_route import CommitQueue
 from vitals_collector.live.run_status import RunStatusCache
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
@@ -585,7 +585,7 @@ def test_nobody_is_lost_while_what_is_sent_cannot_be_stored(
 
     place.send(Writer().steps(range(6)))
     place.look()
-    monkeypatch.setattr("vitals_collector.ingest.group_commit.store_bodies", refuse)
+    monkeypatch.setattr("vitals_collector.api.ingest_route.store_bodies", refuse)
     commits = CommitQueue(place.store, clock=place.clock, on_done=lambda _: None)
     for _ in range(24):
         place.clock.advance(5)
@@ -604,7 +604,7 @@ def test_nobody_is_lost_while_one_commit_takes_minutes(
 
     place.send(Writer().steps(range(6)))
     place.look()
-    monkeypatch.setattr("vitals_collector.ingest.group_commit.store_bodies", hang)
+    monkeypatch.setattr("vitals_collector.api.ingest_route.store_bodies", hang)
     commits = CommitQueue(place.store, clock=place.clock, on_done=lambda _: None)
     commits._store_group([])
     assert [] == place.pass_time(60)

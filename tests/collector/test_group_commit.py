@@ -10,7 +10,7 @@ from tests.collector.rows import Writer
 from trainvitals.clock import SystemClock
 from trainvitals.errors import FormatError, StorageError
 from trainvitals.wire import Batch
-from vitals_collector.ingest.group_commit import (
+from vitals_collector.api.ingest_route import (
     BUSY,
     CommitLimits,
     CommitQueue,
@@ -159,7 +159,7 @@ def test_a_bug_is_told_and_does_not_end_the_thread(
 
     asker.commits._on_done = tell
     with monkeypatch.context() as patch:
-        patch.setattr("vitals_collector.ingest.group_commit.store_bodies", lambda *_: 1 / 0)
+        patch.setattr("vitals_collector.api.ingest_route.store_bodies", lambda *_: 1 / 0)
         asker.put(Writer().steps([0]))
         asker.commits.start()
         assert heard.wait(30)

@@ -370,7 +370,7 @@ def test_where_memory_runs_out_no_batch_is_at_fault(store: Store, monkeypatch: p
     def fail(*_: object) -> None:
         raise MemoryError
 
-    raw = Writer().steps([0])
+    raw = Writer("node:a").process_rows(1, {0: (7, 1)})
     with monkeypatch.context() as patch:
         patch.setattr(projections, "note_processes", fail)
         with pytest.raises(MemoryError):

@@ -4,9 +4,8 @@ import pytest
 
 from tests.house import measures
 
-FILES = {"step": 20, "ingest": 17, "alert": 24, "series": 10}
-"""Files that an event may go through at most. Of an ingest request's, eight are of ``ingest/`` and
-``live/``: docs/decisions/0043."""
+FILES = {"step": 20, "ingest": 10, "alert": 21, "series": 10}
+"""Files that an event may go through at most."""
 FILES_PER_QUESTION = 3
 """The struct with its view, what answers it, and one file to spare."""
 

@@ -40,13 +40,12 @@ from vitals_collector.api.auth import (
 from vitals_collector.api.control import control_router
 from vitals_collector.api.discovery import discovery_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
-from vitals_collector.api.ingest_route import IngestApp
+from vitals_collector.api.ingest_route import COMMIT_SECONDS, IngestApp
 from vitals_collector.api.questions import answers, document, question_router, takes
 from vitals_collector.api.remote_write import remote_writer
 from vitals_collector.cluster.leases import UPKEEP, Lease
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.folder import FolderIngest
-from vitals_collector.ingest.group_commit import COMMIT_SECONDS
 from vitals_collector.live.engine import Acting, EngineConfig, assemble
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.settings import VolumeSettings

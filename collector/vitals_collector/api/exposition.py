@@ -28,8 +28,8 @@ from vitals_collector.alerts import commands
 from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.alerts.silences import silences_now
 from vitals_collector.api.auth import require
+from vitals_collector.api.ingest_route import BUSY
 from vitals_collector.api.remote_write import OUTCOMES
-from vitals_collector.ingest.group_commit import BUSY
 from vitals_collector.live import overview
 from vitals_collector.live.engine import Acting
 from vitals_collector.live.run_status import Liveness

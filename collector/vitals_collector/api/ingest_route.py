@@ -1,14 +1,26 @@
-"""Takes bodies off the network: the way from a socket to the intake, and the answer back.
+"""Takes bodies off the network, has what waits stored together, and answers all.
 
 This is where every agent comes by, many at once after an outage. So the path stands in front of
 FastAPI, whose routing and parsing cost more than storing a batch, and memory is given out before a
 body is read: what finds no room waits its turn in the kernel's buffers, for a while, and is then
 sent away with the word when to come back.
+
+Two threads write. A commit of rows costs by the call, hardly by the row: so there is one a second,
+and who comes after a pause is stored at once. Events have a lane of their own, for people may be
+waiting for what they say: they are stored as they come, whatever rows wait for, such as a merge of
+files. The queue is bounded by bytes and by number: what does not fit is refused at once, to be sent
+again, and nothing waits in memory that was not asked for. A body is answered after the commits of
+all that is in it, never before.
 """
 
 import asyncio
+import logging
+import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -17,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from trainvitals.clock import Clock
 from trainvitals.errors import FormatError, StorageError, UsageError, VitalsError
-from trainvitals.wire import ASK_HEADER, split_batches
+from trainvitals.wire import ASK_HEADER, IngestReply, split_batches
 from vitals_collector.api.auth import (
     MAX_INGEST_BYTES,
     Refused,
@@ -28,14 +40,7 @@ from vitals_collector.api.auth import (
     problem,
     read_body,
 )
-from vitals_collector.ingest.group_commit import (
-    BUSY,
-    COMMIT_SECONDS,
-    CommitLimits,
-    CommitQueue,
-    Outcome,
-    PendingBody,
-)
+from vitals_collector.ingest.ingest import Stored, answer_of, store_bodies
 from vitals_collector.storage.store import Store
 
 _MAX_BYTES = 64 << 20
@@ -44,6 +49,253 @@ _MAX_WAITING = 4_096
 _ASKS = ASK_HEADER.lower().encode()
 _WAIT_SECONDS = 3.0
 """For room, before the client is told to come back: less than it waits for an answer."""
+BUSY = "V304"
+"""Error code: more came than is written; try again later."""
+
+_GROUP_BYTES = 16 << 20
+"""Taken into one transaction, beside a number of batches."""
+COMMIT_SECONDS = 1.0
+"""From one commit of rows to the next: it costs by the commit, hardly by the row."""
+_EVENTS, _HEAD_BYTES = b"\xa6events", 1_024
+"""How msgpack writes a header's name of that stream, and where."""
+_LOG = logging.getLogger("vitals.collector.intake")
+
+Outcome = tuple[IngestReply, ...] | Exception
+"""What became of a body: a reply for each batch, or why there is none."""
+
+OnDone = Callable[[list[tuple["PendingBody", Outcome]]], None]
+"""Takes the outcomes of a whole group at once; called in a writing thread."""
+
+
+@dataclass(eq=False, slots=True)
+class PendingBody:
+    """One body's batches, and the future of the asker's event loop that is told the outcome."""
+
+    raws: Sequence[bytes]
+    num_bytes: int
+    turn: "asyncio.Future[Outcome]"
+    asks: bool = False
+    """Whether its sender would rather fill holes than have them counted as lost."""
+    _stored: dict[int, Stored] = field(default_factory=dict)
+    """By its place what became of a batch; the lanes take turns, each with its own."""
+    _error: Exception | None = None
+    _num_left: int = field(init=False)
+    """Batches of which nobody knows yet."""
+
+    def __post_init__(self) -> None:
+        self._num_left = len(self.raws)
+
+    def came_to(self, places: Sequence[int], stored: Sequence[Stored] | Exception) -> bool:
+        """Note what became of some of its batches; return whether that is known of all."""
+        if isinstance(stored, Exception):
+            self._error = self._error or stored
+        else:
+            self._stored |= zip(places, stored, strict=True)
+        self._num_left -= len(places)
+        return self._num_left == 0
+
+    @property
+    def outcome(self) -> Outcome:
+        """What its asker is told."""
+        if self._error is not None:
+            return self._error
+        return answer_of([self._stored[place] for place in range(len(self.raws))])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitLimits:
+    """How much may wait, and how much is written together."""
+
+    max_bytes: int = 64 << 20
+    """Of bodies that wait or are being written; one body alone is always taken."""
+    max_bodies: int = 4_096
+    group_batches: int = 32_768
+    """Taken into one transaction, so that it does not take long."""
+    seconds: float = COMMIT_SECONDS
+    """From one transaction with rows to the next, but for a full group."""
+
+
+class _Part(NamedTuple):
+    """A body's batches of one lane."""
+
+    body: PendingBody
+    places: Sequence[int]
+    num_bytes: int
+
+
+class _Lane:
+    """What waits to be written by one thread. All but ``take`` is called under ``lock``."""
+
+    def __init__(self, lock: threading.Lock, seconds: float, limits: CommitLimits) -> None:
+        self.waiting: deque[_Part] = deque()
+        self._changed = threading.Condition(lock)
+        self._seconds, self._limits = seconds, limits
+        self._num_bytes = 0
+        self._next_at = 0.0
+        self._is_closed = False
+
+    def put(self, part: _Part) -> None:
+        """Queue a part."""
+        self.waiting.append(part)
+        self._num_bytes += part.num_bytes
+        # The thread waits for the first, and for what ends its wait for others.
+        if len(self.waiting) == 1 or self._is_due():
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Have what waits taken at once, and then nothing more."""
+        self._is_closed = True
+        self._changed.notify()
+
+    def take(self) -> list[_Part]:
+        """Wait for something, and for others; then take what is there up to the bounds.
+
+        Nothing when closed. Who comes when nothing was written for a while waits for nobody.
+        """
+        with self._changed:
+            while not self.waiting and not self._is_closed:
+                self._changed.wait()
+            while not self._is_due() and (left := self._next_at - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._next_at = time.monotonic() + self._seconds
+            group: list[_Part] = []
+            num_bytes = num_batches = 0
+            while self.waiting:
+                part = self.waiting[0]
+                num_bytes += part.num_bytes
+                num_batches += len(part.places)
+                is_large = num_bytes > _GROUP_BYTES
+                if group and (is_large or num_batches > self._limits.group_batches):
+                    break
+                group.append(self.waiting.popleft())
+                self._num_bytes -= part.num_bytes
+            return group
+
+    def _is_due(self) -> bool:
+        """Return whether what waits is to be written without waiting for more."""
+        return self._is_closed or self._num_bytes >= _GROUP_BYTES
+
+
+class CommitQueue:
+    """A queue of bodies and the threads that write them. ``close`` writes what waits first.
+
+    Args:
+        store: where to.
+        clock: says when a body was received.
+        on_done: gives the answers on.
+        limits: the bounds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        clock: Clock,
+        on_done: OnDone,
+        limits: CommitLimits | None = None,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._on_done = on_done
+        self._limits = limits or CommitLimits()
+        self._lock = threading.Lock()
+        self._rows = _Lane(self._lock, self._limits.seconds, self._limits)
+        self._events = _Lane(self._lock, 0.0, self._limits)
+        self._num_bytes = 0
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name=f"vitals-intake-{name}")
+            for name, lane in (("rows", self._rows), ("events", self._events))
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that wait or are being written."""
+        return self._num_bytes
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the threads were started and have not ended."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, body: PendingBody) -> None:
+        """Queue a body; its outcome comes through ``on_done``. Never blocks.
+
+        Raises:
+            StorageError: there is no room, or the intake is closed; send it again later.
+        """
+        events = [place for place, raw in enumerate(body.raws) if _is_event(raw)]
+        rows = [place for place in range(len(body.raws)) if place not in events]
+        with self._lock:
+            if self._is_closed:
+                raise StorageError("the collector is shutting down", code=BUSY)
+            num_waiting = max(len(self._rows.waiting), len(self._events.waiting))
+            is_full = self._num_bytes + body.num_bytes > self._limits.max_bytes
+            if self._num_bytes and (is_full or num_waiting >= self._limits.max_bodies):
+                self._store.counters.defer()
+                raise StorageError(
+                    f"{num_waiting} bodies wait to be stored, {self._num_bytes} bytes",
+                    hint="try again later; agents keep their spools and retry by themselves",
+                    code=BUSY,
+                )
+            self._num_bytes += body.num_bytes
+            for lane, places in ((self._rows, rows), (self._events, events)):
+                if places:
+                    lane.put(_Part(body, places, sum(len(body.raws[i]) for i in places)))
+
+    def close(self) -> None:
+        """Take no more, store what waits, and end the threads."""
+        with self._lock:
+            self._is_closed = True
+            self._rows.close()
+            self._events.close()
+        for thread in self._threads:
+            if thread.ident is not None:  # was started
+                thread.join()
+
+    def _run(self, lane: _Lane) -> None:
+        while group := lane.take():
+            outcomes = self._store_group(group)
+            with self._lock:  # before the answers: who has one sends again, and must find room
+                done = [
+                    part.body
+                    for part, stored in zip(group, outcomes, strict=True)
+                    if part.body.came_to(part.places, stored)
+                ]
+                self._num_bytes -= sum(body.num_bytes for body in done)
+            if not done:
+                continue
+            try:
+                self._on_done([(body, body.outcome) for body in done])
+            except Exception:  # noqa: BLE001 - nobody may end this thread but close
+                self._store.counters.fail("ingest")
+                _LOG.exception("answers_not_given num=%d", len(done))
+
+    def _store_group(self, group: Sequence[_Part]) -> Sequence[Sequence[Stored] | Exception]:
+        try:
+            raws = [[part.body.raws[i] for i in part.places] for part in group]
+            asking, now = [part.body.asks for part in group], self._clock.time_ns()
+            with self._store.hearing.storing(self._clock):
+                return store_bodies(self._store, raws, now, asking)
+        except VitalsError as error:
+            return [error] * len(group)
+        except Exception as error:  # noqa: BLE001 - said to every asker, and this thread goes on
+            self._store.counters.fail("ingest")
+            _LOG.exception("ingest_failed num=%d", len(group))
+            return [error] * len(group)
+
+
+def _is_event(raw: bytes) -> bool:
+    """Return whether it is a batch of events: looked at, not checked."""
+    return _EVENTS in raw[:_HEAD_BYTES]
+
+
+# -------------------------------------------------------------------------------- off the network
 
 
 class ByteBudget:
@@ -204,4 +456,12 @@ def _busy() -> StorageError:
     )
 
 
-__all__ = ["ByteBudget", "IngestApp"]
+__all__ = [
+    "BUSY",
+    "ByteBudget",
+    "CommitLimits",
+    "CommitQueue",
+    "IngestApp",
+    "Outcome",
+    "PendingBody",
+]

@@ -17,9 +17,8 @@ from trainvitals.errors import NewerVersionError, StorageError, VitalsError
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
 from trainvitals.io.spool import Position, read_batches
 from trainvitals.io.spool_files import STATE_FILE
-from vitals_collector.ingest.ingest import Stored, announce, runs_in, store_batches
+from vitals_collector.ingest.ingest import Stored, announce, check_batches, runs_in, store_batches
 from vitals_collector.ingest.tail_loss import TailLoss
-from vitals_collector.ingest.validate import check_batches
 from vitals_collector.storage.schema import positions
 from vitals_collector.storage.store import Store, insert
 

@@ -10,7 +10,9 @@ it was.
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -58,6 +60,10 @@ _AT_ONCE = 500
 _MAX_LOGGED = 100
 """Errors of our own that are logged whole; those beyond are only counted."""
 _Record = TypeVar("_Record")
+_AWAITED = (DecisionMade, FindingRaised)
+"""Events of which people may be told."""
+_MOST_CAME = 8
+"""Commits that wait for a look: each is some MB at most, and what is sorted has a bound."""
 _PAUSE_SECONDS = 0.2
 """Time between two looks at rows that just arrived: those of a large run arrive all the time."""
 _RESEND_SECONDS = 60.0
@@ -107,6 +113,8 @@ class Engine:
         self._config = config or EngineConfig()
         self._up_since_unix_ns = up_since_unix_ns
         self._lock = threading.Lock()
+        self._came: deque[Sequence[tuple[Batch, Sequence[EventRow]]]] = deque()
+        """Committed, and not looked at yet."""
         self._dirty: set[Writer] = set()
         self._watching = LiveMonitor(store)
         self._runs = RunStatusCache()
@@ -124,27 +132,38 @@ class Engine:
 
     def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
         """Note who wrote what, and have it looked at soon; reads and writes nothing."""
-        # Called by the thread that commits, before agents have their answers: all work is left to
+        # Called by the threads that commit, before agents have their answers: all work is left to
         # the engine's own.
         if self._lease.is_shared and self._lease.epoch() is None:
             return  # who watches, or will, reads it from the store
+        self._came.append(new)
+        if len(self._came) > _MOST_CAME:  # it does not look: what is kept has a bound there
+            self._take_in()
+        if any(isinstance(row.event, _AWAITED) for _, events in new for row in events):
+            self._urgent.set()
+        self._wake.set()
+
+    def _take_in(self) -> None:
+        """Sort what was committed by whom it is for."""
         rows: list[Batch] = []
         run_ids: set[str] = set()
         changed: set[str] = set()
         noted: set[str] = set()
         dirty: set[Writer] = set()
-        for batch, events in new:
-            identity = batch.header.identity
-            run_ids.add(identity.run_id)
-            if batch.header.stream_schema.stream in WATCHED:
-                rows.append(batch)
-            for row in events:
-                if isinstance(row.event, DecisionMade | FindingRaised):
-                    dirty.add((identity.run_id, identity.incarnation))
-                if isinstance(row.event, DecisionMade | RunEnded):
-                    changed.add(identity.run_id)
-                if isinstance(row.event, CheckpointChanged | NamesDefined):
-                    noted.add(identity.run_id)
+        while self._came:
+            with suppress(IndexError):  # another thread took it
+                for batch, events in self._came.popleft():
+                    identity = batch.header.identity
+                    run_ids.add(identity.run_id)
+                    if batch.header.stream_schema.stream in WATCHED:
+                        rows.append(batch)
+                    for row in events:
+                        if isinstance(row.event, _AWAITED):
+                            dirty.add((identity.run_id, identity.incarnation))
+                        if isinstance(row.event, DecisionMade | RunEnded):
+                            changed.add(identity.run_id)
+                        if isinstance(row.event, CheckpointChanged | NamesDefined):
+                            noted.add(identity.run_id)
         self._watching.add(rows)
         for run_id in noted:
             self._watching.note(run_id)
@@ -153,8 +172,6 @@ class Engine:
         if dirty:
             with self._lock:
                 self._dirty |= dirty
-            self._urgent.set()
-        self._wake.set()
 
     def poll(self, *, only_new: bool = False) -> None:
         """Consume decisions and findings, watch, follow the runs' states, tell what was not told.
@@ -227,6 +244,7 @@ class Engine:
         self._runs.touch(run_ids, at_once=True)
 
     def _look(self, *, only_new: bool) -> None:
+        self._take_in()
         with self._lock:
             dirty, self._dirty = self._dirty, set()
         try:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -264,12 +265,14 @@ def none_of(num: int) -> Column:
     return Column(np.zeros(num), np.ones(num, np.bool_))
 
 
+@lru_cache(maxsize=1 << 16)  # asked of every writer at each commit
 def rank_of(source: str) -> int:
     """Return the rank that writes, or NOT_A_RANK."""
     kind, _, key = source.partition(":")
     return int(key) if kind == "rank" else NOT_A_RANK
 
 
+@lru_cache(maxsize=1 << 12)
 def type_of(column: RowColumn) -> str:
     """Return ``f8``, ``i8`` or ``S``: names of any size are of one type."""
     return column.kind if column.kind in ("f8", "i8") else "S"

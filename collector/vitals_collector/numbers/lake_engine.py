@@ -658,7 +658,7 @@ class Engine:
         """Return to the system what was needed for a moment.
 
         DuckLake 1.5.5 remembers something of every commit, 20 to 200 KB, until its database is
-        closed: so another one is opened. The one before goes with the last question that it answers.
+        closed: so another one is opened. The one before goes with the last question to it.
         """
         if self._num_commits >= _MOST_COMMITS:
             with self.lock, translated():
