@@ -128,10 +128,10 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="page",
         point=False,
         did="goes on trying, and tells all other receivers.",
-        help="A receiver of alerts has taken nothing for 5 minutes, or refused 10 deliveries in a "
-        "row.",
+        help="An alert has waited for a receiver for 5 minutes, or the receiver refused 10 deliveries "
+        "in a row.",
         to_do="Check its address and its token; `vitals alerts test` shows what it answers.",
-        ends="the receiver takes a delivery, or is no longer configured.",
+        ends="the receiver took all that waited, or is no longer configured.",
     ),
     AlertSpec(
         name="RollbackBudgetLow",
