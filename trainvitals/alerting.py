@@ -128,8 +128,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="page",
         point=False,
         did="goes on trying, and tells all other receivers.",
-        help="An alert has waited for a receiver for 5 minutes, or the receiver refused 10 deliveries "
-        "in a row.",
+        help="An alert has waited for a receiver for 5 minutes, or the receiver refused 10 "
+        "deliveries in a row.",
         to_do="Check its address and its token; `vitals alerts test` shows what it answers.",
         ends="the receiver took all that waited, or is no longer configured.",
     ),
