@@ -138,7 +138,7 @@ def stalled() -> list[Panel]:
         evaluated.append(now)
         now += {60: 1_500.0, 120: 1_700.0, 180: 3_000.0}.get(i, 2.0)
     return [
-        silence("no step after an hour", steady, 4_000.0, "stalled"),
+        silence("no step after half an hour", steady, 2_200.0, "stalled"),
         silence("silent: evaluations; the third takes longer", evaluated, 0.0),
     ]
 
