@@ -800,6 +800,8 @@ def test_a_real_alertmanager_keeps_a_page_whose_collector_is_gone_for_as_long_as
         "https://host#pa-ss",
         "https://host/pa/ss",
         "user:pass@host",
+        "slack://pa/ss/x",
+        "tgram://1:pass/2",
     ],
 )
 def test_a_shown_address_has_no_part_of_a_password_wherever_marks_are(url: str):

@@ -7,13 +7,14 @@ resolved by its libraries, so addresses are not checked as those of our own webh
 
 import logging
 import re
+import sys
 from collections.abc import Sequence
 
 import apprise
 
 from trainvitals.views import AlertView
 from vitals_collector.alerts.messages import Links, message_of
-from vitals_collector.alerts.notifiers import DELIVERED, Result, delivery_id, redacted
+from vitals_collector.alerts.notifiers import DELIVERED, UNREADABLE, Result, delivery_id, redacted
 
 _TYPES = {
     "page": apprise.NotifyType.FAILURE,
@@ -93,4 +94,13 @@ def _refusal(words: str) -> Result:
     return Result(recoverable=not is_refusal, error=f"the message was not taken: status {code}")
 
 
+def main() -> None:
+    """Exit with ``UNREADABLE`` where apprise cannot read the address of the standard input."""
+    if not apprise.Apprise().add(sys.stdin.read()):
+        sys.exit(UNREADABLE)
+
+
 __all__ = ["AppriseNotifier"]
+
+if __name__ == "__main__":
+    main()
