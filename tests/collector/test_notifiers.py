@@ -161,7 +161,8 @@ def test_a_body_says_what_vitals_did_what_to_do_and_where_to_look():
     assert {
         "description": "A running job stopped reporting without a clean exit.",
         "action_taken": "Vitals can do nothing for a job that is silent.",
-        "to_do": "Check its nodes and its log, then restart the job.",
+        "to_do": "Check its nodes and its log, then restart the job. If it ended while no "
+        "collector was up, `vitals agent --dir DIR` on its node delivers its end.",
         "runbook_url": "https://w.example/RUNBOOK#runlost",
         "dashboard_url": f"https://v.example/?run={RUN}",
     }.items() <= known.items()

@@ -213,7 +213,8 @@ def test_a_message_says_what_happened_what_was_done_and_what_to_do(schema: str):
         "Page: RunLost",
         "rank 1 is silent",
         "Vitals can do nothing for a job that is silent.",
-        "To do: Check its nodes and its log, then restart the job.",
+        "To do: Check its nodes and its log, then restart the job. If it ended while no "
+        "collector was up, `vitals agent --dir DIR` on its node delivers its end.",
         "docs/RUNBOOK.md#runlost",
         f"http://vitals.example/?run={view.run_id}",
         delivery_id(view, "team"),
