@@ -92,7 +92,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=False,
         did="can do nothing for a job that is silent.",
         help="A running job stopped reporting without a clean exit.",
-        to_do="Check its nodes and its log, then restart the job.",
+        to_do="Check its nodes and its log, then restart the job. If it ended while no collector "
+        "was up, `vitals agent --dir DIR` on its node delivers its end.",
         ends="the run reports again.",
     ),
     AlertSpec(

@@ -478,3 +478,19 @@ def test_hostile_words_are_kept_as_words(desk: Desk):
     desk.inbox.take([Occurrence(RUN, 0, alert)], cursors={"decisions/x": 1})
     view = desk.only()
     assert ("ab\"'<script>", "x" * 500) == (view.labels["cause"], view.summary)
+
+
+def test_a_summary_is_one_line_that_steers_no_terminal(desk: Desk):
+    forged = "loss is nan\r\n2026-11-25 ERROR all is well\x1b[2J\u202e"
+    alert = Alert(
+        name="StepSkipped",
+        severity="log",
+        labels={"run": RUN, "cause": "x"},
+        summary=forged + "y" * 5_000,
+        step=7,
+        point=True,
+    )
+    desk.inbox.take([Occurrence(RUN, desk.clock.time_ns(), alert)], cursors={})
+    summary = desk.only().summary
+    assert summary.startswith("loss is nan 2026-11-25 ERROR all is well [2J y")
+    assert 500 == len(summary) and summary.isprintable()

@@ -161,7 +161,8 @@ def test_a_body_says_what_vitals_did_what_to_do_and_where_to_look():
     assert {
         "description": "A running job stopped reporting without a clean exit.",
         "action_taken": "Vitals can do nothing for a job that is silent.",
-        "to_do": "Check its nodes and its log, then restart the job.",
+        "to_do": "Check its nodes and its log, then restart the job. If it ended while no "
+        "collector was up, `vitals agent --dir DIR` on its node delivers its end.",
         "runbook_url": "https://w.example/RUNBOOK#runlost",
         "dashboard_url": f"https://v.example/?run={RUN}",
     }.items() <= known.items()
@@ -800,6 +801,8 @@ def test_a_real_alertmanager_keeps_a_page_whose_collector_is_gone_for_as_long_as
         "https://host#pa-ss",
         "https://host/pa/ss",
         "user:pass@host",
+        "slack://pa/ss/x",
+        "tgram://1:pass/2",
     ],
 )
 def test_a_shown_address_has_no_part_of_a_password_wherever_marks_are(url: str):

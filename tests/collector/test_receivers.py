@@ -1,5 +1,6 @@
 """Receivers as they are: real processes, HTTP and SMTP; those that hang, and a collector killed."""
 
+import email.policy
 import http.client
 import json
 import logging
@@ -212,7 +213,8 @@ def test_a_message_says_what_happened_what_was_done_and_what_to_do(schema: str):
         "Page: RunLost",
         "rank 1 is silent",
         "Vitals can do nothing for a job that is silent.",
-        "To do: Check its nodes and its log, then restart the job.",
+        "To do: Check its nodes and its log, then restart the job. If it ended while no "
+        "collector was up, `vitals agent --dir DIR` on its node delivers its end.",
         "docs/RUNBOOK.md#runlost",
         f"http://vitals.example/?run={view.run_id}",
         delivery_id(view, "team"),
@@ -340,6 +342,21 @@ def test_the_request_for_a_service_has_what_its_documentation_asks_for(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # all plugins of apprise are loaded
+@pytest.mark.parametrize("name", ["slack", "discord", "telegram"])
+def test_words_of_a_run_are_no_markup_to_a_service_and_call_no_channel(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    words = "mean(reward) <b 0.9 <!channel> @everyone @here"
+    with played(SERVICES[name], monkeypatch) as bodies:
+        team = AppriseNotifier(SERVICES[name].address, name="team", links=Links())
+        assert DELIVERED == team.notify([alert(name="RunLost", summary=words)])
+    text = json.dumps(bodies, ensure_ascii=False)
+    assert "mean(reward)" in text and "@everyone" not in text and "@here" not in text
+    if name != "discord":  # there "<" stands for itself
+        assert "&lt;b 0.9 &lt;!channel&gt;" in text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # all plugins of apprise are loaded
 def test_to_pagerduty_the_end_of_an_alert_ends_its_incident_and_opens_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -374,10 +391,13 @@ def test_an_email_arrives_by_smtp():
     with tcp(smtp) as port:
         url = f"mailto://127.0.0.1:{port}/?from=vitals@example.com&to=me@example.com&mode=insecure"
         with worker(url) as mail:
-            assert DELIVERED == mail.notify([alert(name="RunLost")])
-    text = b"".join(lines).decode()
-    assert "me@example.com" in text
-    assert "Subject: Page: RunLost" in text
+            assert DELIVERED == mail.notify([alert(name="RunLost", summary="loss <b 4")])
+    start = [line.strip().upper() for line in lines].index(b"DATA") + 1
+    letter = email.message_from_bytes(b"".join(lines[start:]), policy=email.policy.default)
+    assert ("me@example.com", "Page: RunLost") == (letter["To"], letter["Subject"][:13])
+    assert "text/plain" == letter.get_content_type()
+    first, second, *_ = letter.get_content().splitlines()
+    assert ("loss <b 4", "A running job stopped") == (first, second[:21])
 
 
 # -------------------------------------------------------------------------------------- settings
@@ -408,6 +428,10 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path):
         TEAM + "after_minutes = -1\n",
         TEAM + "env = 'NOT_SET'\n",
         TEAM + "kind = 'webhook'\n",
+        TEAM + "secret = 'signs'\n",
+        '[[receivers]]\nname = "team"\nurl = "slack://s3cret"\n',
+        '[[receivers]]\nname = "team"\nurl = "slakc://a/b/s3cret"\n',
+        '[[receivers]]\nname = "team"\nurl = "https://hooks.example/s3cret"\n',
         '[[receivers]]\nname = "team"\nurl = "s3cret"\n',
         '[[receivers]]\nname = "team"\nenv = "NOT_SET"\n',
         '[remote_write]\nenv = "NOT_SET"\n',

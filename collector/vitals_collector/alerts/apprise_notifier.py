@@ -7,13 +7,14 @@ resolved by its libraries, so addresses are not checked as those of our own webh
 
 import logging
 import re
+import sys
 from collections.abc import Sequence
 
 import apprise
 
 from trainvitals.views import AlertView
 from vitals_collector.alerts.messages import Links, message_of
-from vitals_collector.alerts.notifiers import DELIVERED, Result, delivery_id, redacted
+from vitals_collector.alerts.notifiers import DELIVERED, UNREADABLE, Result, delivery_id, redacted
 
 _TYPES = {
     "page": apprise.NotifyType.FAILURE,
@@ -47,7 +48,12 @@ class AppriseNotifier:
             kind = apprise.NotifyType.SUCCESS if is_over else _TYPES[alert.severity]
             body = f"{message.body}\nDelivery: {delivery_id(alert, self.name)}"
             with apprise.LogCapture(level=logging.WARNING) as log:  # type: ignore[no-untyped-call]
-                is_sent = service.notify(title=message.title, body=body, notify_type=kind)
+                is_sent = service.notify(
+                    title=_without_mentions(message.title),
+                    body=_without_mentions(body),
+                    notify_type=kind,
+                    body_format=_format_for(service),
+                )
                 words = log.getvalue()
             if not is_sent:
                 return _refusal(words)
@@ -64,6 +70,21 @@ def _address_for(url: str, alert: AlertView) -> str:
     return f"{url}{'&' if '?' in url else '?'}action=map&dedup={alert.fingerprint}"
 
 
+def _format_for(service: apprise.Apprise) -> apprise.NotifyFormat | None:
+    """Return what the body is said to be: text, whose lines stay lines and whose "<" is escaped.
+
+    Telegram refuses a message for ever whose "<" begins no tag of its own. What takes Markdown only
+    gets the body as it is: escapes would end up in its links.
+    """
+    is_markdown = all(s.notify_format == apprise.NotifyFormat.MARKDOWN for s in service)
+    return None if is_markdown else apprise.NotifyFormat.TEXT
+
+
+def _without_mentions(words: str) -> str:
+    """Return the words so that none of them calls a whole channel: they may be a run's."""
+    return re.sub("@(?=everyone|here|channel)", "@\u200b", words)
+
+
 def _refusal(words: str) -> Result:
     status = re.search(r"error\s*=\s*(\d{3})\b", words)
     if status is None:
@@ -73,4 +94,13 @@ def _refusal(words: str) -> Result:
     return Result(recoverable=not is_refusal, error=f"the message was not taken: status {code}")
 
 
+def main() -> None:
+    """Exit with ``UNREADABLE`` where apprise cannot read the address of the standard input."""
+    if not apprise.Apprise().add(sys.stdin.read()):
+        sys.exit(UNREADABLE)
+
+
 __all__ = ["AppriseNotifier"]
+
+if __name__ == "__main__":
+    main()

@@ -438,12 +438,21 @@ def _view(
         run_id=run_id,
         severity=alert.severity,
         state=state,
-        summary=clean(alert.summary)[:MAX_WORDS],
+        summary=_one_line(alert.summary),
         labels={key: clean(value) for key, value in alert.labels.items()},
         step=alert.step,
         started_unix_ns=started,
         updated_unix_ns=now,
     )
+
+
+def _one_line(words: str) -> str:
+    """Return the words as one line of printable characters: they may be a run's.
+
+    A new line could forge one of the collector's log, and others could steer a terminal.
+    """
+    printable = "".join(c if c.isprintable() else " " for c in clean(words)[: 2 * MAX_WORDS])
+    return " ".join(printable.split())[:MAX_WORDS]
 
 
 def _raised(entry: Entry | None, occurrence: Occurrence, now: int) -> Entry:

@@ -35,6 +35,8 @@ from trainvitals.views import AlertView
 from vitals_collector.alerts.messages import Links, details_of
 
 WEBHOOK_VERSION = 1
+UNREADABLE = 3
+"""What the process of ``apprise_notifier`` exits with where apprise cannot read an address."""
 _LOG = logging.getLogger("vitals.collector.notify")
 _METADATA = frozenset(
     ipaddress.ip_address(a) for a in ("169.254.169.254", "100.100.100.200", "fd00:ec2::254")
@@ -237,10 +239,15 @@ def check_url(url: str) -> str:
 
 
 def redacted(url: str) -> str:
-    """Return ``url`` without user, password, path and query: those are where secrets are."""
+    """Return ``url`` without user, password, path and query: those are where secrets are.
+
+    Of another scheme than http(s) the scheme alone: a token may stand where a host would.
+    """
     scheme, separator, rest = url.partition("://")
     if not separator:
         return "..."
+    if scheme.lower() not in ("http", "https"):
+        return f"{scheme}://..."
     authority, *others = re.split(r"[/?#\\]", rest, maxsplit=1)
     if "@" in "".join(others):  # a password may hold such a mark: where it ends nobody knows
         return f"{scheme}://..."

@@ -29,6 +29,8 @@ same reason nobody else may be able to read the file::
 import importlib.util
 import os
 import stat
+import subprocess
+import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,7 +42,7 @@ import msgspec
 from trainvitals.alerting import RUNBOOK
 from trainvitals.errors import ConfigError
 from vitals_collector.alerts.messages import Links
-from vitals_collector.alerts.notifiers import check_url, redacted
+from vitals_collector.alerts.notifiers import UNREADABLE, check_url, redacted
 
 
 class ReceiverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -187,14 +189,37 @@ def _check(receiver: ReceiverSettings, names: list[str]) -> None:
         raise ConfigError(
             f"receiver {name!r}: after_minutes is {receiver.after_minutes}; it must be 0 to 10080"
         )
+    if receiver.secret and receiver.kind != "webhook":
+        raise ConfigError(
+            f"receiver {name!r} has a secret, and its kind is {receiver.kind}: only webhooks' "
+            "bodies are signed",
+            hint='give it kind = "webhook", or no secret',
+        )
     if receiver.kind != "apprise":
         check_url(receiver.url)
-    elif "://" not in receiver.url:
+    else:
+        _check_apprise(receiver)
+
+
+def _check_apprise(receiver: ReceiverSettings) -> None:
+    """Refuse now what would be found out at the first page only."""
+    name = receiver.name
+    if "://" not in receiver.url:
         raise ConfigError(f"receiver {name!r} has no address such as slack://... in url or env")
-    elif importlib.util.find_spec("apprise") is None:
+    if importlib.util.find_spec("apprise") is None:
         raise ConfigError(
             f"receiver {name!r} needs apprise, which is not installed",
             hint="pip install 'trainvitals[notify]'",
+        )
+    # By a process of its own: apprise takes 40 MB, and what it prints may hold the address.
+    module = "vitals_collector.alerts.apprise_notifier"
+    process = subprocess.run(
+        [sys.executable, "-P", "-m", module], input=receiver.url.encode(), capture_output=True
+    )
+    if process.returncode == UNREADABLE:
+        raise ConfigError(
+            f"receiver {name!r}: apprise cannot read its address {redacted(receiver.url)}",
+            hint='`kind = "webhook"` is for an address of your own',
         )
 
 

@@ -19,7 +19,8 @@ from vitals_collector.storage.store import UNKNOWN
 _MAX_MATCHERS = 20
 _SLOW = re.compile(r"\)[*+{]|\\[0-9]")
 """What a pattern has that may take exponential time: a repeated group, or a reference to one."""
-_REPEATED = re.compile(r"[*+?{]")
+_REPEATED = re.compile(r"[*+?{(]")
+"""What may be tried in several ways, each doubling the time: a group may hold alternatives."""
 _MOST_REPEATED = 4
 _MAX_LENGTH = 200
 
@@ -60,17 +61,24 @@ def _parse(word: str) -> Matcher:
             f"matcher {word[:80]!r} is not FIELD=VALUE or FIELD=~PATTERN",
             hint="for example severity=notify, name=~Gpu.* or node=gpu-17",
         )
+    text = value.removeprefix("~")
     is_pattern = value.startswith("~")
-    text = value.removeprefix("~") if is_pattern else re.escape(value)
     if is_pattern and (_SLOW.search(text) or len(_REPEATED.findall(text)) > _MOST_REPEATED):
         raise UsageError(
             f"matcher {word[:80]!r} repeats a group, or too much: it may take for ever to look at",
-            hint=f"give alternatives (a|b) and at most {_MOST_REPEATED} of * + ? {{}}",
+            hint=f"give alternatives (a|b) and at most {_MOST_REPEATED} of * + ? {{ (",
         )
     try:
-        return Matcher(field, re.compile(text))
+        return _compiled(word)
     except re.error as error:
         raise UsageError(f"matcher {word[:80]!r} has no valid pattern: {error}") from error
+
+
+def _compiled(word: str) -> Matcher:
+    """Return the matcher of a word that was checked when it came; one of an older version, too."""
+    field, _, value = word.partition("=")
+    is_pattern = value.startswith("~")
+    return Matcher(field, re.compile(value[1:] if is_pattern else re.escape(value)))
 
 
 class Silences:
@@ -84,7 +92,7 @@ class Silences:
                 self._by_fingerprint[row.fingerprint] = row
             else:
                 words = msgspec.json.decode(row.matchers, type=tuple[str, ...])
-                self._by_matchers.append((parse_matchers(words), row))
+                self._by_matchers.append((tuple(map(_compiled, words)), row))
 
     def of(self, view: AlertView) -> Row[Any] | None:
         """Return the silence that holds for an alert and ends last, or None."""

@@ -662,11 +662,11 @@ class Engine:
         """
         if self._num_commits >= _MOST_COMMITS:
             with self.lock, translated():
+                # Never by close(): that closes the cursors too, in the middle of what another
+                # thread asks, which fails or ends the process. The last reference does it.
                 self._root = self._attached()
                 self._num_commits = 0
-                kept, self._readers = self._readers, []
-                for _, reader in kept:
-                    reader.close()
+                self._readers.clear()
         pa.default_memory_pool().release_unused()
         with suppress(AttributeError):  # not glibc
             ctypes.CDLL(None).malloc_trim(0)
@@ -811,18 +811,13 @@ class Engine:
         while self._readers and reader is None:
             with suppress(IndexError):  # another thread took it
                 of_root, kept = self._readers.pop()
-                if of_root is root:
-                    reader = kept
-                else:
-                    kept.close()
+                reader = kept if of_root is root else None
         if reader is None:
             reader = root.cursor()
             reader.execute("USE lake")
         yield reader
         if root is self._root:
             self._readers.append((root, reader))  # but for one that failed
-        else:
-            reader.close()
 
 
 def extension(name: str) -> Path:

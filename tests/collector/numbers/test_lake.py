@@ -335,3 +335,20 @@ def test_nothing_is_downloaded_and_no_home_is_written(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert list(home.rglob("*")) == []
+
+
+def test_a_question_under_way_ends_though_memory_is_given_back_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A cursor that another thread closed under a question once ended the whole collector."""
+    monkeypatch.setattr(lake_engine, "_MOST_COMMITS", 0)
+    lake = Lake(tmp_path)
+    lake.append([batch(identity(), [{"loss": 1.0}])])
+    with lake.engine._cursor() as reader:
+        asked = reader.execute("SELECT count(*) FROM steps")
+        lake.give_back_memory()
+        assert [(1,)] == asked.fetchall()
+        assert [(2,)] == reader.execute("SELECT 2").fetchall()
+    with lake.engine._cursor() as another:
+        assert another is not reader
+    lake.close()
