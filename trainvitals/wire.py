@@ -42,7 +42,7 @@ OWNER_HEADER = "Vitals-Owner"
 """An answer's header: the address of the collector that takes the run's rows."""
 OWNED_ELSEWHERE = 421
 """The status of that answer: "misdirected request"."""
-REMEMBERED_BYTES = 4_096
+REMEMBERED_BYTES = 2_048
 """Headers up to this size are remembered once they were decoded."""
 
 
@@ -225,7 +225,7 @@ def decode_batch(raw: bytes) -> Batch:
     return Batch(header, rows)
 
 
-@lru_cache(maxsize=32_768)
+@lru_cache(maxsize=16_384)
 def _writer_of(head: bytes) -> tuple[int, Identity, Schema]:
     _refuse_newer(head)
     try:
