@@ -44,6 +44,10 @@ OWNED_ELSEWHERE = 421
 """The status of that answer: "misdirected request"."""
 REMEMBERED_BYTES = 2_048
 """Headers up to this size are remembered once they were decoded."""
+_SCHEMA_BYTES = 4_096
+"""So are schemas: there are few, and batches of one schema are worked on together."""
+_EVENTS, _HEAD_BYTES = b"\xa6events", 1_024
+"""How msgpack writes a header's name of that stream, and where."""
 
 
 class BatchHeader(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -172,6 +176,11 @@ def is_whole(raw: bytes) -> bool:
     return len(raw) == batch_size(raw) and crc == zlib.crc32(memoryview(raw)[CRC_FROM:])
 
 
+def is_of_events(raw: bytes) -> bool:
+    """Return whether it is a batch of events, for its place in a queue: looked at, not checked."""
+    return _EVENTS in raw[:_HEAD_BYTES]
+
+
 def split_batches(raw: bytes) -> list[bytes]:
     """Return the batches that lie one after the other; their checksums are not looked at.
 
@@ -231,7 +240,7 @@ def _writer_of(head: bytes) -> tuple[int, Identity, Schema]:
     try:
         writer = _DECODER.decode(head)
         raw = bytes(writer.stream_schema)
-        schema = _schema_of(raw) if len(raw) <= REMEMBERED_BYTES else _schema_of.__wrapped__(raw)
+        schema = _schema_of(raw) if len(raw) <= _SCHEMA_BYTES else _schema_of.__wrapped__(raw)
     except UNREADABLE as error:
         raise FormatError(f"the batch's header cannot be read: {error}") from error
     _check_writer(writer.identity, schema)

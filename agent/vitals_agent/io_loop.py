@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from trainvitals.wire import is_of_events
 from vitals_agent.command_delivery import CommandDelivery
 from vitals_agent.faults import Faults
 from vitals_agent.run import ServedRun
@@ -112,8 +113,6 @@ class IoLoop:
 
 MAX_AHEAD, MAX_AHEAD_BYTES = 64, 1 << 16
 """Batches of events that wait to be sent ahead, each so large; of more, the newest."""
-_EVENTS, _HEAD_BYTES = b"\xa6events", 1_024
-"""How msgpack writes a header's name of that stream, and where."""
 
 
 class EventsAhead:
@@ -129,8 +128,8 @@ class EventsAhead:
         self._came = threading.Event()
 
     def put(self, raw: bytes) -> None:
-        """Have a batch sent ahead if it is one of events: looked at, not checked."""
-        if len(raw) <= MAX_AHEAD_BYTES and _EVENTS in raw[:_HEAD_BYTES]:
+        """Have a batch sent ahead if it is one of events."""
+        if len(raw) <= MAX_AHEAD_BYTES and is_of_events(raw):
             self._waiting.append(raw)
             self._came.set()
 

@@ -23,6 +23,7 @@ from trainvitals.wire import (
     decode_batch,
     encode_batch,
     frame,
+    is_of_events,
     split_batches,
 )
 
@@ -169,6 +170,28 @@ def test_the_widest_rows_cost_their_own_size_and_no_more() -> None:
         assert tracemalloc.get_traced_memory()[1] < 2 * MAX_BODY_BYTES
     finally:
         tracemalloc.stop()
+
+
+def test_a_batch_of_events_is_known_by_a_look() -> None:
+    columns = tuple(Column(f"events{i}", "f8") for i in range(4))
+    steps, events = Schema("steps", columns), Schema("events", columns)
+    for schema, is_it in ((steps, False), (events, True)):
+        raw = encode_batch(a_header(1, stream_schema=schema), bytes(schema.row_size))
+        assert is_it == is_of_events(raw)
+
+
+def test_writers_share_a_schema_whose_header_is_too_long_to_be_remembered() -> None:
+    schema = Schema("steps", tuple(Column(f"learning_rate.{i:03}", "f8") for i in range(120)))
+    raws = [
+        encode_batch(
+            msgspec.structs.replace(a_header(1, stream_schema=schema), first_seq=seq),
+            bytes(schema.row_size),
+        )
+        for seq in range(2)
+    ]
+    assert len(raws[0]) - schema.row_size > REMEMBERED_BYTES
+    one, other = (decode_batch(raw).header.stream_schema for raw in raws)
+    assert one is other
 
 
 def test_headers_without_number_leave_little_behind() -> None:

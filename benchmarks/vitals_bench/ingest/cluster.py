@@ -101,7 +101,7 @@ class Collectors:
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of all so far."""
-        return sum(one.cpu_seconds() for one in self._started.values())
+        return sum(collector.cpu_seconds() for collector in self._started.values())
 
     def trouble(self, chance: random.Random) -> None:
         """Kill one and start it again, or stop it for a while: now and then beyond its lease."""
@@ -119,17 +119,17 @@ class Collectors:
     def ask(self, question: str) -> list[list[object]]:
         """Return the answer of ``vitals sql``."""
         args = ["sql", question, "--data", str(self._folder / "a"), "--database", self._database]
-        said = subprocess.run(
+        finished = subprocess.run(
             [sys.executable, "-m", "vitals_collector", *args, "--format", "json"],
             capture_output=True,
             check=True,
         )
-        return [list(row.values()) for row in json.loads(said.stdout)]
+        return [list(row.values()) for row in json.loads(finished.stdout)]
 
     def close(self) -> None:
         """End them all."""
-        for one in self._started.values():
-            one.__exit__()
+        for collector in self._started.values():
+            collector.__exit__()
 
 
 @contextmanager
@@ -209,17 +209,17 @@ def run(load: Load, number: int, seconds: float, num_troubles: int = 0) -> Used:
 
 def _cost_row(load: Load, used: dict[int, list[Used]]) -> Row:
     micros = {
-        number: [1e6 * one.row_seconds for one in several] for number, several in used.items()
+        number: [1e6 * each.row_seconds for each in several] for number, several in used.items()
     }
-    server = [1e6 * one.server_seconds for several in used.values() for one in several]
-    late = max(one.outcome.late_seconds for several in used.values() for one in several)
-    three, one = (sum(micros[number]) / len(micros[number]) for number in (3, 1))
+    server = [1e6 * each.server_seconds for several in used.values() for each in several]
+    late = max(each.outcome.late_seconds for several in used.values() for each in several)
+    of_three, of_one = (sum(micros[number]) / len(micros[number]) for number in (3, 1))
     return Row(
         name=f"CPU of a row with three collectors, {load.words}",
-        ours=three,
+        ours=of_three,
         unit="us",
         peer="one collector",
-        theirs=one,
+        theirs=of_one,
         goal=ratio_at_most(1.15),
         note=f"each time {_list(micros[3])} with three, {_list(micros[1])} with one; PostgreSQL"
         f" beside it {_list(server)}; the driver was {late:.1f} s late at most",

@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from trainvitals.clock import Clock
 from trainvitals.errors import FormatError, StorageError, UsageError, VitalsError
-from trainvitals.wire import ASK_HEADER, IngestReply, split_batches
+from trainvitals.wire import ASK_HEADER, IngestReply, is_of_events, split_batches
 from vitals_collector.api.auth import (
     MAX_INGEST_BYTES,
     Refused,
@@ -56,8 +56,6 @@ _GROUP_BYTES = 16 << 20
 """Taken into one transaction, beside a number of batches."""
 COMMIT_SECONDS = 1.0
 """From one commit of rows to the next: it costs by the commit, hardly by the row."""
-_EVENTS, _HEAD_BYTES = b"\xa6events", 1_024
-"""How msgpack writes a header's name of that stream, and where."""
 _LOG = logging.getLogger("vitals.collector.intake")
 
 Outcome = tuple[IngestReply, ...] | Exception
@@ -229,8 +227,9 @@ class CommitQueue:
         Raises:
             StorageError: there is no room, or the intake is closed; send it again later.
         """
-        events = [place for place, raw in enumerate(body.raws) if _is_event(raw)]
-        rows = [place for place in range(len(body.raws)) if place not in events]
+        rows, events = list[int](), list[int]()
+        for place, raw in enumerate(body.raws):
+            (events if is_of_events(raw) else rows).append(place)
         with self._lock:
             if self._is_closed:
                 raise StorageError("the collector is shutting down", code=BUSY)
@@ -290,11 +289,6 @@ class CommitQueue:
             return [error] * len(group)
 
 
-def _is_event(raw: bytes) -> bool:
-    """Return whether it is a batch of events: looked at, not checked."""
-    return _EVENTS in raw[:_HEAD_BYTES]
-
-
 # -------------------------------------------------------------------------------- off the network
 
 
@@ -302,7 +296,7 @@ class ByteBudget:
     """Gives out bytes of memory in the order of asking. Of one event loop.
 
     Raises:
-        StorageError: from ``take``: too many wait, or there was no room in time.
+        StorageError: from ``acquire``: too many wait, or there was no room in time.
     """
 
     def __init__(self, max_bytes: int, *, max_waiting: int, wait_seconds: float) -> None:
@@ -312,7 +306,7 @@ class ByteBudget:
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, num_bytes: int) -> None:
-        """Take the bytes, waiting for them in turn; ``give`` them back."""
+        """Take the bytes, waiting for them in turn; ``release`` gives them back."""
         if not self._queue and self._free >= num_bytes:
             self._free -= num_bytes
             return
