@@ -131,7 +131,10 @@ def test_a_frozen_parameter_that_is_infinite_from_the_start_is_no_fault(tmp_path
     assert [] == findings(loop, KIND)
     if mode == "heal":
         states = {(ref.where, ref.state) for ref in loop.monitor._controller.recovery.refs()}
-        assert {("disk", "healthy"), ("memory", "healthy")} <= states
+        assert ("disk", "healthy") in states
+        # How far the copies in memory have come depends on the writer's thread: none is thought bad.
+        in_memory = {state for where, state in states if where == "memory"}
+        assert in_memory and in_memory <= {"healthy", "verified"}
 
 
 def test_a_start_that_is_not_finite_is_refused_by_the_tensor_s_name(tmp_path):
