@@ -185,13 +185,15 @@ class Lake(OpenLake):
         """Return the number of the last row that the stream has stored; -1 where it has none."""
         return self.catalogue.run(key[0]).marks.get(key[1:], -1)
 
-    def marks(self, run_id: str) -> Mapping[tuple[str, str], int]:
-        """Return the marks of the run's streams by incarnation and stream."""
-        return self.catalogue.run(run_id).marks
+    def marks(self, run_ids: Collection[str]) -> dict[str, Mapping[tuple[str, str], int]]:
+        """Return of each run the marks of its streams by incarnation and stream."""
+        self.catalogue.learn(run_ids)
+        return {run_id: self.catalogue.run(run_id).marks for run_id in run_ids}
 
-    def has_holes(self, run_id: str) -> bool:
-        """Return whether damage took rows of the run."""
-        return any(self.catalogue.holes(run_id).values())
+    def damaged(self, run_ids: Collection[str]) -> set[str]:
+        """Return those of the runs of which damage took rows."""
+        self.catalogue.learn(run_ids)
+        return {run_id for run_id in run_ids if any(self.catalogue.run(run_id).holes.values())}
 
     def _new(
         self, batches: Sequence[Batch]

@@ -11,7 +11,7 @@ another collector may have added to is read again after a second.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from hashlib import blake2b
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -431,6 +431,35 @@ class Catalogue:
         self._states[run_id] = state
         return state
 
+    @locked
+    def learn(self, run_ids: Collection[str]) -> None:
+        """Read what is not known of runs, of all at once: each question takes milliseconds."""
+        now = time.monotonic()
+        new: dict[int, RunState] = {}
+        old: dict[int, RunState] = {}
+        for run_id in run_ids:
+            state, number = self._states.get(run_id), self.runs.get(run_id)
+            if state is None:
+                state = self._states[run_id] = RunState(now)
+                if number is not None:
+                    new[number] = state
+            elif number is not None and self._is_old(state, now):
+                old[number] = state
+        try:
+            if new:
+                self._read(new)
+            holes = self._holes(old) if old else {}
+        except BaseException:
+            for run_id in run_ids:
+                self._states.pop(run_id, None)
+            raise
+        for number, state in old.items():
+            state.holes, state.holes_read_at = holes.get(number, {}), now
+
+    def _is_old(self, state: RunState, now: float) -> bool:
+        """Return whether another process may have found damage since it was asked for."""
+        return self._is_shared and now >= state.holes_read_at + _HOLES_SECONDS
+
     def _read(self, states: Mapping[int, RunState]) -> None:
         for table in (NEW_MARKS, MARKS):
             self._engine.files.need(table, *states)
@@ -451,13 +480,8 @@ class Catalogue:
     @locked
     def holes(self, run_id: str) -> dict[Writer, list[tuple[int, int]]]:
         """Return what damage took of a run; another process may maintain the lake."""
-        state, now = self.run(run_id), time.monotonic()
-        number = self.runs.get(run_id)
-        is_old = self._is_shared and now >= state.holes_read_at + _HOLES_SECONDS
-        if is_old and number is not None:
-            state.holes_read_at = now
-            state.holes = self._holes([number]).get(number, {})
-        return state.holes
+        self.learn([run_id])
+        return self.run(run_id).holes
 
     def _holes(self, runs: Iterable[int]) -> dict[int, dict[Writer, list[tuple[int, int]]]]:
         holes: dict[int, dict[Writer, list[tuple[int, int]]]] = {}
