@@ -10,7 +10,7 @@ rows that were held while their step was not whole are read again.
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -453,6 +453,18 @@ class _Pause(NamedTuple):
     seconds: float
 
 
+class _Kept(NamedTuple):
+    """What is to be stored of a run."""
+
+    followed: FollowedRun
+    saved: Saved
+    body: bytes
+    """``saved`` as it is stored."""
+    findings: Sequence[Mapping[str, object]]
+    is_over: bool
+    """Nothing more comes of it: it is followed no longer once that is stored."""
+
+
 class LiveMonitor:
     """Follows the runs that have new rows or are running. ``add`` and ``note`` are for any thread.
 
@@ -503,24 +515,30 @@ class LiveMonitor:
             self._is_first = False
         queue = self._queue(running, only_new=only_new)
         budget = self._config.rows_at_once
-        runs_with_findings: set[str] = set()
         has_more = False
-        for run_id in queue:
-            is_running = run_id in running
-            if self._is_paused(run_id, now_ns):
-                self._live.take(run_id)  # the store has them
-                continue
-            if budget <= 0 and not is_running:
-                self.note(run_id)
-                has_more = True
-                continue
-            num, has_findings = self._watch(run_id, max(0, budget), now_ns, is_running)
-            budget -= num
-            if has_findings:
-                runs_with_findings.add(run_id)
-            followed = self._open.get(run_id)
-            has_more = has_more or (followed is not None and not followed.is_read)
-        return Polled(frozenset(runs_with_findings), has_more)
+        kept: list[_Kept] = []
+        try:
+            for run_id in queue:
+                is_running = run_id in running
+                if self._is_paused(run_id, now_ns):
+                    self._live.take(run_id)  # the store has them
+                    continue
+                if budget <= 0 and not is_running:
+                    self.note(run_id)
+                    has_more = True
+                    continue
+                num, to_keep = self._watch(run_id, max(0, budget), now_ns, is_running)
+                budget -= num
+                kept += to_keep
+                followed = self._open.get(run_id)
+                has_more = has_more or (followed is not None and not followed.is_read)
+            self._keep(kept, now_ns)
+        except StorageError:
+            for of_run in kept:
+                if of_run.followed.saved is not of_run.saved:
+                    self._begin_again(of_run.followed.run_id)
+            raise
+        return Polled(frozenset(k.followed.run_id for k in kept if k.findings), has_more)
 
     def conditions(self, run_id: str) -> tuple[Finding, ...]:
         """Return what was told of a followed run and still holds."""
@@ -556,8 +574,11 @@ class LiveMonitor:
         pause = self._pauses.get(run_id)
         return pause is not None and now_ns < pause.until_ns
 
-    def _watch(self, run_id: str, budget: int, now_ns: int, is_running: bool) -> tuple[int, bool]:
-        """Look at one run; return how many rows were read, and whether anything was told."""
+    def _watch(
+        self, run_id: str, budget: int, now_ns: int, is_running: bool
+    ) -> tuple[int, list[_Kept]]:
+        """Look at one run; return how many rows were read, and what is to be stored of it."""
+        kept: list[_Kept] = []
         taken = self._live.take(run_id)  # before the store is opened: it must have these
         try:
             followed = self._open.get(run_id) or self._opened(run_id)
@@ -576,34 +597,42 @@ class LiveMonitor:
                 )
             is_over = followed.is_drained and not is_running
             if records or self._is_due(followed, now_ns, is_over=is_over):
-                self._keep(followed, records, now_ns)
+                kept.append(_to_keep(followed, records, is_over=is_over))
         except StorageError:
-            self._forget(run_id)  # memory is ahead of the store: begin again from there
-            self.note(run_id)
+            self._begin_again(run_id)
             raise
         except Exception:  # noqa: BLE001 - one run's watchers must not silence all runs' alerts
-            self._forget(run_id)
-            seconds = self._pause(run_id, now_ns)
-            self._store.counters.fail("watching")
-            _LOG.exception("watching_failed run=%s again_in_seconds=%g", run_id, seconds)
-            if seconds >= _LONGEST_PAUSE_SECONDS:
-                self._set_aside(run_id, is_aside=True)
-            return 0, False
+            self._leave_alone(run_id, now_ns)
+            return 0, []
         if num:
             self._pauses.pop(run_id, None)
             self._set_aside(run_id, is_aside=False)
-        if is_over:
+        if is_over and not kept:
             self._forget(run_id)
-        return num, bool(records)
+        return num, kept
 
     def _opened(self, run_id: str) -> FollowedRun:
         with self._store.read() as connection:
             followed = self._open[run_id] = open_run(connection, run_id, watch=self._config.watch)
         return followed
 
+    def _begin_again(self, run_id: str) -> None:
+        """Go on from what is stored, of which memory is ahead."""
+        self._forget(run_id)
+        self.note(run_id)
+
     def _forget(self, run_id: str) -> None:
         self._open.pop(run_id, None)
         self._save_ns.pop(run_id, None)
+
+    def _leave_alone(self, run_id: str, now_ns: int) -> None:
+        """Pause a run whose watching met an error of our own, which is being handled."""
+        self._forget(run_id)
+        seconds = self._pause(run_id, now_ns)
+        self._store.counters.fail("watching")
+        _LOG.exception("watching_failed run=%s again_in_seconds=%g", run_id, seconds)
+        if seconds >= _LONGEST_PAUSE_SECONDS:
+            self._set_aside(run_id, is_aside=True)
 
     def _pause(self, run_id: str, now_ns: int) -> float:
         """Leave a run alone for longer each time; return for how many seconds."""
@@ -626,23 +655,50 @@ class LiveMonitor:
             return False
         return is_over or now_ns >= self._save_ns.get(followed.run_id, now_ns)
 
-    def _keep(self, followed: FollowedRun, records: list[TimedFinding], now_ns: int) -> None:
-        """Store findings and memory in one transaction."""
-        first = followed.saved.next_seq
-        rows = [_row(followed.run_id, first + i, record) for i, record in enumerate(records)]
-        saved = followed.saved_with(len(records))
-        values = {"body": msgspec.msgpack.encode(saved)}
-        name = state_name(followed.run_id)
+    def _keep(self, kept: Sequence[_Kept], now_ns: int) -> None:
+        """Store findings and memory of runs, of each in one transaction: that of all, if it can.
+
+        What is synced to the disk costs the same for one run and for hundreds.
+        """
+        try:
+            self._store_all(kept)
+        except Exception as error:  # what is wrong with one run is its own
+            if len(kept) > 1:
+                for of_run in kept:
+                    self._keep([of_run], now_ns)
+                return
+            if isinstance(error, StorageError):
+                raise
+            self._leave_alone(kept[0].followed.run_id, now_ns)
+            return
+        for followed, saved, body, _, is_over in kept:
+            followed.saved, followed.has_changed = saved, False
+            pause = max(len(body) / self._config.save_bytes_a_second, self._config.save_seconds)
+            self._save_ns[followed.run_id] = now_ns + int(pause * 1e9)
+            if is_over:
+                self._forget(followed.run_id)
+
+    def _store_all(self, kept: Sequence[_Kept]) -> None:
+        if not kept:
+            return
+        rows = [row for of_run in kept for row in of_run.findings]
         with self._store.write() as connection:
             if rows:
                 connection.execute(findings.insert(), rows)
-            statement = insert(connection, engine_state).values(name=name, **values)
+            statement = insert(connection, engine_state)
             connection.execute(
-                statement.on_conflict_do_update(index_elements=["name"], set_=values)
+                statement.on_conflict_do_update(
+                    index_elements=["name"], set_={"body": statement.excluded.body}
+                ),
+                [{"name": state_name(k.followed.run_id), "body": k.body} for k in kept],
             )
-        followed.saved, followed.has_changed = saved, False
-        pause = len(values["body"]) / self._config.save_bytes_a_second
-        self._save_ns[followed.run_id] = now_ns + int(max(pause, self._config.save_seconds) * 1e9)
+
+
+def _to_keep(followed: FollowedRun, records: Sequence[TimedFinding], *, is_over: bool) -> _Kept:
+    first = followed.saved.next_seq
+    rows = [_row(followed.run_id, first + i, record) for i, record in enumerate(records)]
+    saved = followed.saved_with(len(records))
+    return _Kept(followed, saved, msgspec.msgpack.encode(saved), rows, is_over)
 
 
 def _row(run_id: str, seq: int, record: TimedFinding) -> dict[str, object]:
