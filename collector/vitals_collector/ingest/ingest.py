@@ -465,7 +465,7 @@ def _read_offsets(
 ) -> dict[StreamKey, StreamOffset]:
     """Return the offsets of these streams; one that is not known has none."""
     wanted = list(dict.fromkeys(keys))
-    marks = {run_id: numbers.marks(run_id) for run_id in {k[0] for k in wanted if k[2] != EVENTS}}
+    marks = numbers.marks({run_id for run_id, _, stream in wanted if stream != EVENTS})
     # All in one parameter: a statement with a place for each costs more than the rows.
     query, words = _OFFSETS[connection.dialect.name], msgspec.json.encode(wanted).decode()
     offsets: dict[StreamKey, StreamOffset] = {}

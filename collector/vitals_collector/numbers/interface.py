@@ -473,8 +473,8 @@ class Numbers(NumbersReader, Protocol):
     def mark(self, key: StreamKey) -> int:
         """Return the number of the last row that the stream has stored; -1 where it has none."""
 
-    def marks(self, run_id: str) -> Mapping[tuple[str, str], int]:
-        """Return the marks of the run's streams by incarnation and stream."""
+    def marks(self, run_ids: Collection[str]) -> Mapping[str, Mapping[tuple[str, str], int]]:
+        """Return by run the marks of its streams by incarnation and stream."""
 
     def has_holes(self, run_id: str) -> bool:
         """Return whether damage took rows of the run."""

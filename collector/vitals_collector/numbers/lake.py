@@ -185,9 +185,9 @@ class Lake(OpenLake):
         """Return the number of the last row that the stream has stored; -1 where it has none."""
         return self.catalogue.run(key[0]).marks.get(key[1:], -1)
 
-    def marks(self, run_id: str) -> Mapping[tuple[str, str], int]:
-        """Return the marks of the run's streams by incarnation and stream."""
-        return self.catalogue.run(run_id).marks
+    def marks(self, run_ids: Collection[str]) -> Mapping[str, Mapping[tuple[str, str], int]]:
+        """Return by run the marks of its streams by incarnation and stream."""
+        return {run_id: run.marks for run_id, run in self.catalogue.known(run_ids).items()}
 
     def has_holes(self, run_id: str) -> bool:
         """Return whether damage took rows of the run."""

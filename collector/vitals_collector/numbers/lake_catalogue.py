@@ -11,7 +11,7 @@ another collector may have added to is read again after a second.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from hashlib import blake2b
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -431,6 +431,35 @@ class Catalogue:
         self._states[run_id] = state
         return state
 
+    @locked
+    def known(self, run_ids: Collection[str]) -> dict[str, RunState]:
+        """Return what is known of runs, having read together what is to be read.
+
+        A collector that takes over a hundred runs asks as often as one that takes over one.
+        """
+        now = time.monotonic()
+        if new := {run_id: RunState(now) for run_id in run_ids if run_id not in self._states}:
+            numbers = {run_id: self.runs[run_id] for run_id in new if run_id in self.runs}
+            if numbers:
+                self._read({number: new[run_id] for run_id, number in numbers.items()})
+            self._states |= new
+        states = {run_id: self._states[run_id] for run_id in run_ids}
+        for state in states.values():
+            state.used_at = now
+        if self._is_shared:
+            self._read_holes(states, now)
+        return states
+
+    def _read_holes(self, states: Mapping[str, RunState], now: float) -> None:
+        """Read what damage took of the runs, where that is long ago: another may have found it."""
+        before = now - _HOLES_SECONDS
+        if all(state.holes_read_at > before for state in states.values()):
+            return
+        there = {self.runs[run_id]: states[run_id] for run_id in states if run_id in self.runs}
+        holes = self._holes(there) if there else {}
+        for run, state in there.items():
+            state.holes, state.holes_read_at = holes.get(run, {}), now
+
     def _read(self, states: Mapping[int, RunState]) -> None:
         for table in (NEW_MARKS, MARKS):
             self._engine.files.need(table, *states)
@@ -451,12 +480,9 @@ class Catalogue:
     @locked
     def holes(self, run_id: str) -> dict[Writer, list[tuple[int, int]]]:
         """Return what damage took of a run; another process may maintain the lake."""
-        state, now = self.run(run_id), time.monotonic()
-        number = self.runs.get(run_id)
-        is_old = self._is_shared and now >= state.holes_read_at + _HOLES_SECONDS
-        if is_old and number is not None:
-            state.holes_read_at = now
-            state.holes = self._holes([number]).get(number, {})
+        state = self.run(run_id)
+        if self._is_shared:
+            self._read_holes({run_id: state}, time.monotonic())
         return state.holes
 
     def _holes(self, runs: Iterable[int]) -> dict[int, dict[Writer, list[tuple[int, int]]]]:

@@ -87,10 +87,14 @@ class MemoryNumbers:
         """Return the number of the last row that the stream has; -1 where it has none."""
         return self._marks.get(key, -1)
 
-    def marks(self, run_id: str) -> dict[tuple[str, str], int]:
-        """Return the marks of the run's streams by incarnation and stream."""
+    def marks(self, run_ids: Collection[str]) -> dict[str, dict[tuple[str, str], int]]:
+        """Return by run the marks of its streams by incarnation and stream."""
+        of_runs: dict[str, dict[tuple[str, str], int]] = {run_id: {} for run_id in run_ids}
         with self._lock:
-            return {key[1:]: mark for key, mark in self._marks.items() if key[0] == run_id}
+            for (run_id, *stream), mark in self._marks.items():
+                if run_id in of_runs:
+                    of_runs[run_id][stream[0], stream[1]] = mark
+        return of_runs
 
     def has_holes(self, run_id: str) -> bool:
         """Return False: no disk holds these rows."""
