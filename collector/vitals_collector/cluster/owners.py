@@ -134,16 +134,25 @@ class RunOwners:
         return elsewhere
 
     def confirm(self, run_ids: Iterable[str]) -> None:
-        """Raise if one of the runs is not owned any more: what was stored of it may not count."""
+        """Raise if one of the runs is not owned any more: what was stored of it may not count.
+
+        What does not is taken out again, at once where it can be; else by the next upkeep.
+        """
         now_ns = self._clock.monotonic_ns()
-        for run_id in run_ids:
-            owned = self._owned.get(run_id)
-            if owned is None or owned.until_ns <= now_ns:
-                raise StorageError(
-                    f"the lease of run {run_id} ended while its rows were stored",
-                    hint="nothing to do: agents send them again, here or to the next owner",
-                    code=LOCKED,
-                )
+        with self._lock:
+            owned = {run for run, mine in self._owned.items() if mine.until_ns > now_ns}
+        lost = [run_id for run_id in run_ids if run_id not in owned]
+        if not lost:
+            return
+        try:
+            self._lake.take_out(lost)
+        except StorageError as error:
+            _LOG.warning("rows_not_taken_out num_runs=%d: %s", len(lost), error)
+        raise StorageError(
+            f"the lease of run {lost[0]} ended while its rows were stored",
+            hint="nothing to do: agents send them again, here or to the next owner",
+            code=LOCKED,
+        )
 
     def _run(self) -> None:
         while not self._stopping.wait(_RENEW_SECONDS):

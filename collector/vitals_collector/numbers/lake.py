@@ -181,6 +181,18 @@ class Lake(OpenLake):
         """
         lake_upkeep.own(self.engine, self.catalogue, epochs)
 
+    def take_out(self, run_ids: Collection[str]) -> None:
+        """Remove what this process committed of runs that others had taken over by then.
+
+        Raises:
+            StorageError: it is still there, and goes with the next ``merge``.
+        """
+        with self.engine.lock:
+            numbers = [self.catalogue.runs[run] for run in run_ids if run in self.catalogue.runs]
+            lake_upkeep.take_out(self.engine, self.catalogue, numbers)
+            for run_id in run_ids:
+                self.catalogue.forget_run(run_id)
+
     def mark(self, key: StreamKey) -> int:
         """Return the number of the last row that the stream has stored; -1 where it has none."""
         return self.catalogue.run(key[0]).marks.get(key[1:], -1)

@@ -89,6 +89,12 @@ def test_an_owner_that_was_paused_answers_nobody_and_what_it_commits_is_taken_ou
     monkeypatch.setattr(first.claims, "claim", lambda run_ids: {})
     with pytest.raises(StorageError, match="lease of run"):
         ingest(first, last)
+    assert [*range(10)] == seqs_stored(second), "it took them out itself"
+    # Where it could not, maintenance does.
+    monkeypatch.setattr(first.numbers, "take_out", lambda run_ids: None)
+    with pytest.raises(StorageError, match="lease of run"):
+        ingest(first, last)
+    assert [*range(15)] == seqs_stored(second)
     second.numbers.merge()
     assert [*range(10)] == seqs_stored(second)
     assert 5 == ingest(second, last).num_new
