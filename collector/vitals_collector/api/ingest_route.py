@@ -58,6 +58,8 @@ _COMMIT_MOST_SECONDS = 1.0
 """A commit that takes longer has the next ones take less."""
 _GROUP_FEWEST = 512
 """Batches: so few do not cost more than the commit itself."""
+_GROUP_FIRST = 4_096
+"""Batches, until it is known how long a commit takes: after an outage everybody comes at once."""
 _GROUP_BYTES = 16 << 20
 """Taken into one transaction, beside a number of batches."""
 COMMIT_SECONDS = 1.0
@@ -140,7 +142,7 @@ class _Lane:
         self._num_bytes = 0
         self._next_at = 0.0
         self._is_closed = False
-        self._group_batches = limits.group_batches
+        self._group_batches = min(_GROUP_FIRST, limits.group_batches)
 
     @property
     def waited_seconds(self) -> float:
