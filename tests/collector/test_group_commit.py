@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.collector.rows import Writer
 from trainvitals.clock import SystemClock
 from trainvitals.errors import FormatError, StorageError
 from trainvitals.wire import Batch
+from vitals_collector.api import ingest_route
 from vitals_collector.api.ingest_route import (
     BUSY,
     CommitLimits,
@@ -113,6 +115,30 @@ def test_one_transaction_takes_a_bounded_number_of_batches(memory: Store):
     for step in range(5):
         asker.put(writer.steps([step]))
     assert [2, 2, 1] == [len(group) for group in asker.outcomes()]
+
+
+def test_behind_rows_that_wait_too_long_no_rows_are_taken_but_events_are(memory: Store):
+    asker = Asker(memory, CommitLimits(wait_seconds=0.05))
+    writer = Writer()
+    asker.put(writer.steps([0]))
+    time.sleep(0.06)
+    with pytest.raises(StorageError, match=r"for up to 0\.\d s") as caught:
+        asker.put(writer.steps([1]))
+    assert (BUSY, 1) == (caught.value.code, memory.counters.num_deferred)
+    asker.put(Writer("rank:1").events(started()))
+    assert 2 == sum(len(group) for group in asker.outcomes())
+
+
+def test_a_commit_that_takes_long_has_the_next_ones_take_less(
+    memory: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ingest_route, "_COMMIT_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(ingest_route, "_GROUP_FEWEST", 1)
+    asker = Asker(memory, CommitLimits(group_batches=4))
+    writer = Writer()
+    for step in range(8):
+        asker.put(writer.steps([step]))
+    assert [4, 2, 1, 1] == [len(group) for group in asker.outcomes()]
 
 
 def test_a_closed_intake_takes_nothing_more(memory: Store):

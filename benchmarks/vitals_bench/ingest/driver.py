@@ -9,6 +9,7 @@ plain connection for each node, and bodies of which only numbers change from ste
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import sys
 import time
@@ -31,6 +32,10 @@ _DRAIN_SECONDS = 60.0
 _TIMEOUT_SECONDS = 5.0
 """After which a node asks another collector, as an agent does."""
 _AGAIN_SECONDS = 0.5
+_MOST_AGAIN_SECONDS = 8.0
+"""What is not taken is sent again ever later, as an agent does; and no more of it at once."""
+_MOST_BODIES = 32
+"""Of a step each, in one post: 256 batches are in the largest of an agent."""
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _OWNER = re.compile(rb"%s: *http://([^/\r]+)" % OWNER_HEADER.encode(), re.IGNORECASE)
 _replies = msgspec.json.Decoder(tuple[IngestReply, ...])
@@ -83,6 +88,7 @@ class Node(asyncio.Protocol):
         self._waiting: deque[bytes] = deque()
         self._posted = self._answer = b""
         self._posted_at = 0.0
+        self._num_failures = 0
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Task[None] | None = None
         self.times: list[float] = []
@@ -104,7 +110,7 @@ class Node(asyncio.Protocol):
             made = loop.create_connection(lambda: self, host, int(port))
             await asyncio.wait_for(made, _TIMEOUT_SECONDS)
         except OSError:  # TimeoutError is one
-            self._go(self._next())
+            self._go(self._next(), self._later())
 
     def post(self, body: bytes) -> None:
         """Send the body, now or with the next."""
@@ -129,7 +135,10 @@ class Node(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Go to the next collector, or come back where it only ended an idle connection."""
         self._transport = None
-        self._go(self._next() if self._posted else self._at)
+        if self._posted:
+            self._go(self._next(), self._later())
+        else:
+            self._go(self._at, _AGAIN_SECONDS)
 
     def data_received(self, data: bytes) -> None:
         """Count what was stored once the answer is whole."""
@@ -144,8 +153,9 @@ class Node(asyncio.Protocol):
         if status == OWNED_ELSEWHERE and owner is not None:
             self._leave(owner[1].decode(), 0.0)
         elif status >= 500 or status == OWNED_ELSEWHERE:
-            self._leave(self._at, _AGAIN_SECONDS)
+            self._leave(self._at, self._later())
         else:
+            self._num_failures = 0
             self.times.append(time.monotonic() - self._posted_at)
             self._posted = b""
             if status == 200:
@@ -172,7 +182,12 @@ class Node(asyncio.Protocol):
         self.close()
         self._go(address, after_seconds)
 
-    def _go(self, address: str, after_seconds: float = _AGAIN_SECONDS) -> None:
+    def _later(self) -> float:
+        most = min(_MOST_AGAIN_SECONDS, _AGAIN_SECONDS * 2**self._num_failures)
+        self._num_failures += 1
+        return random.uniform(0.0, most)
+
+    def _go(self, address: str, after_seconds: float) -> None:
         # Kept: the loop itself holds tasks weakly.
         self._connecting = asyncio.ensure_future(self.connect(address, after_seconds))
 
@@ -182,8 +197,8 @@ class Node(asyncio.Protocol):
 
     def _send_waiting(self) -> None:
         if self._transport is not None:
-            self._posted = b"".join(self._waiting)
-            self._waiting.clear()
+            num = min(len(self._waiting), _MOST_BODIES)
+            self._posted = b"".join(self._waiting.popleft() for _ in range(num))
             self._send()
 
     def _send(self) -> None:

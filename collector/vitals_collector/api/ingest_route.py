@@ -8,9 +8,11 @@ sent away with the word when to come back.
 Two threads write. A commit of rows costs by the call, hardly by the row: so there is one a second,
 and who comes after a pause is stored at once. Events have a lane of their own, for people may be
 waiting for what they say: they are stored as they come, whatever rows wait for, such as a merge of
-files. The queue is bounded by bytes and by number: what does not fit is refused at once, to be sent
-again, and nothing waits in memory that was not asked for. A body is answered after the commits of
-all that is in it, never before.
+files. The queue is bounded by bytes, by number and by time: what does not fit is refused at once,
+to be sent again, and nothing waits in memory that was not asked for. Where more comes than is
+written, senders would give up on answers that come late, and send all of it again: so a commit
+takes about a second's work, and no rows are taken behind such as have waited too long. A body is
+answered after the commits of all that is in it, never before.
 """
 
 import asyncio
@@ -48,10 +50,16 @@ _MAX_BYTES = 64 << 20
 _MAX_WAITING = 4_096
 _ASKS = ASK_HEADER.lower().encode()
 _WAIT_SECONDS = 3.0
-"""For room, before the client is told to come back: less than it waits for an answer."""
+"""For room, or behind others, before a client is told to come back: as long as it would wait."""
 BUSY = "V304"
 """Error code: more came than is written; try again later."""
 
+_COMMIT_MOST_SECONDS = 1.0
+"""A commit that takes longer has the next ones take less."""
+_GROUP_FEWEST = 512
+"""Batches: so few do not cost more than the commit itself."""
+_GROUP_FIRST = 4_096
+"""Batches, until it is known how long a commit takes: after an outage everybody comes at once."""
 _GROUP_BYTES = 16 << 20
 """Taken into one transaction, beside a number of batches."""
 COMMIT_SECONDS = 1.0
@@ -108,7 +116,9 @@ class CommitLimits:
     """Of bodies that wait or are being written; one body alone is always taken."""
     max_bodies: int = 4_096
     group_batches: int = 32_768
-    """Taken into one transaction, so that it does not take long."""
+    """Taken into one transaction at most; fewer where that takes long."""
+    wait_seconds: float = _WAIT_SECONDS
+    """Rows that have waited so long let no others come behind them."""
     seconds: float = COMMIT_SECONDS
     """From one transaction with rows to the next, but for a full group."""
 
@@ -119,6 +129,7 @@ class _Part(NamedTuple):
     body: PendingBody
     places: Sequence[int]
     num_bytes: int
+    since: float
 
 
 class _Lane:
@@ -131,6 +142,19 @@ class _Lane:
         self._num_bytes = 0
         self._next_at = 0.0
         self._is_closed = False
+        self._group_batches = min(_GROUP_FIRST, limits.group_batches)
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long what waits longest has."""
+        return time.monotonic() - self.waiting[0].since if self.waiting else 0.0
+
+    def took(self, num_batches: int, seconds: float) -> None:
+        """Have the next group be smaller after one that took long, and larger again by and by."""
+        if seconds > _COMMIT_MOST_SECONDS:
+            self._group_batches = max(_GROUP_FEWEST, min(num_batches, self._group_batches) // 2)
+        elif num_batches > self._group_batches // 2:
+            self._group_batches = min(2 * self._group_batches, self._limits.group_batches)
 
     def put(self, part: _Part) -> None:
         """Queue a part."""
@@ -163,7 +187,7 @@ class _Lane:
                 num_bytes += part.num_bytes
                 num_batches += len(part.places)
                 is_large = num_bytes > _GROUP_BYTES
-                if group and (is_large or num_batches > self._limits.group_batches):
+                if group and (is_large or num_batches > self._group_batches):
                     break
                 group.append(self.waiting.popleft())
                 self._num_bytes -= part.num_bytes
@@ -235,17 +259,21 @@ class CommitQueue:
                 raise StorageError("the collector is shutting down", code=BUSY)
             num_waiting = max(len(self._rows.waiting), len(self._events.waiting))
             is_full = self._num_bytes + body.num_bytes > self._limits.max_bytes
-            if self._num_bytes and (is_full or num_waiting >= self._limits.max_bodies):
+            waited = self._rows.waited_seconds if rows else 0.0
+            is_late = waited > self._limits.wait_seconds
+            if self._num_bytes and (is_full or is_late or num_waiting >= self._limits.max_bodies):
                 self._store.counters.defer()
                 raise StorageError(
-                    f"{num_waiting} bodies wait to be stored, {self._num_bytes} bytes",
+                    f"{num_waiting} bodies wait to be stored, {self._num_bytes} bytes,"
+                    f" for up to {waited:.1f} s",
                     hint="try again later; agents keep their spools and retry by themselves",
                     code=BUSY,
                 )
             self._num_bytes += body.num_bytes
+            now = time.monotonic()
             for lane, places in ((self._rows, rows), (self._events, events)):
                 if places:
-                    lane.put(_Part(body, places, sum(len(body.raws[i]) for i in places)))
+                    lane.put(_Part(body, places, sum(len(body.raws[i]) for i in places), now))
 
     def close(self) -> None:
         """Take no more, store what waits, and end the threads."""
@@ -259,7 +287,9 @@ class CommitQueue:
 
     def _run(self, lane: _Lane) -> None:
         while group := lane.take():
+            began = time.monotonic()
             outcomes = self._store_group(group)
+            num_batches = sum(len(part.places) for part in group)
             with self._lock:  # before the answers: who has one sends again, and must find room
                 done = [
                     part.body
@@ -267,6 +297,7 @@ class CommitQueue:
                     if part.body.came_to(part.places, stored)
                 ]
                 self._num_bytes -= sum(body.num_bytes for body in done)
+                lane.took(num_batches, time.monotonic() - began)
             if not done:
                 continue
             try:

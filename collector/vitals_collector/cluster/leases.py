@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 
 from sqlalchemy import BigInteger, ColumnElement, Connection, case, cast, func, select, text, update
@@ -87,7 +87,8 @@ class Lease:
         asked_ns = self._clock.monotonic_ns()
         is_held = self.epoch() is not None
         with self._store.write() as connection:
-            epoch = take(connection, self.name, self.holder, is_held=is_held)
+            taken = take(connection, [self.name], self.holder, is_held=is_held)
+            epoch = taken.get(self.name)
         # Where it ended while the database was slow, some of us may have seen that: it is taken
         # anew next time, with a new number.
         if epoch is None or (is_held and self.epoch() is None):
@@ -122,7 +123,7 @@ class Lease:
         self._until_ns = 0
         try:
             with self._store.write() as connection:
-                release(connection, self.name, self.holder)
+                release(connection, [self.name], self.holder)
         except StorageError as error:
             _LOG.warning("lease_not_released: %s; others have it in %g s", error, LEASE_SECONDS)
 
@@ -150,19 +151,25 @@ class Lease:
         return check
 
 
-def take(connection: Connection, name: str, holder: str, *, is_held: bool) -> int | None:
-    """Renew the holder's lease, or take one that has ended or whose process has; return its epoch.
-
-    None where another collector holds it.
+def take(
+    connection: Connection, names: Iterable[str], holder: str, *, is_held: bool
+) -> dict[str, int]:
+    """Renew the holder's leases, or take those that have ended or whose process has.
 
     Args:
         connection: inside a transaction.
-        name: what is held.
+        names: what is to be held.
         holder: who asks.
         is_held: the holder never stopped to act as one: the epoch stays.
+
+    Returns:
+        The epoch of each that is held; none of what another collector holds.
     """
-    row = {"name": name, "holder": holder, "epoch": 1, "expires_unix_ns": _end()}
-    statement = insert(connection, leases).values(row)
+    rows = [
+        {"name": name, "holder": holder, "epoch": 1, "expires_unix_ns": _end()}
+        for name in sorted(names)  # in order, so that two do not wait for each other
+    ]
+    statement = insert(connection, leases).values(rows)
     is_mine = leases.c.holder == holder
     is_of_my_place = leases.c.holder.endswith("/" + holder.rpartition("/")[2], autoescape=True)
     statement = statement.on_conflict_do_update(
@@ -174,26 +181,30 @@ def take(connection: Connection, name: str, holder: str, *, is_held: bool) -> in
         },
         where=is_of_my_place | (leases.c.expires_unix_ns < _NOW),
     )
-    return connection.execute(statement.returning(leases.c.epoch)).scalar()
+    held = connection.execute(statement.returning(leases.c.name, leases.c.epoch))
+    return {row.name: row.epoch for row in held}
 
 
 def renew(connection: Connection, holder: str, names: Collection[str]) -> dict[str, int]:
     """Renew those of the names that the holder still has; return their epochs."""
     mine = (leases.c.holder == holder) & leases.c.name.in_(names)
+    # In the order of ``take``: it locks those as well that it does not get.
+    connection.execute(select(leases.c.name).where(mine).order_by(leases.c.name).with_for_update())
     statement = update(leases).where(mine).values(expires_unix_ns=_end())
     renewed = connection.execute(statement.returning(leases.c.name, leases.c.epoch))
     return {row.name: row.epoch for row in renewed}
 
 
-def holder_of(connection: Connection, name: str) -> str:
-    """Return who had the lease last; "" for nobody."""
-    query = select(leases.c.holder).where(leases.c.name == name)
-    return connection.execute(query).scalar() or ""
+def holders_of(connection: Connection, names: Collection[str]) -> dict[str, str]:
+    """Return who had each of the leases last."""
+    query = select(leases.c.name, leases.c.holder).where(leases.c.name.in_(names))
+    return {row.name: row.holder for row in connection.execute(query)}
 
 
-def release(connection: Connection, name: str, holder: str) -> None:
-    """End the holder's lease now; its epoch stays, so that the next one is above it."""
-    mine = (leases.c.name == name) & (leases.c.holder == holder)
+def release(connection: Connection, names: Collection[str], holder: str) -> None:
+    """End the holder's leases now; their epochs stay, so that the next ones are above them."""
+    mine = leases.c.name.in_(names) & (leases.c.holder == holder)
+    connection.execute(select(leases.c.name).where(mine).order_by(leases.c.name).with_for_update())
     connection.execute(update(leases).where(mine).values(expires_unix_ns=0))
 
 
@@ -218,4 +229,4 @@ def _end() -> ColumnElement[int]:
     return _NOW + int(LEASE_SECONDS * 1e9)
 
 
-__all__ = ["PAGER", "UPKEEP", "Lease", "hold", "holder_of", "release", "renew", "take"]
+__all__ = ["PAGER", "UPKEEP", "Lease", "hold", "holders_of", "release", "renew", "take"]

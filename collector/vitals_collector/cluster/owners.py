@@ -16,7 +16,7 @@ from trainvitals.errors import NotOwnerError, StorageError
 from vitals_collector.cluster.leases import (
     LEASE_SECONDS,
     MARGIN_SECONDS,
-    holder_of,
+    holders_of,
     release,
     renew,
     take,
@@ -29,6 +29,8 @@ _IDLE_SECONDS = 600.0
 """After which a run that no rows come of is let go."""
 _PREFIX = "run/"
 _NAMES_AT_ONCE = 1_000
+_ELSEWHERE_SECONDS = 1.0
+"""How long a run of another collector is thought to be its; agents ask often meanwhile."""
 _LOG = logging.getLogger("vitals.collector.owners")
 
 
@@ -53,8 +55,13 @@ class RunOwners:
         assert isinstance(store.numbers, Lake), "collectors share a lake, or nothing"
         self._store, self._lake, self._clock = store, store.numbers, clock
         self._holder = f"{url or socket.gethostname()} /{place or uuid.uuid4().hex[:16]}"
+        self._taking = threading.Lock()
+        """Of what changes which leases are held; it may be had for seconds."""
         self._lock = threading.Lock()
+        """Of the two below; what is renewed waits for nobody."""
         self._owned: dict[str, _Owned] = {}
+        self._elsewhere: dict[str, tuple[NotOwnerError, int]] = {}
+        """Runs of others, and until when they are thought to be."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals-owners", daemon=True)
 
@@ -67,58 +74,85 @@ class RunOwners:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        with self._lock:
+        with self._taking:
             self._release(list(self._owned))
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
         """Own the runs that nobody else does; return for each of the others where it belongs."""
+        unowned, elsewhere = self._sorted(run_ids)
+        if unowned:
+            with self._taking:
+                unowned, elsewhere = self._sorted(run_ids)  # another thread may have taken some
+                if unowned:
+                    elsewhere |= self._take(unowned)
+        return elsewhere
+
+    def _sorted(self, run_ids: Collection[str]) -> tuple[list[str], dict[str, NotOwnerError]]:
+        """Return which of the runs are to be taken, and for those of others where they belong."""
+        unowned, elsewhere = list[str](), dict[str, NotOwnerError]()
         with self._lock:
             now_ns = self._clock.monotonic_ns()
-            unowned = []
             for run_id in run_ids:
-                owned = self._owned.get(run_id)
-                if owned is None or owned.until_ns <= now_ns:
-                    unowned.append(run_id)
-                else:
+                owned, other = self._owned.get(run_id), self._elsewhere.get(run_id)
+                if owned is not None and owned.until_ns > now_ns:
                     owned.used_ns = now_ns
-            return self._take(unowned, now_ns) if unowned else {}
+                elif other is not None and other[1] > now_ns:
+                    elsewhere[run_id] = other[0]
+                else:
+                    unowned.append(run_id)
+        return unowned, elsewhere
 
-    def _take(self, run_ids: Collection[str], now_ns: int) -> dict[str, NotOwnerError]:
-        epochs: dict[str, int] = {}
-        elsewhere: dict[str, NotOwnerError] = {}
+    def _take(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
+        now_ns = self._clock.monotonic_ns()
+        names = {_PREFIX + run_id: run_id for run_id in run_ids}
         with self._store.write() as connection:
-            for run_id in sorted(run_ids):  # in order, so that two do not wait for each other
-                name = _PREFIX + run_id
-                epoch = take(connection, name, self._holder, is_held=False)
-                if epoch is not None:
-                    epochs[run_id] = epoch
-                    continue
-                url = holder_of(connection, name).partition(" ")[0]
-                elsewhere[run_id] = _elsewhere(run_id, url)
-        if epochs:
+            taken = take(connection, names, self._holder, is_held=False)
+            others = names.keys() - taken.keys()
+            holders = holders_of(connection, others) if others else {}
+        elsewhere = {
+            names[name]: _elsewhere(names[name], holders.get(name, "").partition(" ")[0])
+            for name in others
+        }
+        owned: dict[str, _Owned] = {}
+        if taken:
+            epochs = {names[name]: epoch for name, epoch in taken.items()}
             # Before rows of it are stored: what an owner before commits from here on is known.
             self._lake.own(epochs)
             asked_ns = self._clock.monotonic_ns()  # for many runs that took a while
-            names = {_PREFIX + run_id: run_id for run_id in epochs}
             with self._store.write() as connection:
-                renewed = renew(connection, self._holder, names.keys())
+                renewed = renew(connection, self._holder, taken)
             for name, epoch in renewed.items():
-                if epoch == epochs[names[name]]:
-                    self._owned[names[name]] = _Owned(epoch, _until(asked_ns), now_ns)
+                if epoch == taken[name]:
+                    owned[names[name]] = _Owned(epoch, _until(asked_ns), now_ns)
             _LOG.info("runs_owned num=%d first=%s", len(epochs), min(epochs))
+        with self._lock:
+            # Runs that ended elsewhere are not asked for again, and would stay.
+            current = {run: other for run, other in self._elsewhere.items() if other[1] > now_ns}
+            until_ns = now_ns + int(_ELSEWHERE_SECONDS * 1e9)
+            self._elsewhere = current | {run: (e, until_ns) for run, e in elsewhere.items()}
+            self._owned |= owned
         return elsewhere
 
     def confirm(self, run_ids: Iterable[str]) -> None:
-        """Raise if one of the runs is not owned any more: what was stored of it may not count."""
+        """Raise if one of the runs is not owned any more: what was stored of it may not count.
+
+        What does not is taken out again, at once where it can be; else by the next upkeep.
+        """
         now_ns = self._clock.monotonic_ns()
-        for run_id in run_ids:
-            owned = self._owned.get(run_id)
-            if owned is None or owned.until_ns <= now_ns:
-                raise StorageError(
-                    f"the lease of run {run_id} ended while its rows were stored",
-                    hint="nothing to do: agents send them again, here or to the next owner",
-                    code=LOCKED,
-                )
+        with self._lock:
+            owned = {run for run, mine in self._owned.items() if mine.until_ns > now_ns}
+        lost = [run_id for run_id in run_ids if run_id not in owned]
+        if not lost:
+            return
+        try:
+            self._lake.take_out(lost)
+        except StorageError as error:
+            _LOG.warning("rows_not_taken_out num_runs=%d: %s", len(lost), error)
+        raise StorageError(
+            f"the lease of run {lost[0]} ended while its rows were stored",
+            hint="nothing to do: agents send them again, here or to the next owner",
+            code=LOCKED,
+        )
 
     def _run(self) -> None:
         while not self._stopping.wait(_RENEW_SECONDS):
@@ -134,10 +168,13 @@ class RunOwners:
         Raises:
             StorageError: the database refused; what is owned is until its lease ends.
         """
+        now_ns = self._clock.monotonic_ns()
+        if self._taking.acquire(blocking=False):  # else the next time
+            try:
+                self._release_idle(now_ns - int(_IDLE_SECONDS * 1e9))
+            finally:
+                self._taking.release()
         with self._lock:
-            now_ns = self._clock.monotonic_ns()
-            idle_ns = now_ns - int(_IDLE_SECONDS * 1e9)
-            self._release([run for run, owned in self._owned.items() if owned.used_ns < idle_ns])
             held = [run for run, owned in self._owned.items() if owned.until_ns > now_ns]
         renewed: dict[str, int] = {}
         for start in range(0, len(held), _NAMES_AT_ONCE):
@@ -156,14 +193,22 @@ class RunOwners:
                 else:
                     del self._owned[run_id]
 
+    def _release_idle(self, before_ns: int) -> None:
+        with self._lock:
+            idle = [run for run, owned in self._owned.items() if owned.used_ns < before_ns]
+            for run_id in idle:  # at once: rows that come now are of a run to be taken anew
+                del self._owned[run_id]
+        self._release(idle)
+
     def _release(self, run_ids: Collection[str]) -> None:
-        for run_id in run_ids:
-            self._owned.pop(run_id, None)
+        with self._lock:
+            for run_id in run_ids:
+                self._owned.pop(run_id, None)
         try:
             if run_ids:
+                names = [_PREFIX + run_id for run_id in run_ids]
                 with self._store.write() as connection:
-                    for run_id in run_ids:
-                        release(connection, _PREFIX + run_id, self._holder)
+                    release(connection, names, self._holder)
         except StorageError as error:
             _LOG.warning("runs_not_released: %s; others have them in %g s", error, LEASE_SECONDS)
 

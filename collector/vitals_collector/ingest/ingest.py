@@ -340,7 +340,7 @@ def _store(
     removed = _forgotten_runs(connection, unknown)
     _register_streams(connection, numbers, offsets, _without_forgotten(unknown, removed))
     run_ids = {run_id for run_id, _, stream in keys if stream != EVENTS}
-    damaged = numbers.damaged(run_ids)
+    damaged = {run_id for run_id in run_ids if numbers.has_holes(run_id)}
     stored, rows = list[Stored](), list[Batch]()
     accepted: list[tuple[Batch, StreamOffset]] = []
     for batch, key in zip(batches, keys, strict=True):

@@ -473,11 +473,11 @@ class Numbers(NumbersReader, Protocol):
     def mark(self, key: StreamKey) -> int:
         """Return the number of the last row that the stream has stored; -1 where it has none."""
 
-    def marks(self, run_ids: Collection[str]) -> dict[str, Mapping[tuple[str, str], int]]:
-        """Return of each run the marks of its streams by incarnation and stream."""
+    def marks(self, run_ids: Collection[str]) -> Mapping[str, Mapping[tuple[str, str], int]]:
+        """Return by run the marks of its streams by incarnation and stream."""
 
-    def damaged(self, run_ids: Collection[str]) -> set[str]:
-        """Return those of the runs of which damage took rows."""
+    def has_holes(self, run_id: str) -> bool:
+        """Return whether damage took rows of the run."""
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
         """Return what damage took from a stream: first numbers, each with the one behind the last.

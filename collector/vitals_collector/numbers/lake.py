@@ -181,19 +181,29 @@ class Lake(OpenLake):
         """
         lake_upkeep.own(self.engine, self.catalogue, epochs)
 
+    def take_out(self, run_ids: Collection[str]) -> None:
+        """Remove what this process committed of runs that others had taken over by then.
+
+        Raises:
+            StorageError: it is still there, and goes with the next ``merge``.
+        """
+        with self.engine.lock:
+            numbers = [self.catalogue.runs[run] for run in run_ids if run in self.catalogue.runs]
+            lake_upkeep.take_out(self.engine, self.catalogue, numbers)
+            for run_id in run_ids:
+                self.catalogue.forget_run(run_id)
+
     def mark(self, key: StreamKey) -> int:
         """Return the number of the last row that the stream has stored; -1 where it has none."""
         return self.catalogue.run(key[0]).marks.get(key[1:], -1)
 
-    def marks(self, run_ids: Collection[str]) -> dict[str, Mapping[tuple[str, str], int]]:
-        """Return of each run the marks of its streams by incarnation and stream."""
-        self.catalogue.learn(run_ids)
-        return {run_id: self.catalogue.run(run_id).marks for run_id in run_ids}
+    def marks(self, run_ids: Collection[str]) -> Mapping[str, Mapping[tuple[str, str], int]]:
+        """Return by run the marks of its streams by incarnation and stream."""
+        return {run_id: run.marks for run_id, run in self.catalogue.known(run_ids).items()}
 
-    def damaged(self, run_ids: Collection[str]) -> set[str]:
-        """Return those of the runs of which damage took rows."""
-        self.catalogue.learn(run_ids)
-        return {run_id for run_id in run_ids if any(self.catalogue.run(run_id).holes.values())}
+    def has_holes(self, run_id: str) -> bool:
+        """Return whether damage took rows of the run."""
+        return any(self.catalogue.holes(run_id).values())
 
     def _new(
         self, batches: Sequence[Batch]

@@ -432,33 +432,33 @@ class Catalogue:
         return state
 
     @locked
-    def learn(self, run_ids: Collection[str]) -> None:
-        """Read what is not known of runs, of all at once: each question takes milliseconds."""
-        now = time.monotonic()
-        new: dict[int, RunState] = {}
-        old: dict[int, RunState] = {}
-        for run_id in run_ids:
-            state, number = self._states.get(run_id), self.runs.get(run_id)
-            if state is None:
-                state = self._states[run_id] = RunState(now)
-                if number is not None:
-                    new[number] = state
-            elif number is not None and self._is_old(state, now):
-                old[number] = state
-        try:
-            if new:
-                self._read(new)
-            holes = self._holes(old) if old else {}
-        except BaseException:
-            for run_id in run_ids:
-                self._states.pop(run_id, None)
-            raise
-        for number, state in old.items():
-            state.holes, state.holes_read_at = holes.get(number, {}), now
+    def known(self, run_ids: Collection[str]) -> dict[str, RunState]:
+        """Return what is known of runs, having read together what is to be read.
 
-    def _is_old(self, state: RunState, now: float) -> bool:
-        """Return whether another process may have found damage since it was asked for."""
-        return self._is_shared and now >= state.holes_read_at + _HOLES_SECONDS
+        A collector that takes over a hundred runs asks as often as one that takes over one.
+        """
+        now = time.monotonic()
+        if new := {run_id: RunState(now) for run_id in run_ids if run_id not in self._states}:
+            numbers = {run_id: self.runs[run_id] for run_id in new if run_id in self.runs}
+            if numbers:
+                self._read({number: new[run_id] for run_id, number in numbers.items()})
+            self._states |= new
+        states = {run_id: self._states[run_id] for run_id in run_ids}
+        for state in states.values():
+            state.used_at = now
+        if self._is_shared:
+            self._read_holes(states, now)
+        return states
+
+    def _read_holes(self, states: Mapping[str, RunState], now: float) -> None:
+        """Read what damage took of the runs, where that is long ago: another may have found it."""
+        before = now - _HOLES_SECONDS
+        if all(state.holes_read_at > before for state in states.values()):
+            return
+        there = {self.runs[run_id]: states[run_id] for run_id in states if run_id in self.runs}
+        holes = self._holes(there) if there else {}
+        for run, state in there.items():
+            state.holes, state.holes_read_at = holes.get(run, {}), now
 
     def _read(self, states: Mapping[int, RunState]) -> None:
         for table in (NEW_MARKS, MARKS):
@@ -480,8 +480,10 @@ class Catalogue:
     @locked
     def holes(self, run_id: str) -> dict[Writer, list[tuple[int, int]]]:
         """Return what damage took of a run; another process may maintain the lake."""
-        self.learn([run_id])
-        return self.run(run_id).holes
+        state = self.run(run_id)
+        if self._is_shared:
+            self._read_holes({run_id: state}, time.monotonic())
+        return state.holes
 
     def _holes(self, runs: Iterable[int]) -> dict[int, dict[Writer, list[tuple[int, int]]]]:
         holes: dict[int, dict[Writer, list[tuple[int, int]]]] = {}

@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -87,18 +87,18 @@ class MemoryNumbers:
         """Return the number of the last row that the stream has; -1 where it has none."""
         return self._marks.get(key, -1)
 
-    def marks(self, run_ids: Collection[str]) -> dict[str, Mapping[tuple[str, str], int]]:
-        """Return of each run the marks of its streams by incarnation and stream."""
+    def marks(self, run_ids: Collection[str]) -> dict[str, dict[tuple[str, str], int]]:
+        """Return by run the marks of its streams by incarnation and stream."""
+        of_runs: dict[str, dict[tuple[str, str], int]] = {run_id: {} for run_id in run_ids}
         with self._lock:
-            marks = self._marks.items()
-            return {
-                run_id: {key[1:]: mark for key, mark in marks if key[0] == run_id}
-                for run_id in run_ids
-            }
+            for (run_id, *stream), mark in self._marks.items():
+                if run_id in of_runs:
+                    of_runs[run_id][stream[0], stream[1]] = mark
+        return of_runs
 
-    def damaged(self, run_ids: Collection[str]) -> set[str]:
-        """Return none: no disk holds these rows."""
-        return set()
+    def has_holes(self, run_id: str) -> bool:
+        """Return False: no disk holds these rows."""
+        return False
 
     def turn(self) -> AbstractContextManager[object]:
         """Wait for nobody: nothing here takes long."""

@@ -1,20 +1,25 @@
 """Each run has one owner among collectors on one PostgreSQL, and what another commits is no row."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection, select
 
 from tests.collector.rows import OTHER_RUN, RUN, Writer, seqs_stored
 from tests.collector.test_ingest import die_after_the_rows
+from tests.e2e.lab import until
 from trainvitals.clock import SystemClock
 from trainvitals.errors import NotOwnerError, StorageError
+from trainvitals.identity import new_run_id
 from trainvitals.testing import ManualClock
 from vitals_collector.cluster import leases, owners
 from vitals_collector.cluster.owners import RunOwners
-from vitals_collector.ingest.ingest import ingest, ingest_bodies
+from vitals_collector.ingest.ingest import ingest, ingest_all, ingest_bodies
+from vitals_collector.numbers.lake import Lake
 from vitals_collector.storage.store import Store, open_data_store
 
 pytestmark = [
@@ -84,6 +89,12 @@ def test_an_owner_that_was_paused_answers_nobody_and_what_it_commits_is_taken_ou
     monkeypatch.setattr(first.claims, "claim", lambda run_ids: {})
     with pytest.raises(StorageError, match="lease of run"):
         ingest(first, last)
+    assert [*range(10)] == seqs_stored(second), "it took them out itself"
+    # Where it could not, maintenance does.
+    monkeypatch.setattr(first.numbers, "take_out", lambda run_ids: None)
+    with pytest.raises(StorageError, match="lease of run"):
+        ingest(first, last)
+    assert [*range(15)] == seqs_stored(second)
     second.numbers.merge()
     assert [*range(10)] == seqs_stored(second)
     assert 5 == ingest(second, last).num_new
@@ -112,3 +123,72 @@ def test_a_lease_is_renewed_while_rows_come_and_let_go_when_none_do(
         mine.renew()
     with contextlib.closing(open_data_store(tmp_path / "second", postgres)) as store:
         assert {} == RunOwners(store, clock=clock).claim([RUN]), "it was let go"
+
+
+def test_who_takes_over_many_runs_asks_the_lake_no_more_often_than_for_one(
+    first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
+):
+    writers = [Writer(run=new_run_id(time.time_ns() + i)) for i in range(40)]
+    assert isinstance(second.numbers, Lake)
+    engine, asked = second.numbers.engine, list[str]()
+    for name in ("ask", "read", "execute"):
+        told = getattr(engine, name)
+        monkeypatch.setattr(
+            engine,
+            name,
+            lambda sql, *args, told=told, **rows: (asked.append(sql), told(sql, *args, **rows))[1],
+        )
+
+    def questions_for(some: list[Writer]) -> int:
+        ingest_all(first, [writer.steps(range(3)) for writer in some], 0)
+        first.claims.close()
+        asked.clear()
+        ingest_all(second, [writer.steps(range(3, 6)) for writer in some], 0)
+        return len(asked)
+
+    of_one = questions_for(writers[:1])
+    assert questions_for(writers[1:]) <= of_one + 3
+
+
+def test_leases_are_renewed_while_others_are_taken_and_the_lake_is_busy(first: Store):
+    owners_of = first.claims
+    assert isinstance(owners_of, RunOwners)
+    ingest(first, Writer().steps(range(5)))
+    (before,) = _ends_of(first, [RUN])
+    with first.numbers.turn():
+        taking = threading.Thread(target=owners_of.claim, args=([OTHER_RUN],))
+        taking.start()
+        until(lambda: _ends_of(first, [OTHER_RUN]), "it asks for the other run")
+        owners_of.renew()
+        assert taking.is_alive()
+        assert _ends_of(first, [RUN]) > [before]
+    taking.join()
+    owners_of.confirm([RUN, OTHER_RUN])
+
+
+def test_a_run_of_another_collector_is_looked_for_once_a_second(
+    first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 1.5)
+    writer, num_writes = Writer(), 0
+    ingest(first, writer.steps(range(5)))
+    write = second.write
+
+    def counted() -> contextlib.AbstractContextManager[Connection]:
+        nonlocal num_writes
+        num_writes += 1
+        return write()
+
+    monkeypatch.setattr(second, "write", counted)
+    for _ in range(20):
+        assert second.claims.claim([RUN])[RUN].owner == "http://first:1"
+    assert num_writes <= 2
+    until(lambda: not second.claims.claim([RUN]), "the lease has ended")
+
+
+def _ends_of(store: Store, run_ids: list[str]) -> list[int]:
+    names = [f"run/{run_id}" for run_id in run_ids]
+    with store.read() as connection:
+        table = leases.leases.c
+        query = select(table.expires_unix_ns).where(table.name.in_(names))
+        return list(connection.execute(query).scalars())
