@@ -48,7 +48,7 @@ from vitals_collector.alerts.deliveries import SqlLedger
 from vitals_collector.alerts.delivery import Dispatcher, ended
 from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow, settle
 from vitals_collector.alerts.notifiers import Notifier
-from vitals_collector.cluster.leases import PAGER, Lease
+from vitals_collector.cluster.leases import LEASE_SECONDS, PAGER, Lease
 from vitals_collector.ingest.projections import loss_kind_of
 from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor
 from vitals_collector.live.run_status import Absent, Liveness, RunStatus, RunStatusCache
@@ -116,6 +116,11 @@ class Engine:
         self._came: deque[Sequence[tuple[Batch, Sequence[EventRow]]]] = deque()
         """Committed, and not looked at yet."""
         self._dirty: set[Writer] = set()
+        self._own: tuple[set[str], set[str]] = set(), set()
+        """Runs whose rows this process stored since the last look at those of others, and between
+        that and the one before."""
+        self._looked_ns = 0
+        """When that was."""
         self._watching = LiveMonitor(store)
         self._runs = RunStatusCache()
         self._wake = threading.Event()
@@ -164,6 +169,7 @@ class Engine:
                             changed.add(identity.run_id)
                         if isinstance(row.event, CheckpointChanged | NamesDefined):
                             noted.add(identity.run_id)
+        self._own[0].update(run_ids)
         self._watching.add(rows)
         for run_id in noted:
             self._watching.note(run_id)
@@ -235,10 +241,18 @@ class Engine:
     def _look_for_rows_of_others(self) -> None:
         """Take up what other collectors have stored, which nobody here was told of."""
         self._mark_unread()
+        self._take_in()
+        now = self._clock.monotonic_ns()
+        new, before = self._own
+        # A run has one owner at a time. What is this one's now, and was at the look before, was so
+        # all the while; to read it from the store each time would cost more than to watch it.
+        is_sure = now - self._looked_ns < int(LEASE_SECONDS * 1e9)
+        mine = new & before if is_sure else set[str]()
+        self._own, self._looked_ns = (set(), new), now
         since = self._clock.time_ns() - _RECENT_NS
         query = select(sources.c.run_id).where(sources.c.last_received_unix_ns >= since).distinct()
         with self._store.read() as connection:
-            run_ids = connection.execute(query).scalars().all()
+            run_ids = set(connection.execute(query).scalars()) - mine
         for run_id in run_ids:
             self._watching.note(run_id)
         self._runs.touch(run_ids, at_once=True)

@@ -120,6 +120,7 @@ def forget_progress(connection: Connection, run_id: str) -> None:
 
 _LOOK_NS = 30_000_000_000
 """How often the store is asked for rows that nobody told of: another process may write there."""
+_FEW_ROWS = 64
 _SAVED_STATES = ("verified", "healthy", "retired")
 
 
@@ -245,7 +246,14 @@ class FollowedRun:
 
     def _take_steps(self, block: RowBlock, now_ns: int) -> None:
         origin = block.origin
-        for mine, is_rank0 in ((origin.rank == 0, True), (origin.rank > 0, False)):
+        # What rank 0 has beside is decoded of few others as well: twice the calls would cost more.
+        is_small = len(block.rows) <= _FEW_ROWS
+        parts = (
+            [(origin.rank >= 0, True)]
+            if is_small
+            else [(origin.rank == 0, True), (origin.rank > 0, False)]
+        )
+        for mine, is_rank0 in parts:
             if mine.any():
                 columns = step_columns(block.schema, is_rank0=is_rank0)
                 own_origin = type(origin)(*(values[mine] for values in origin))
