@@ -16,12 +16,15 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from sqlalchemy import Connection, delete, select
 
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
 from trainvitals.errors import StorageError
 from trainvitals.records import Finding
+from trainvitals.rows import Schema
 from trainvitals.wire import Batch
 from vitals_collector.live.step_join import (
     BEFORE_ALL,
@@ -29,8 +32,8 @@ from vitals_collector.live.step_join import (
     Key,
     LayerPart,
     NodeMerger,
+    Origin,
     Round,
-    Rows,
     StepMerger,
     Writer,
     decode,
@@ -247,20 +250,27 @@ class FollowedRun:
     def _take_steps(self, block: RowBlock, now_ns: int) -> None:
         origin = block.origin
         # What rank 0 has beside is decoded of few others as well: twice the calls would cost more.
-        is_small = len(block.rows) <= _FEW_ROWS
-        parts = (
-            [(origin.rank >= 0, True)]
-            if is_small
-            else [(origin.rank == 0, True), (origin.rank > 0, False)]
-        )
-        for mine, is_rank0 in parts:
+        if len(block.rows) <= _FEW_ROWS and (origin.rank >= 0).all():
+            self._add_steps(block.schema, block.rows, origin, now_ns, is_rank0=True)
+            return
+        for mine, is_rank0 in ((origin.rank == 0, True), (origin.rank > 0, False)):
             if mine.any():
-                columns = step_columns(block.schema, is_rank0=is_rank0)
-                own_origin = type(origin)(*(values[mine] for values in origin))
-                rows: Rows = decode(block.schema, block.rows[mine], columns, own_origin)
-                if rows.last() > self.steps.merged:
-                    self.heard_ns = now_ns
-                self.steps.add(rows, now_ns)
+                own = Origin(*(values[mine] for values in origin))
+                self._add_steps(block.schema, block.rows[mine], own, now_ns, is_rank0=is_rank0)
+
+    def _add_steps(
+        self,
+        schema: Schema,
+        raw: npt.NDArray[np.void],
+        origin: Origin,
+        now_ns: int,
+        *,
+        is_rank0: bool,
+    ) -> None:
+        rows = decode(schema, raw, step_columns(schema, is_rank0=is_rank0), origin)
+        if rows.last() > self.steps.merged:
+            self.heard_ns = now_ns
+        self.steps.add(rows, now_ns)
 
     def _take_layers(self, block: RowBlock, now_ns: int) -> None:
         origin, first = block.origin, 0

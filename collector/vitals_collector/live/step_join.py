@@ -99,12 +99,16 @@ def decode(
     def whole(name: str) -> Ints:
         return column_of(schema, rows, name)[0].astype(np.int64)
 
-    columns = {}
-    for name in names:
-        if name in schema.index:
-            values, valid = column_of(schema, rows, name)
-            if values.dtype.kind in "fi":
-                columns[name] = (values.copy(), valid)  # the batch's bytes are let go
+    there = [(name, schema.index[name]) for name in names if name in schema.index]
+    places = np.array([i for _, i in there], dtype=np.uint64)
+    bits = np.uint64(1) << (places % np.uint64(64))
+    # Of all columns at once: a call costs more than what it does for a small run's rows.
+    valid = (rows["validity"][:, (places // np.uint64(64)).astype(np.intp)] & bits) != 0
+    columns: dict[str, Column] = {}
+    for (name, i), measured in zip(there, valid.T, strict=True):
+        values = rows[f"c{i}"]
+        if values.dtype.kind in "fi":
+            columns[name] = (values.copy(), measured)  # the batch's bytes are let go
     seq = rows["seq"].astype(np.int64)
     return Rows(origin, seq, whole("attempt"), whole("step"), whole("time_unix_ns"), columns)
 
@@ -142,8 +146,7 @@ def merge(parts: Sequence[Rows], layers: Sequence[LayerPart] = ()) -> Merged:
     of_layers = _layers_by_step(layers)
     steps: list[MergedStep] = []
     num_missing = 0
-    attempts = sorted({int(a) for part in parts for a in np.unique(part.attempt)})
-    for attempt in attempts:
+    for attempt in np.unique(np.concatenate([part.attempt for part in parts])).tolist():
         mine = [part.take(part.attempt == attempt) for part in parts]
         mine = [part for part in mine if len(part)]
         width = max(max(int(p.origin.world_size.max()), int(p.origin.rank.max()) + 1) for p in mine)
@@ -169,26 +172,30 @@ def _merge_block(
     times = np.full(len(steps), _NO_TIME)
     of_root = times.copy()
     present = np.zeros(shape, dtype=np.bool_)
-    values = {name: np.zeros(shape) for name in RANK_COLUMNS}
-    valid = {name: np.zeros(shape, dtype=np.bool_) for name in RANK_COLUMNS}
+    values = np.zeros((len(RANK_COLUMNS), *shape))
+    valid = np.zeros(values.shape, dtype=np.bool_)
     run: list[dict[str, Value]] = [{} for _ in steps]
     for part in parts:
         rows = part.take((part.step >= steps[0]) & (part.step <= steps[-1]))
         places, ranks = np.searchsorted(steps, rows.step), rows.origin.rank
         np.maximum.at(times, places, rows.time_unix_ns)
         present[places, ranks] = True
-        for name, (measured, ok) in rows.columns.items():
-            if name in values:
-                values[name][places, ranks] = measured
-                valid[name][places, ranks] = ok
-        root = rows.take(ranks == 0)
-        at = places[ranks == 0]
-        of_root[at] = root.time_unix_ns
-        for place, row in zip(at.tolist(), _run_rows(root), strict=True):
+        for i, name in enumerate(RANK_COLUMNS):
+            if name in rows.columns:
+                values[i, places, ranks], valid[i, places, ranks] = rows.columns[name]
+        root = np.flatnonzero(ranks == 0)
+        at = places[root]
+        of_root[at] = rows.time_unix_ns[root]
+        for place, row in zip(at.tolist(), _run_rows(rows, root), strict=True):
             run[place] = row
     times = np.where(of_root > _NO_TIME, of_root, times)
-    names = [name for name in RANK_COLUMNS if valid[name].any()]
-    columns = [_with_gaps(values[name], valid[name]) for name in names]
+    is_measured, is_whole = valid.any(axis=(1, 2)).tolist(), valid.all(axis=(1, 2)).tolist()
+    names = [name for name, ok in zip(RANK_COLUMNS, is_measured, strict=True) if ok]
+    columns = [
+        values[i].tolist() if is_whole[i] else _with_gaps(values[i], valid[i])
+        for i, ok in enumerate(is_measured)
+        if ok
+    ]
     of_ranks = list(zip(*columns, strict=True)) if columns else [()] * len(steps)
     merged = [
         MergedStep(
@@ -204,15 +211,20 @@ def _merge_block(
     return Merged(merged, int(present.size - present.sum()))
 
 
-def _run_rows(rows: Rows) -> Iterator[dict[str, Value]]:
-    """Yield what rank 0 measured for all, of each row; what is missing is absent."""
-    own = {name: column for name, column in rows.columns.items() if name not in RANK_COLUMNS}
+def _run_rows(rows: Rows, root: Ints) -> Iterator[dict[str, Value]]:
+    """Yield what rank 0 measured for all, of each of its rows; what is missing is absent."""
+    run_columns = {name: c for name, c in rows.columns.items() if name not in RANK_COLUMNS}
+    if len(root) == 1:  # mostly; an array for each number would cost more than all else
+        at = int(root[0])
+        yield {name: v.item(at) for name, (v, ok) in run_columns.items() if ok.item(at)}
+        return
+    own = {name: (v[root], ok[root]) for name, (v, ok) in run_columns.items()}
     whole = [name for name, (_, ok) in own.items() if ok.all()]
     gapped = [
         (n, v.tolist(), ok.tolist()) for n, (v, ok) in own.items() if n not in whole and ok.any()
     ]
     lists = zip(*(own[name][0].tolist() for name in whole), strict=True) if whole else None
-    for i in range(len(rows)):
+    for i in range(len(root)):
         row = dict(zip(whole, next(lists), strict=True)) if lists is not None else {}
         for name, values, ok in gapped:
             if ok[i]:
@@ -312,12 +324,14 @@ class _Positions:
         """Take in which rows there are; who writes beyond what is merged is waited for again."""
         # The newest key of each rank by one sort: a loop over thousands of ranks would cost more
         # than all that is done with their rows.
-        order = np.lexsort((rows.step, rows.attempt, rows.origin.rank))
-        ranks = rows.origin.rank[order]
-        newest = order[np.flatnonzero(np.append(ranks[1:] != ranks[:-1], True))]
-        ranks = rows.origin.rank[newest]
+        ranks, attempt, step = rows.origin.rank, rows.attempt, rows.step
+        if not (ranks[1:] > ranks[:-1]).all():  # else each has one row, in their order
+            order = np.lexsort((step, attempt, ranks))
+            ranks = ranks[order]
+            newest = order[np.flatnonzero(np.append(ranks[1:] != ranks[:-1], True))]
+            ranks, attempt, step = rows.origin.rank[newest], attempt[newest], step[newest]
         self.reach(int(ranks[-1]) + 1)
-        keys = np.stack((rows.attempt[newest], rows.step[newest]), axis=1)
+        keys = np.stack((attempt, step), axis=1)
         ahead = _is_after(keys, self.keys[ranks])
         self.keys[ranks[ahead]] = keys[ahead]
         self.absent[ranks[_is_after(keys, np.array([merged]))]] = False
