@@ -14,7 +14,7 @@ from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.errors import StorageError
 from trainvitals.records import CheckpointChanged, Finding, FindingRaised, NamesDefined, RunEnded
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.live.live_monitor import LiveMonitor, LiveMonitorConfig
+from vitals_collector.live.live_monitor import LiveMonitor, LiveMonitorConfig, _Kept
 from vitals_collector.storage.schema import engine_state, findings
 from vitals_collector.storage.store import Store
 
@@ -183,6 +183,41 @@ def test_one_runs_broken_watching_silences_nobody_else(job: Job, monkeypatch: py
     job.train(range(5))
     job.place.send(job.ranks[0].events(started(), decision()))
     assert ["StepSkipped firing"] == job.look()
+    assert {"watching": 1} == job.place.store.counters.failures
+
+
+def test_what_is_kept_of_several_runs_is_one_commit(job: Job, monkeypatch: pytest.MonkeyPatch):
+    job.train(range(30), slow=True)
+    job.place.send(Writer(run=OTHER_RUN, world_size=1).steps(range(50), learning_rate=0.0))
+    store, num_commits = job.place.store, 0
+    write = store.write
+
+    def counted():
+        nonlocal num_commits
+        num_commits += 1
+        return write()
+
+    monkeypatch.setattr(store, "write", counted)
+    LiveMonitor(store).poll(now_ns=0, running={RUN, OTHER_RUN})
+    assert 1 == num_commits
+    assert ([("straggler", 19)], [("learning_rate", 29)]) == (job.found(), job.found(OTHER_RUN))
+
+
+def test_a_run_whose_memory_no_database_takes_keeps_no_other_back(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+):
+    store_all = LiveMonitor._store_all
+
+    def refused(self: LiveMonitor, kept: Sequence[_Kept]) -> None:
+        if any(of_run.followed.run_id == OTHER_RUN for of_run in kept):
+            raise OverflowError
+        store_all(self, kept)
+
+    monkeypatch.setattr(LiveMonitor, "_store_all", refused)
+    job.train(range(30), slow=True)
+    job.place.send(Writer(run=OTHER_RUN, world_size=1).steps(range(50), learning_rate=0.0))
+    assert ["StragglerRank firing"] == job.look()
+    assert ([("straggler", 19)], []) == (job.found(), job.found(OTHER_RUN))
     assert {"watching": 1} == job.place.store.counters.failures
 
 

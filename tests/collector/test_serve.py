@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -87,6 +88,21 @@ def test_what_was_acknowledged_is_there_once_after_kill_9_and_a_restart(tmp_path
     assert [*range(len(seqs))] == sorted(seqs), "each row once, none missing"
     assert acknowledged < len(seqs) <= max(sent) + 20
     assert [losses[seq] for seq in seqs] == kept
+
+
+def test_it_keeps_large_libraries_out_that_it_does_not_use(tmp_path: Path):
+    """How much of a library's file is resident is the kernel's choice; what is not of files and
+    which files there are is the same everywhere."""
+    assert find_spec("pandas") and find_spec("pyarrow.dataset"), "they could be imported"
+    data = tmp_path / "data"
+    with collector(data) as process, client_of(data, "ingest") as client:
+        client.ingest(Writer().steps(range(20), loss=2.0))
+        proc = Path("/proc") / str(process.pid)
+        mapped = (proc / "maps").read_text()
+        resident, of_files = map(int, (proc / "statm").read_text().split()[1:3])
+    assert "/pandas/" not in mapped
+    assert "/pyarrow/_dataset." not in mapped
+    assert (resident - of_files) * 4096 <= 160e6  # 178 MB with these two
 
 
 @pytest.mark.slow

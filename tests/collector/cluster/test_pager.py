@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -15,6 +16,7 @@ from vitals_collector.alerts import inbox
 from vitals_collector.alerts.inbox import Entry, Inbox, Occurrence, listed
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.live.engine import assemble
+from vitals_collector.live.live_monitor import FollowedRun
 from vitals_collector.storage.schema import audit
 from vitals_collector.storage.store import Store, open_store
 
@@ -54,6 +56,30 @@ def test_what_another_collector_stored_is_told_and_told_again_while_it_fires(sto
     assert pager.heard.words == ["TrainingRolledBack firing"]
     pager.pass_time(70)
     assert pager.heard.words.count("TrainingRolledBack firing") > 1
+
+
+def test_rows_that_this_collector_stored_are_not_read_from_the_store_at_each_look(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pager = Pager(store)
+    store.after_ingest.append(pager.acting.engine.after_ingest)
+    read, runs_read = FollowedRun.read, list[str]()
+
+    def noted(followed: FollowedRun, *args: Any, **how: Any) -> int:
+        runs_read.append(followed.run_id)
+        return read(followed, *args, **how)
+
+    monkeypatch.setattr(FollowedRun, "read", noted)
+    writer = Writer()
+    for first in range(0, 25, 5):
+        raw = writer.steps(range(first, first + 5), loss=2.0)
+        ingest(store, raw, received_unix_ns=pager.clock.time_ns())
+        pager.pass_time(5)
+    assert runs_read == [RUN, RUN], "when it was opened, and when others may have had it before"
+    store.after_ingest.clear()  # another collector takes it over
+    ingest(store, writer.steps(range(25, 30), loss=2.0), received_unix_ns=pager.clock.time_ns())
+    pager.pass_time(5)
+    assert runs_read[2:] == [RUN]
 
 
 def test_what_was_silenced_at_another_collector_is_told_no_more(store: Store) -> None:
