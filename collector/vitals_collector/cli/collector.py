@@ -170,7 +170,8 @@ class _NotHere(MetaPathFinder):
     """Lets no library import what this process never uses, where that is installed.
 
     pyarrow imports pandas to ask whether a list is a series, and DuckDB imports pyarrow.dataset to
-    read a table in memory; each does without. They are 75 MB, and half of the CPU of each insert.
+    read a table in memory; each does without. They take 43 MB of an idle collector, and .4 ms of
+    CPU of each insert.
     """
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
