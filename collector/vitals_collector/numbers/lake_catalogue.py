@@ -238,6 +238,9 @@ _INLINED = (RUNS, KINDS, HOLES, OWNERS, FENCES)
 _FRESH_SECONDS = 1.0
 _MINE_SECONDS = 5.0
 """How long nobody is thought to have taken over a run that this process writes."""
+_ALONE_SECONDS = 60.0
+"""How long nobody is thought to have maintained, from the command line, a lake that has one writer:
+to look costs four times the overview that is asked for."""
 _IDLE_SECONDS = 3_600.0
 _HOLES_SECONDS = 60.0
 
@@ -421,8 +424,7 @@ class Catalogue:
         if state is not None:
             state.used_at = now
             is_mine = state.is_mine and not self._is_shared
-            fresh_seconds = _MINE_SECONDS if state.is_mine else _FRESH_SECONDS
-            if is_mine or not is_fresh or now < state.read_at + fresh_seconds:
+            if is_mine or not is_fresh or now < state.read_at + self._fresh_seconds(state):
                 return state
         number = self.runs.get(run_id) if state is None and not is_fresh else self.number(run_id)
         state = RunState(now)
@@ -459,6 +461,11 @@ class Catalogue:
         holes = self._holes(there) if there else {}
         for run, state in there.items():
             state.holes, state.holes_read_at = holes.get(run, {}), now
+
+    def _fresh_seconds(self, state: RunState) -> float:
+        if not self._is_shared:
+            return _ALONE_SECONDS
+        return _MINE_SECONDS if state.is_mine else _FRESH_SECONDS
 
     def _read(self, states: Mapping[int, RunState]) -> None:
         for table in (NEW_MARKS, MARKS):
