@@ -13,11 +13,14 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from itertools import chain
 from typing import Any, Protocol
 
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UsageError
+from trainvitals.io.discovery import AWAY_FILE
 from trainvitals.io.journal import JournalRef, discover
+from trainvitals.io.private import open_private
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Key, Spool
 from trainvitals.records import Note
@@ -42,11 +45,12 @@ from vitals_agent.memory_spool import (
     move_to_disk,
     open_in_memory,
 )
+from vitals_agent.process import RankProcess
 from vitals_agent.run import NodeFacts, ServedRun, boot_id
 from vitals_agent.sampling import Sampling, Spawn, on_a_thread
 from vitals_agent.shipper import Ingests, Shipper
 from vitals_agent.state_dir import AgentInfo, AgentStateDir
-from vitals_agent.tailer import num_left
+from vitals_agent.tailer import journal_identity, num_left
 
 log = logging.getLogger("vitals_agent")
 
@@ -57,6 +61,9 @@ hold, and what was retained for long enough."""
 
 DISK_SECONDS = 10.0
 """So often a full disk is asked whether it has room."""
+
+MAX_TAKEN_OVER = 256
+"""Runs, the newest, of which the agent of one run looks whether they left something."""
 
 MAX_RUNS = 4096
 """Run directories of which is remembered whether they are ours."""
@@ -81,6 +88,13 @@ class AgentConfig:
     read_token: str = ""
     """Token for ``/metrics``, the collector's where there is one: so that one scrape job can read
     every agent. Empty makes one of this folder's own."""
+    collector: str = ""
+    """The collector's name: its addresses or its data folder. Empty where there is none."""
+    is_collector_named: bool = True
+    """Whether somebody chose it; else it is this user's own, and only its runs are for it that ran
+    while it did."""
+    takes_over: bool = False
+    """With ``run_id``: send as well what ended runs left here for the same collector."""
     notice: str = ""
     """What went wrong before the start; it is said in every run."""
     sample_seconds: float = 2.0
@@ -165,6 +179,9 @@ class Agent:
         self._server: MetricsServer | None = None
         self._info: AgentInfo | None = None
         self._token = config.read_token
+        self._ships = ships
+        self._destined: set[str] = set()
+        self._told_away: dict[str, bool] = {}
         self._elsewhere: set[str] = set()
         self._ours: dict[Path, bool] = {}
         self._looked_for_leftovers_at: float | None = None
@@ -257,6 +274,9 @@ class Agent:
                 self._take_up_leftovers()
             self._discover()
         runs = list(self.runs.values())
+        for run in runs:
+            with self.faults.contained("spool"):
+                self._note_destination(run)
         if self._sampled_at is None or now - self._sampled_at >= self.config.sample_seconds:
             self._sampled_at = now
             self.sampling.sample(runs, now)
@@ -267,7 +287,8 @@ class Agent:
             with self.faults.contained("tailer"):
                 run.sweep()
         self._retire(now)
-        self.has_served = self.has_served or any(run.tails for run in self.runs.values())
+        own = [run for run in runs if self.config.run_id in ("", run.run_id)]
+        self.has_served = self.has_served or any(run.tails for run in own)
         self._cycled_at_ns = self._clock.time_ns()
         self._turned_at_ns = self._clock.monotonic_ns()
 
@@ -312,7 +333,10 @@ class Agent:
                     run.follow(ref.directory)
 
     def _journals(self) -> Iterable[JournalRef]:
-        return filter(self._is_ours, discover(self.config.base, self.config.run_id))
+        # One that was taken over may be started again: its agent leaves where it finds us.
+        run_ids = {self.config.run_id, *self.runs} if self.config.run_id else {""}
+        found = (discover(self.config.base, run_id) for run_id in sorted(run_ids))
+        return filter(self._is_ours, chain.from_iterable(found))
 
     def _is_ours(self, ref: JournalRef) -> bool:
         if ref.run_dir is None or ref.run_dir.name != ref.run_id:
@@ -436,7 +460,8 @@ class Agent:
         Such a spool may be a run's only history, so it is kept after it was shipped. So are served
         for a while those that hold what the collector acknowledged: it may have been restored.
         """
-        for run_dir in RunDir.find_all(self.config.vitals_dir):
+        found = RunDir.find_all(self.config.vitals_dir)
+        for run_dir in found:
             if self.config.run_id not in ("", run_dir.run_id):
                 continue
             with self.faults.contained("discover"):
@@ -446,6 +471,49 @@ class Agent:
                         run.spool.pending(1) or run.spool.may_be_asked_for()
                     ):
                         self._let_go(run.run_id)
+        if self.config.run_id and self.config.takes_over:
+            for run_dir in found[-MAX_TAKEN_OVER:]:
+                with self.faults.contained("discover"):
+                    if run_dir.run_id not in self.runs and self._is_left_to_us(run_dir):
+                        self._take_up(run_dir.path, keep=self._keeps_history)
+
+    def _is_left_to_us(self, run_dir: RunDir) -> bool:
+        """Whether a run of ours ended here, and our collector may lack something of it.
+
+        A run with a living rank has an agent, or its rank is about to start one: to that it is left
+        even while nobody holds its lock.
+        """
+        state_dir = AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
+        if not self.config.collector or state_dir.destination() != self.config.collector:
+            return False
+        writers = [
+            journal_identity(ref.directory)
+            for ref in discover(self.config.base, run_dir.run_id)
+            if self._is_ours(ref)
+        ]
+        if any(who is None or RankProcess(who).alive() for who in writers):
+            return False
+        return bool(writers) or state_dir.num_waiting(1) > 0
+
+    def _note_destination(self, run: ServedRun) -> None:
+        """Leave word of the collector that the run's rows are for, and whether it is away."""
+        name = self.config.collector
+        if not name:
+            return
+        if run.run_id not in self._destined:
+            if not (self.config.is_collector_named or self.io_loop.can_ship):
+                return
+            run.state_dir.set_destination(name)
+            self._destined.add(run.run_id)
+        is_away = self.io_loop.can_ship is False or self._ships.num_failures > 0
+        if is_away != self._told_away.get(run.run_id):
+            note = run.folder / AWAY_FILE
+            if is_away and run.folder.is_dir():
+                with os.fdopen(open_private(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as f:
+                    f.write(name)
+            elif not is_away:
+                note.unlink(missing_ok=True)
+            self._told_away[run.run_id] = is_away
 
     def _has_spool(self, run_dir: RunDir) -> bool:
         state_dir = AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
@@ -472,6 +540,8 @@ class Agent:
         self._counted["dropped"] += run.num_dropped
         self._counted["corrupt"] += run.spool.corrupt
         run.close()
+        self._destined.discard(run_id)
+        self._told_away.pop(run_id, None)
         self._idle_since.pop(run_id, None)
         self.sampling.forget(run_id)
         return True
