@@ -59,6 +59,9 @@ LEFTOVERS_SECONDS = 3600.0
 """So often spools of runs that have ended are looked at: whether the collector still has what they
 hold, and what was retained for long enough."""
 
+AFTER_OUTAGE_SECONDS = 60.0
+"""Once the collector is back after an outage, they are looked at when this long has passed."""
+
 DISK_SECONDS = 10.0
 """So often a full disk is asked whether it has room."""
 
@@ -185,6 +188,7 @@ class Agent:
         self._elsewhere: set[str] = set()
         self._ours: dict[Path, bool] = {}
         self._looked_for_leftovers_at: float | None = None
+        self._was_away = False
         self._idle_since: dict[str, float] = {}
         self._looked_at_disks_at = 0.0
         self._told_of_memory: set[str] = set()
@@ -268,9 +272,11 @@ class Agent:
             self._mind_the_disks(now)
         with self.faults.contained("discover"):
             looked_at = self._looked_for_leftovers_at
-            is_due = looked_at is None or now - looked_at >= LEFTOVERS_SECONDS
+            pause = AFTER_OUTAGE_SECONDS if self._is_collector_back() else LEFTOVERS_SECONDS
+            is_due = looked_at is None or now - looked_at >= pause
             if self.io_loop.can_ship and is_due:
                 self._looked_for_leftovers_at = now
+                self._was_away = False
                 self._take_up_leftovers()
             self._discover()
         runs = list(self.runs.values())
@@ -495,6 +501,15 @@ class Agent:
             return False
         return bool(writers) or state_dir.num_waiting(1) > 0
 
+    @property
+    def _is_collector_away(self) -> bool:
+        return self.io_loop.can_ship is False or self._ships.num_failures > 0
+
+    def _is_collector_back(self) -> bool:
+        """Whether it was away since leftovers were looked at, and is not any more."""
+        self._was_away = self._was_away or self._is_collector_away
+        return self._was_away and not self._is_collector_away
+
     def _note_destination(self, run: ServedRun) -> None:
         """Leave word of the collector that the run's rows are for, and whether it is away."""
         name = self.config.collector
@@ -505,7 +520,7 @@ class Agent:
                 return
             run.state_dir.set_destination(name)
             self._destined.add(run.run_id)
-        is_away = self.io_loop.can_ship is False or self._ships.num_failures > 0
+        is_away = self._is_collector_away
         if is_away != self._told_away.get(run.run_id):
             note = run.folder / AWAY_FILE
             if is_away and run.folder.is_dir():

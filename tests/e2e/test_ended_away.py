@@ -65,7 +65,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def end_without_a_collector(job: Job) -> tuple[str, int]:
     """Train to the end with the collector away; return the run and the agent that lingers."""
-    training = job.train("first", 1500)
+    training = job.train("first", 300)
     until(job.has_steps, "the collector knows the run")
     job.collector.kill()
     job.collector.wait()

@@ -54,7 +54,7 @@ class Starter:
     def __init__(self, place: RunPaths, environ: Mapping[str, str]) -> None:
         assert place.folder is not None, "without journals there is nothing to ship"
         variables = {"VITALS_NODE": place.node, "VITALS_SHM": str(place.folder.parent.parent)}
-        self._away = place.folder.parent / AWAY_FILE
+        self._away = place.folder / AWAY_FILE
         # A later start of it may find the training in another working directory.
         self._environ = {**with_absolute_paths(environ), **variables}
         self._run_id, self.directory = place.run_dir.run_id, str(place.run_dir.path.parent)
