@@ -12,8 +12,8 @@ import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from itertools import chain
+from pathlib import Path
 from typing import Any, Protocol
 
 from trainvitals.clock import Clock, SystemClock

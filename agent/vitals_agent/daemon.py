@@ -213,10 +213,10 @@ def linger(
     stopwatch: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Deliver what waits as soon as a collector answers. In between no lock is held: any other
-    agent may deliver it first.
+    """Deliver what waits as soon as a collector answers.
 
-    The collector gives silent runs a minute after its own start: it is asked more often than that.
+    In between no lock is held: any other agent may deliver it first. The collector gives silent
+    runs a minute after its own start: it is asked more often than that.
 
     Args:
         deliver: sends it, as far as it can.
@@ -245,10 +245,11 @@ def close_inherited() -> None:
     A lock of ``flock``, or a pipe that somebody reads to its end, would else be held for as long as
     it outlives the training.
     """
-    for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):
-            if int(name) > 2 and os.get_inheritable(int(name)):
-                os.close(int(name))
+    for path in list(Path("/dev/fd").iterdir()):
+        fd = int(path.name)
+        with contextlib.suppress(OSError):  # it was that of the listing itself
+            if fd > 2 and os.get_inheritable(fd):
+                os.close(fd)
 
 
 # --------------------------------------------------------------------- agents that are about to end

@@ -2,6 +2,7 @@ import errno
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -138,11 +139,11 @@ def test_without_threads_once_takes_up_what_is_there(world):
     assert [0] == world.steps()
 
 
-# ----------------------------------------------------------------- a run that ended, and no collector
+# --------------------------------------------------------------- a run that ended, and no collector
 
 
 class Away:
-    """A collector that answers from some second on, and rows that it takes; time passes by sleep."""
+    """A collector that answers from some second on, and what waits for it; sleeping is time."""
 
     def __init__(self, *, answers_from: float, outcomes: list[str]) -> None:
         self.now, self.answers_from, self.outcomes = 0.0, answers_from, outcomes
@@ -174,7 +175,7 @@ class Away:
 def test_it_asks_ever_more_rarely_and_still_within_the_minute_that_a_collector_gives():
     away = Away(answers_from=40_000.0, outcomes=["ended"])
     away.wait()
-    pauses = [later - earlier for earlier, later in zip(away.asked_at, away.asked_at[1:])]
+    pauses = [later - earlier for earlier, later in pairwise(away.asked_at)]
     assert 2.0 < sum(pauses) / len(pauses)
     assert max(pauses) <= 22.0
     assert away.now < 40_000.0 + 44.0

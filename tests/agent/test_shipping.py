@@ -391,7 +391,7 @@ def test_a_collector_that_asks_to_be_left_alone_is(world, stub, client):
     assert [0] == shipped_steps(stub.batches)
 
 
-# ---------------------------------------------------------------- what an ended run left on the node
+# -------------------------------------------------------------- what an ended run left on the node
 
 
 def left_behind(world, stub, client, **config) -> None:

@@ -23,9 +23,9 @@ from vitals_collector.alerts.notifiers import LogNotifier
 from vitals_collector.api.exposition import (
     MAX_ALERTS,
     MAX_CAUSES,
-    OTHER_CAUSES,
     MAX_REASONS,
     MAX_RUNS,
+    OTHER_CAUSES,
     StoreCollector,
 )
 from vitals_collector.ingest.ingest import ingest

@@ -16,7 +16,7 @@ from trainvitals.views import AlertsQuestion, RunQuestion, RunsQuestion
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 LOST_AFTER_SECONDS = 40
-"""More than an agent waits before it asks again (20 s), and has to read the clock of a busy node."""
+"""More than an agent waits before it asks again (20 s), on a busy machine."""
 
 
 class Job:

@@ -184,7 +184,7 @@ _MOST_AT_ONCE = 16
 def send_test(
     settings: NotifierSettings, receiver: str, *, now_unix_ns: int
 ) -> list[tuple[str, Result]]:
-    """Send a test message to one receiver, or to all at once; return what became of each, in order."""
+    """Send a test message to one receiver, or to all at once; return what became of each."""
     # Here, for it brings all detectors along, and a page must not wait until they are loaded.
     from trainvitals.alerting import fingerprint
 

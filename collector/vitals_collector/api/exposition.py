@@ -126,7 +126,7 @@ class StoreCollector(Collector):
             for row in connection.execute(_told_alerts(horizon)):
                 view = entry_of(row).view
                 is_loud = row.state == "firing" and silences.of(view) is None
-                about = (row.run_id or "", row.name, row.severity)
+                about: Labels = (row.run_id or "", row.name, row.severity)
                 told.setdefault(about, []).append((row.started_unix_ns, _cause_of(view), is_loud))
         for about, alerts_of_it in told.items():
             for (*_, is_loud), cause in zip(alerts_of_it, _bounded(alerts_of_it), strict=True):
@@ -142,7 +142,7 @@ class StoreCollector(Collector):
 
 
 def _cause_of(alert: AlertView) -> str:
-    """Return what tells the alert from others of its name in its run: a rule, a node, a receiver."""
+    """Return what tells it from others of its name in its run: a rule, a node, a receiver."""
     about = {name: value for name, value in alert.labels.items() if name != "run"}
     return _label(about.get("cause", ",".join(about[name] for name in sorted(about))))
 

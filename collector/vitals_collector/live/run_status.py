@@ -584,7 +584,7 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
 
 def _replaced(connection: Connection, run_id: str) -> set[str]:
     """Return the processes of ranks that were started again since, as an agent calls them."""
-    columns = (sources.c.source, sources.c.pid, sources.c.node, *(sources.c[name] for name in _TIMES))
+    columns = [sources.c[name] for name in _PROCESS]
     ranks = connection.execute(
         select(*columns).where(sources.c.run_id == run_id, sources.c.source.startswith("rank:"))
     )
@@ -613,8 +613,11 @@ def _last_word(parts: Sequence[SourceState]) -> str:
     return f"{words}, {on} {', '.join(nodes[:_MOST_NAMED])}{more}"
 
 
-_TIMES = ("started_unix_ns", "last_seen_unix_ns", "last_received_unix_ns", "ended_state")
-"""What says which incarnation was heard of last."""
+_PROCESS = (
+    *("source", "pid", "node"),
+    *("started_unix_ns", "last_seen_unix_ns", "last_received_unix_ns", "ended_state"),
+)
+"""A rank's process, and what says which of several was heard of last."""
 _GONE = " [rank_gone]"
 """How a line about an agent's note of that code ends."""
 
