@@ -358,7 +358,7 @@ class Agent:
     ) -> ServedRun | None:
         """Begin to serve a run, unless another agent of this node does."""
         run_dir = RunDir(path.absolute())
-        state_dir = AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
+        state_dir = self._state_dir_of(run_dir)
         if state_dir.path != self._state_dir.path:
             try:
                 state_dir.acquire()
@@ -463,8 +463,9 @@ class Agent:
     def _take_up_leftovers(self) -> None:
         """Serve runs that ended while the collector was away: their spools wait to be shipped.
 
-        Such a spool may be a run's only history, so it is kept after it was shipped. So are served
-        for a while those that hold what the collector acknowledged: it may have been restored.
+        A spool that was meant for no collector, or for another one, may be a run's only history, so
+        it is kept after it was shipped. So are served for a while those that hold what the
+        collector acknowledged: it may have been restored.
         """
         found = RunDir.find_all(self.config.vitals_dir)
         for run_dir in found:
@@ -472,7 +473,7 @@ class Agent:
                 continue
             with self.faults.contained("discover"):
                 if run_dir.run_id not in self.runs and self._has_spool(run_dir):
-                    run = self._take_up(run_dir.path, keep=True)
+                    run = self._take_up(run_dir.path, keep=self._may_be_history(run_dir))
                     if run is not None and not (
                         run.spool.pending(1) or run.spool.may_be_asked_for()
                     ):
@@ -483,14 +484,23 @@ class Agent:
                     if run_dir.run_id not in self.runs and self._is_left_to_us(run_dir):
                         self._take_up(run_dir.path, keep=self._keeps_history)
 
+    def _may_be_history(self, run_dir: RunDir) -> bool:
+        return self._keeps_history or not self._is_for_our_collector(self._state_dir_of(run_dir))
+
+    def _is_for_our_collector(self, state_dir: AgentStateDir) -> bool:
+        return bool(self.config.collector) and state_dir.destination() == self.config.collector
+
+    def _state_dir_of(self, run_dir: RunDir) -> AgentStateDir:
+        return AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
+
     def _is_left_to_us(self, run_dir: RunDir) -> bool:
         """Whether a run of ours ended here, and our collector may lack something of it.
 
         A run with a living rank has an agent, or its rank is about to start one: to that it is left
         even while nobody holds its lock.
         """
-        state_dir = AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
-        if not self.config.collector or state_dir.destination() != self.config.collector:
+        state_dir = self._state_dir_of(run_dir)
+        if not self._is_for_our_collector(state_dir):
             return False
         writers = [
             journal_identity(ref.directory)
@@ -531,7 +541,7 @@ class Agent:
             self._told_away[run.run_id] = is_away
 
     def _has_spool(self, run_dir: RunDir) -> bool:
-        state_dir = AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
+        state_dir = self._state_dir_of(run_dir)
         is_in_memory = bytes_in(state_dir.memory_path / "spool") > 0
         return is_in_memory or self.config.node in run_dir.spool_dirs()
 

@@ -439,6 +439,16 @@ def test_what_ended_during_an_outage_is_looked_for_once_the_collector_is_back(wo
     assert [0, 1, 2, 6, 7] == shipped_steps(stub.batches)
 
 
+@pytest.mark.parametrize("collector", ["http://c:1", "http://d:1"])
+def test_what_was_meant_for_this_collector_is_no_history_once_it_has_it(
+    world, stub, client, collector
+):
+    left_behind(world, stub, client, **BOUND)
+    agent = world.agent(client=client, collector=collector, keeps_history=False)
+    agent.cycle(0.0)
+    assert (collector != BOUND["collector"]) == agent.runs[OTHER_RUN].keeps_history
+
+
 @pytest.mark.parametrize("other", [{"collector": "http://d:1"}, {"takes_over": False}])
 def test_what_is_for_another_collector_or_not_asked_for_is_left_alone(world, stub, client, other):
     left_behind(world, stub, client, **BOUND)
