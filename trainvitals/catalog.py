@@ -350,9 +350,10 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "collector_alert_firing",
         "collector",
-        "1 while the alert fires, 0 for a day after it resolved, and while it is silenced.",
+        "1 while the alert fires, 0 for a day after it resolved, and while it is silenced. The "
+        "cause tells alerts of one name apart: 32 of each run, then `others`.",
         kind="gauge",
-        labels=("run", "alert", "severity"),
+        labels=("run", "alert", "severity", "cause"),
     ),
     _plain(
         "collector_alerts_total",

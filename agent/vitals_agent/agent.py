@@ -12,12 +12,15 @@ import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UsageError
+from trainvitals.io.discovery import AWAY_FILE
 from trainvitals.io.journal import JournalRef, discover
+from trainvitals.io.private import open_private
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Key, Spool
 from trainvitals.records import Note
@@ -42,11 +45,12 @@ from vitals_agent.memory_spool import (
     move_to_disk,
     open_in_memory,
 )
+from vitals_agent.process import RankProcess
 from vitals_agent.run import NodeFacts, ServedRun, boot_id
 from vitals_agent.sampling import Sampling, Spawn, on_a_thread
 from vitals_agent.shipper import Ingests, Shipper
 from vitals_agent.state_dir import AgentInfo, AgentStateDir
-from vitals_agent.tailer import num_left
+from vitals_agent.tailer import journal_identity, num_left
 
 log = logging.getLogger("vitals_agent")
 
@@ -55,8 +59,14 @@ LEFTOVERS_SECONDS = 3600.0
 """So often spools of runs that have ended are looked at: whether the collector still has what they
 hold, and what was retained for long enough."""
 
+AFTER_OUTAGE_SECONDS = 60.0
+"""Once the collector is back after an outage, they are looked at when this long has passed."""
+
 DISK_SECONDS = 10.0
 """So often a full disk is asked whether it has room."""
+
+MAX_TAKEN_OVER = 256
+"""Runs, the newest, of which the agent of one run looks whether they left something."""
 
 MAX_RUNS = 4096
 """Run directories of which is remembered whether they are ours."""
@@ -81,6 +91,13 @@ class AgentConfig:
     read_token: str = ""
     """Token for ``/metrics``, the collector's where there is one: so that one scrape job can read
     every agent. Empty makes one of this folder's own."""
+    collector: str = ""
+    """The collector's name: its addresses or its data folder. Empty where there is none."""
+    is_collector_named: bool = True
+    """Whether somebody chose it; else it is this user's own, and only its runs are for it that ran
+    while it did."""
+    takes_over: bool = False
+    """With ``run_id``: send as well what ended runs left here for the same collector."""
     notice: str = ""
     """What went wrong before the start; it is said in every run."""
     sample_seconds: float = 2.0
@@ -165,9 +182,13 @@ class Agent:
         self._server: MetricsServer | None = None
         self._info: AgentInfo | None = None
         self._token = config.read_token
+        self._ships = ships
+        self._destined: set[str] = set()
+        self._told_away: dict[str, bool] = {}
         self._elsewhere: set[str] = set()
         self._ours: dict[Path, bool] = {}
         self._looked_for_leftovers_at: float | None = None
+        self._was_away = False
         self._idle_since: dict[str, float] = {}
         self._looked_at_disks_at = 0.0
         self._told_of_memory: set[str] = set()
@@ -251,12 +272,17 @@ class Agent:
             self._mind_the_disks(now)
         with self.faults.contained("discover"):
             looked_at = self._looked_for_leftovers_at
-            is_due = looked_at is None or now - looked_at >= LEFTOVERS_SECONDS
+            pause = AFTER_OUTAGE_SECONDS if self._is_collector_back() else LEFTOVERS_SECONDS
+            is_due = looked_at is None or now - looked_at >= pause
             if self.io_loop.can_ship and is_due:
                 self._looked_for_leftovers_at = now
+                self._was_away = False
                 self._take_up_leftovers()
             self._discover()
         runs = list(self.runs.values())
+        for run in runs:
+            with self.faults.contained("spool"):
+                self._note_destination(run)
         if self._sampled_at is None or now - self._sampled_at >= self.config.sample_seconds:
             self._sampled_at = now
             self.sampling.sample(runs, now)
@@ -267,7 +293,8 @@ class Agent:
             with self.faults.contained("tailer"):
                 run.sweep()
         self._retire(now)
-        self.has_served = self.has_served or any(run.tails for run in self.runs.values())
+        own = [run for run in runs if self.config.run_id in ("", run.run_id)]
+        self.has_served = self.has_served or any(run.tails for run in own)
         self._cycled_at_ns = self._clock.time_ns()
         self._turned_at_ns = self._clock.monotonic_ns()
 
@@ -312,7 +339,10 @@ class Agent:
                     run.follow(ref.directory)
 
     def _journals(self) -> Iterable[JournalRef]:
-        return filter(self._is_ours, discover(self.config.base, self.config.run_id))
+        # One that was taken over may be started again: its agent leaves where it finds us.
+        run_ids = {self.config.run_id, *self.runs} if self.config.run_id else {""}
+        found = (discover(self.config.base, run_id) for run_id in sorted(run_ids))
+        return filter(self._is_ours, chain.from_iterable(found))
 
     def _is_ours(self, ref: JournalRef) -> bool:
         if ref.run_dir is None or ref.run_dir.name != ref.run_id:
@@ -328,7 +358,7 @@ class Agent:
     ) -> ServedRun | None:
         """Begin to serve a run, unless another agent of this node does."""
         run_dir = RunDir(path.absolute())
-        state_dir = AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
+        state_dir = self._state_dir_of(run_dir)
         if state_dir.path != self._state_dir.path:
             try:
                 state_dir.acquire()
@@ -433,22 +463,85 @@ class Agent:
     def _take_up_leftovers(self) -> None:
         """Serve runs that ended while the collector was away: their spools wait to be shipped.
 
-        Such a spool may be a run's only history, so it is kept after it was shipped. So are served
-        for a while those that hold what the collector acknowledged: it may have been restored.
+        A spool that was meant for no collector, or for another one, may be a run's only history, so
+        it is kept after it was shipped. So are served for a while those that hold what the
+        collector acknowledged: it may have been restored.
         """
-        for run_dir in RunDir.find_all(self.config.vitals_dir):
+        found = RunDir.find_all(self.config.vitals_dir)
+        for run_dir in found:
             if self.config.run_id not in ("", run_dir.run_id):
                 continue
             with self.faults.contained("discover"):
                 if run_dir.run_id not in self.runs and self._has_spool(run_dir):
-                    run = self._take_up(run_dir.path, keep=True)
+                    run = self._take_up(run_dir.path, keep=self._may_be_history(run_dir))
                     if run is not None and not (
                         run.spool.pending(1) or run.spool.may_be_asked_for()
                     ):
                         self._let_go(run.run_id)
+        if self.config.run_id and self.config.takes_over:
+            for run_dir in found[-MAX_TAKEN_OVER:]:
+                with self.faults.contained("discover"):
+                    if run_dir.run_id not in self.runs and self._is_left_to_us(run_dir):
+                        self._take_up(run_dir.path, keep=self._keeps_history)
+
+    def _may_be_history(self, run_dir: RunDir) -> bool:
+        return self._keeps_history or not self._is_for_our_collector(self._state_dir_of(run_dir))
+
+    def _is_for_our_collector(self, state_dir: AgentStateDir) -> bool:
+        return bool(self.config.collector) and state_dir.destination() == self.config.collector
+
+    def _state_dir_of(self, run_dir: RunDir) -> AgentStateDir:
+        return AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
+
+    def _is_left_to_us(self, run_dir: RunDir) -> bool:
+        """Whether a run of ours ended here, and our collector may lack something of it.
+
+        A run with a living rank has an agent, or its rank is about to start one: to that it is left
+        even while nobody holds its lock.
+        """
+        state_dir = self._state_dir_of(run_dir)
+        if not self._is_for_our_collector(state_dir):
+            return False
+        writers = [
+            journal_identity(ref.directory)
+            for ref in discover(self.config.base, run_dir.run_id)
+            if self._is_ours(ref)
+        ]
+        if any(who is None or RankProcess(who).alive() for who in writers):
+            return False
+        return bool(writers) or state_dir.num_waiting(1) > 0
+
+    @property
+    def _is_collector_away(self) -> bool:
+        return self.io_loop.can_ship is False or self._ships.num_failures > 0
+
+    def _is_collector_back(self) -> bool:
+        """Whether it was away since leftovers were looked at, and is not any more."""
+        self._was_away = self._was_away or self._is_collector_away
+        return self._was_away and not self._is_collector_away
+
+    def _note_destination(self, run: ServedRun) -> None:
+        """Leave word of the collector that the run's rows are for, and whether it is away."""
+        name = self.config.collector
+        if not name:
+            return
+        if run.run_id not in self._destined:
+            if not (self.config.is_collector_named or self.io_loop.can_ship):
+                return
+            run.state_dir.set_destination(name)
+            self._destined.add(run.run_id)
+        is_away = self._is_collector_away
+        if is_away != self._told_away.get(run.run_id):
+            note = run.folder / AWAY_FILE
+            if is_away and run.folder.is_dir():
+                with os.fdopen(open_private(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as f:
+                    f.write(name)
+            elif not is_away:
+                note.unlink(missing_ok=True)
+            self._told_away[run.run_id] = is_away
 
     def _has_spool(self, run_dir: RunDir) -> bool:
-        state_dir = AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
+        state_dir = self._state_dir_of(run_dir)
         is_in_memory = bytes_in(state_dir.memory_path / "spool") > 0
         return is_in_memory or self.config.node in run_dir.spool_dirs()
 
@@ -472,6 +565,8 @@ class Agent:
         self._counted["dropped"] += run.num_dropped
         self._counted["corrupt"] += run.spool.corrupt
         run.close()
+        self._destined.discard(run_id)
+        self._told_away.pop(run_id, None)
         self._idle_since.pop(run_id, None)
         self.sampling.forget(run_id)
         return True

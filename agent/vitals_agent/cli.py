@@ -13,6 +13,7 @@ from trainvitals.errors import ConfigError, VitalsError
 from trainvitals.identity import check_run_id, safe_node_id
 
 if TYPE_CHECKING:
+    from vitals_agent.agent import AgentConfig
     from vitals_agent.collector_endpoint import CollectorEndpoint
 
 _Dir = Annotated[
@@ -64,6 +65,16 @@ _Once = Annotated[
     bool,
     typer.Option("--once", help="Store what ranks that have ended left on this node, then exit."),
 ]
+_LingerHours = Annotated[
+    float,
+    typer.Option(
+        "--linger-hours",
+        envvar="VITALS_LINGER_HOURS",
+        min=0.0,
+        help="How long a training's own agent waits after the training's end for a collector that "
+        "is away; then any later agent on the node sends what is left.",
+    ),
+]
 _Child = Annotated[bool, typer.Option("--child", hidden=True)]
 
 
@@ -86,6 +97,7 @@ def agent(
     retain_hours: _RetainHours = 24.0,
     retain_mb: _RetainMegabytes = 1024,
     once: _Once = False,
+    linger_hours: _LingerHours = 24.0,
     child: _Child = False,
 ) -> None:
     """Run the node agent: store metrics, sample hardware, forward, relay commands.
@@ -94,8 +106,16 @@ def agent(
     """
     from trainvitals.io.private import private_base
     from vitals_agent.agent import Agent, AgentConfig
-    from vitals_agent.daemon import LoopConfig, log_to_stderr, run, wait_for_leaving
+    from vitals_agent.daemon import (
+        LoopConfig,
+        close_inherited,
+        log_to_stderr,
+        run,
+        wait_for_leaving,
+    )
 
+    if child:
+        close_inherited()
     host, port = _address(listen)
     log_to_stderr(logging.WARNING if once else logging.INFO)
     endpoint, read_token, notice = _endpoint(collector, token_file, run_id, child=child)
@@ -107,6 +127,9 @@ def agent(
         host=host,
         port=port,
         read_token=read_token,
+        collector=_name_of(collector) if endpoint is not None else "",
+        is_collector_named=bool(collector),
+        takes_over=child,
         notice=notice,
         keeps_history=endpoint is None or not collector,
         retain_seconds=retain_hours * 3600.0,
@@ -121,10 +144,50 @@ def agent(
             reachable=endpoint.reachable if endpoint else None,
             ahead=endpoint.send_ahead if endpoint else None,
         )
-        run(served, LoopConfig(child=child, once=once))
+        outcome = run(served, LoopConfig(child=child, once=once))
+        if child and run_id and endpoint is not None and outcome == "ended" and linger_hours:
+            _linger(config, endpoint, linger_hours)
     finally:
         if endpoint is not None:
             endpoint.close()
+
+
+def _linger(config: "AgentConfig", endpoint: "CollectorEndpoint", hours: float) -> None:
+    """Wait for the collector with what it lacks of the run, if it is to have any of it."""
+    from trainvitals.io.rundir import RunDir
+    from vitals_agent.agent import Agent
+    from vitals_agent.daemon import LoopConfig, linger, log, run
+    from vitals_agent.state_dir import AgentStateDir
+
+    path = RunDir(config.vitals_dir / config.run_id).agent_path(config.node)
+    state_dir = AgentStateDir(path, config.base)
+    num_rows = state_dir.num_waiting() if state_dir.destination() == config.collector else 0
+    if not num_rows:
+        return
+    log.warning(
+        "%d rows of run %s wait in %s: the collector at %s does not answer. This process (pid %d) "
+        "sends them once it does, for %g hours; `kill %d` ends that, and any later agent on this "
+        "node sends them",
+        *(num_rows, config.run_id, path, config.collector, os.getpid(), hours, os.getpid()),
+    )
+    linger(
+        lambda: run(
+            Agent(config, client=endpoint, reachable=endpoint.reachable),
+            LoopConfig(child=True, lingers=True),
+        ),
+        is_waiting=lambda: state_dir.num_waiting(1) > 0,
+        answers=endpoint.answers,
+        seconds=hours * 3600.0,
+    )
+
+
+def _name_of(collector: str) -> str:
+    """Return the collector's name in files: the same for all who mean the same one."""
+    from trainvitals.io.client import default_data_dir
+    from trainvitals.io.setting_paths import collector_folder
+
+    folder = collector_folder(collector) if collector else default_data_dir(os.environ)
+    return collector if folder is None else str(folder)
 
 
 def _endpoint(

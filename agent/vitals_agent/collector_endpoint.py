@@ -164,6 +164,14 @@ class CollectorEndpoint:
                 self._reconnect()
             return self._client is not None
 
+    def answers(self, now: float) -> bool:
+        """Return whether a collector answers just now; where one does not, the next has a turn."""
+        client = self._client if self.reachable(now) else None
+        if client is not None and client.answers():
+            return True
+        self._is_doubtful = True
+        return False
+
     def ingest(self, raw: bytes) -> IngestReply:
         """Store one batch."""
         return self._call(lambda client: client.ingest(raw))

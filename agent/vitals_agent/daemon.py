@@ -1,7 +1,9 @@
 """The agent as a process: what it waits for before, its loop, when it ends, and how."""
 
+import contextlib
 import logging
 import os
+import random
 import signal
 import sys
 import threading
@@ -10,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.identity import Identity
 from trainvitals.io.journal import discover
 from trainvitals.io.rundir import RunDir
 from vitals_agent.agent import Agent
+from vitals_agent.backoff import Backoff
 from vitals_agent.io_loop import IoThread
 from vitals_agent.process import RankProcess
 from vitals_agent.state_dir import AgentStateDir
@@ -34,6 +38,8 @@ class LoopConfig:
     """Started by a rank: end with the ranks, and leave quietly if another agent is there."""
     once: bool = False
     """Turn one cycle and end."""
+    lingers: bool = False
+    """A child whose ranks are gone: begin with what they left, and end once a collector has it."""
     drain_grace_seconds: float = 15.0
     """How long a child waits, after the last rank is gone, for a collector that does not answer, or
     a disk that takes no more."""
@@ -86,7 +92,11 @@ class Ending:
         return drained or now - self._idle_since >= self._config.drain_grace_seconds
 
 
-def run(agent: Agent, config: LoopConfig) -> None:
+Outcome = Literal["ended", "stopped", "elsewhere"]
+"""How a loop came to its end: by itself, by a signal, or as another agent serves the folder."""
+
+
+def run(agent: Agent, config: LoopConfig) -> Outcome:
     """Start the agent, turn it until its end is reached, and stop it.
 
     SIGTERM and SIGINT end it within seconds, with what it has drained, synced and, where a
@@ -95,10 +105,10 @@ def run(agent: Agent, config: LoopConfig) -> None:
     Raises:
         UsageError: another agent serves the folder, and this one is no child.
     """
-    parent = os.getppid()
+    parent = 0 if config.lingers else os.getppid()
     with _Signals() as signals:
         if not _start(agent, config):
-            return
+            return "elsewhere"
         try:
             if config.once:
                 agent.cycle(time.monotonic())
@@ -106,11 +116,14 @@ def run(agent: Agent, config: LoopConfig) -> None:
                 _turn(agent, config, signals, parent)
         finally:
             agent.stop()
+        return "stopped" if signals.count else "ended"
 
 
 def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) -> None:
     """Turn the agent here, and its I/O loop on a thread of its own, until the end is reached."""
     ending = Ending(config)
+    if config.lingers:
+        agent.io_loop.look(time.monotonic())  # before the first turn, which asks what is left
     io_thread = IoThread(agent.io_loop, interval_seconds=config.interval_seconds)
     if agent.ahead is not None:
         agent.ahead.start()
@@ -186,6 +199,57 @@ def log_to_stderr(level: int) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s vitals-agent %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(level)
+
+
+# --------------------------------------------------------------- a run that ended, and no collector
+
+
+def linger(
+    deliver: Callable[[], Outcome],
+    *,
+    is_waiting: Callable[[], bool],
+    answers: Callable[[float], bool],
+    seconds: float,
+    stopwatch: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Deliver what waits as soon as a collector answers.
+
+    In between no lock is held: any other agent may deliver it first. The collector gives silent
+    runs a minute after its own start: it is asked more often than that.
+
+    Args:
+        deliver: sends it, as far as it can.
+        is_waiting: whether anything is left to send.
+        answers: whether a collector answers just now.
+        seconds: after which it is left to other agents.
+        stopwatch: monotonic.
+        sleep: waits.
+    """
+    backoff = Backoff(first_seconds=1.0, max_seconds=20.0, rng=random.Random())
+    deadline = stopwatch() + seconds
+    while (now := stopwatch()) < deadline:
+        if backoff.due(now):
+            try:
+                if not is_waiting() or (answers(now) and deliver() == "stopped"):
+                    return
+            except (OSError, VitalsError) as error:  # a disk or a network that is away
+                log.debug("cannot deliver yet: %s", error)
+            backoff.failed(now)
+        sleep(1.0)
+
+
+def close_inherited() -> None:
+    """Close what this process was started with, but for its output.
+
+    A lock of ``flock``, or a pipe that somebody reads to its end, would else be held for as long as
+    it outlives the training.
+    """
+    for path in list(Path("/dev/fd").iterdir()):
+        fd = int(path.name)
+        with contextlib.suppress(OSError):  # it was that of the listing itself
+            if fd > 2 and os.get_inheritable(fd):
+                os.close(fd)
 
 
 # --------------------------------------------------------------------- agents that are about to end

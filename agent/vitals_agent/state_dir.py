@@ -16,8 +16,10 @@ import msgspec
 from trainvitals.errors import StorageError, UsageError, VitalsError
 from trainvitals.io.private import ensure_private_dir, open_private
 from trainvitals.io.rundir import is_full
+from trainvitals.io.spool import unacknowledged
 
 TOKEN_FILE = "read.token"
+DESTINATION_FILE = "collector"
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 
 log = logging.getLogger("vitals_agent")
@@ -182,6 +184,38 @@ class AgentStateDir:
         """Where the token lies."""
         path = self.path / TOKEN_FILE
         return path if path.exists() or self._local is None else self.memory_path / TOKEN_FILE
+
+    def destination(self) -> str:
+        """Return which collector the rows here are for; nothing where no agent of ours said so."""
+        try:
+            return (
+                _read_private(self.path / DESTINATION_FILE)
+                or _read_private(self.memory_path / DESTINATION_FILE)
+            ).strip()
+        except (OSError, VitalsError):
+            return ""
+
+    def set_destination(self, collector: str) -> None:
+        """Leave word of that: another agent may have to send what this one cannot."""
+        if self.destination() != collector:
+            self._write(DESTINATION_FILE, f"{collector}\n".encode())
+
+    def num_waiting(self, most: int | None = None) -> int:
+        """Return how many rows in the spool no collector has acknowledged; needs no lock.
+
+        Args:
+            most: stop to count there.
+
+        Raises:
+            OSError: the spool cannot be read.
+        """
+        num_rows = 0
+        for folder in (self.path, self.memory_path):
+            for header in unacknowledged(folder / "spool"):
+                num_rows += header.num_rows
+                if most is not None and num_rows >= most:
+                    return num_rows
+        return num_rows
 
     def publish(self, info: AgentInfo) -> None:
         """Write ``agent.json``, whole or not at all."""

@@ -125,11 +125,12 @@ ENGINE_RULES = (
         name="VitalsAlert",
         # The last word counts for a day: a collector that died resolves nothing, only a word of
         # its own does, or of another collector over the same database.
-        expr="max by (run, alert, severity) (last_over_time("
+        expr="max by (run, alert, severity, cause) (last_over_time("
         'collector_alert_firing{severity=~"page|notify"}[24h])) == 1 '
-        "unless on (run, alert, severity) max by (run, alert, severity) "
+        "unless on (run, alert, severity, cause) max by (run, alert, severity, cause) "
         "(collector_alert_firing) == 0",
-        summary="{{ $labels.alert }}" + _OF_RUN,
+        summary="{{ $labels.alert }}"
+        "{{ if $labels.cause }} ({{ $labels.cause }}){{ end }}" + _OF_RUN,
         description=_by_alert(
             {alert.name: alert.help for alert in _TOLD}, "These rules are older than this alert."
         )

@@ -1,10 +1,13 @@
 import errno
 import os
+import subprocess
+import sys
+from itertools import pairwise
 
 import pytest
 
 from tests.agent.test_io_loop import Stalled
-from vitals_agent.daemon import Ending, LoopConfig, run
+from vitals_agent.daemon import Ending, LoopConfig, linger, run
 
 CALM = {
     "num_living": 0,
@@ -134,3 +137,80 @@ def test_without_threads_once_takes_up_what_is_there(world):
     rank.step(0)
     run(world.agent(start=False), LoopConfig(once=True))
     assert [0] == world.steps()
+
+
+# --------------------------------------------------------------- a run that ended, and no collector
+
+
+class Away:
+    """A collector that answers from some second on, and what waits for it; sleeping is time."""
+
+    def __init__(self, *, answers_from: float, outcomes: list[str]) -> None:
+        self.now, self.answers_from, self.outcomes = 0.0, answers_from, outcomes
+        self.asked_at: list[float] = []
+        self.is_waiting = True
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def answers(self, now: float) -> bool:
+        self.asked_at.append(now)
+        return now >= self.answers_from
+
+    def deliver(self) -> str:
+        self.is_waiting = len(self.outcomes) > 1
+        return self.outcomes.pop(0)
+
+    def wait(self, seconds: float = 86_400.0) -> None:
+        linger(
+            self.deliver,
+            is_waiting=lambda: self.is_waiting,
+            answers=self.answers,
+            seconds=seconds,
+            stopwatch=lambda: self.now,
+            sleep=self.sleep,
+        )
+
+
+def test_it_asks_ever_more_rarely_and_still_within_the_minute_that_a_collector_gives():
+    away = Away(answers_from=40_000.0, outcomes=["ended"])
+    away.wait()
+    pauses = [later - earlier for earlier, later in pairwise(away.asked_at)]
+    assert 2.0 < sum(pauses) / len(pauses)
+    assert max(pauses) <= 22.0
+    assert away.now < 40_000.0 + 44.0
+    assert [] == away.outcomes
+
+
+def test_what_could_not_be_sent_whole_is_tried_again_and_a_signal_ends_it():
+    away = Away(answers_from=0.0, outcomes=["elsewhere", "ended", "stopped", "ended"])
+    away.wait()
+    assert ["ended"] == away.outcomes
+
+
+def test_after_its_time_it_leaves_the_rows_to_other_agents():
+    away = Away(answers_from=1e9, outcomes=["ended"])
+    away.wait(seconds=3_600.0)
+    assert 3_600.0 <= away.now < 3_602.0
+    assert ["ended"] == away.outcomes
+
+
+def test_where_another_agent_delivered_it_or_the_folder_is_gone_it_ends_without_asking():
+    away = Away(answers_from=0.0, outcomes=["ended"])
+    away.is_waiting = False
+    away.wait()
+    assert [] == away.asked_at
+
+
+def test_a_lock_that_was_inherited_is_let_go_and_what_is_its_own_is_not(tmp_path):
+    script = (
+        "import os, sys; from vitals_agent.daemon import close_inherited\n"
+        "own = os.open(os.devnull, os.O_RDONLY)\n"
+        "close_inherited(); os.fstat(own); os.fstat(1)\n"
+        "try: os.fstat(int(sys.argv[1]))\n"
+        "except OSError: print('closed')"
+    )
+    with (tmp_path / "lock").open("w") as lock:
+        command = [sys.executable, "-c", script, str(lock.fileno())]
+        done = subprocess.run(command, pass_fds=[lock.fileno()], capture_output=True, text=True)
+    assert ("closed\n", "") == (done.stdout, done.stderr)

@@ -3,10 +3,11 @@ from functools import partial
 
 import pytest
 
-from tests.agent.builders import RUN, STEPS, rows_in
+from tests.agent.builders import OTHER_RUN, RUN, STEPS, rows_in
 from tests.agent.stub_collector import StubCollector
 from trainvitals.errors import FormatError, NewerVersionError, TransportError
 from trainvitals.io.client import CollectorClient
+from trainvitals.io.discovery import AWAY_FILE
 from trainvitals.io.spool import Spool
 from trainvitals.wire import IngestReply, decode_batch
 from vitals_agent.backoff import Backoff, Pace
@@ -388,3 +389,113 @@ def test_a_collector_that_asks_to_be_left_alone_is(world, stub, client):
     assert [] == stub.batches
     agent.cycle(81.0)
     assert [0] == shipped_steps(stub.batches)
+
+
+# -------------------------------------------------------------- what an ended run left on the node
+
+
+def left_behind(world, stub, client, **config) -> None:
+    """Have a run end here with rows that its agent could not send."""
+    stub.failing = True
+    rank = world.rank(run_id=OTHER_RUN, pid=0)
+    rank.step(0, 1, 2)
+    rank.close()
+    first = world.agent(client=client, run_id=OTHER_RUN, start=False, **config)
+    first.start()
+    first.cycle(0.0)
+    first.stop()
+    stub.failing = False
+
+
+BOUND = {"collector": "http://c:1", "takes_over": True}
+
+
+def test_the_agent_of_a_later_run_sends_what_an_ended_one_left_once(world, stub, client):
+    left_behind(world, stub, client, **BOUND)
+    world.rank()
+    for _ in range(2):
+        agent = world.agent(client=client, run_id=RUN, start=False, **BOUND)
+        agent.start()
+        for now in range(3):
+            agent.cycle(float(now))
+        agent.stop()
+    assert [0, 1, 2] == shipped_steps(stub.batches)
+
+
+def test_what_ended_during_an_outage_is_looked_for_once_the_collector_is_back(world, stub, client):
+    rank = world.rank()
+    rank.step(6)
+    agent = world.agent(client=client, run_id=RUN, **BOUND)
+    agent.cycle(0.0)
+    left_behind(world, stub, client, **BOUND)
+    agent.cycle(61.0)
+    assert [RUN] == list(agent.runs)
+    stub.failing = True
+    rank.step(7)
+    agent.cycle(62.0)
+    stub.failing = False
+    for now in (130.0, 131.0, 132.0):
+        agent.cycle(now)
+    assert [0, 1, 2, 6, 7] == shipped_steps(stub.batches)
+
+
+@pytest.mark.parametrize("collector", ["http://c:1", "http://d:1"])
+def test_what_was_meant_for_this_collector_is_no_history_once_it_has_it(
+    world, stub, client, collector
+):
+    left_behind(world, stub, client, **BOUND)
+    agent = world.agent(client=client, collector=collector, keeps_history=False)
+    agent.cycle(0.0)
+    assert (collector != BOUND["collector"]) == agent.runs[OTHER_RUN].keeps_history
+
+
+@pytest.mark.parametrize("other", [{"collector": "http://d:1"}, {"takes_over": False}])
+def test_what_is_for_another_collector_or_not_asked_for_is_left_alone(world, stub, client, other):
+    left_behind(world, stub, client, **BOUND)
+    agent = world.agent(client=client, run_id=RUN, **{**BOUND, **other})
+    agent.cycle(0.0)
+    assert [] == shipped_steps(stub.batches)
+    assert [] == list(agent.runs)
+
+
+def test_a_run_with_a_living_rank_is_left_to_its_own_agent(world, stub, client):
+    left_behind(world, stub, client, **BOUND)
+    world.rank(1, run_id=OTHER_RUN)
+    agent = world.agent(client=client, run_id=RUN, **BOUND)
+    agent.cycle(0.0)
+    assert [] == list(agent.runs)
+
+
+def test_rows_that_no_agent_came_to_copy_are_taken_up_with_the_run(world, stub, client):
+    left_behind(world, stub, client, **BOUND)
+    killed = world.rank(1, run_id=OTHER_RUN, pid=0)
+    killed.step(3, 4)
+    agent = world.agent(client=client, run_id=RUN, **BOUND)
+    for now in range(3):
+        agent.cycle(float(now))
+    assert [0, 1, 2, 3, 4] == shipped_steps(stub.batches)
+
+
+def test_a_run_that_never_saw_a_collector_nobody_named_is_for_none(world, stub, client):
+    unnamed = {**BOUND, "is_collector_named": False}
+    stub.failing = True
+    rank = world.rank(run_id=OTHER_RUN, pid=0)
+    rank.step(0)
+    rank.close()
+    first = world.agent(client=client, run_id=OTHER_RUN, reachable=lambda now: False, **unnamed)
+    first.cycle(0.0)
+    assert "" == first.runs[OTHER_RUN].state_dir.destination()
+
+
+def test_while_the_collector_is_away_a_file_in_memory_says_so(world, stub, client):
+    stub.failing = True
+    world.rank().step(0)
+    agent = world.agent(client=client, run_id=RUN, **BOUND)
+    note = world.base / RUN / AWAY_FILE
+    agent.cycle(0.0)
+    agent.cycle(1.0)
+    assert "http://c:1" == note.read_text()
+    stub.failing = False
+    agent.cycle(100.0)
+    agent.cycle(101.0)
+    assert not note.exists()

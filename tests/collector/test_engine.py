@@ -250,6 +250,23 @@ def test_a_run_whose_processes_are_all_gone_is_lost_at_once_and_told_after_its_h
     assert ["RunLost firing"] == place.look()
 
 
+def test_a_second_death_is_not_told_with_the_first_ones_process(place: Place):
+    """Node and agent died together: that of the relaunch tells of the first death, late."""
+    place.send(Writer(pid=7, world_size=1, started=START).steps(range(6)))
+    again, agent = Writer(pid=8, world_size=1, started=START + 10), Writer("node:node-a")
+    place.send(again.steps(range(6, 9)))
+    for pid, at in ((7, START + 20), (8, START + 30)):
+        text = f"rank 0 (pid {pid} on node-a) ended without a clean exit; its last step is 8"
+        place.send(agent.events(Note(code="rank_gone", text=text), step=8, at=at))
+        place.send(agent.process_rows(8, {0: (pid, 0)}))
+    place.look()
+    place.clock.advance(15)
+    assert ["RunLost firing"] == place.look()
+    summary = place.heard.alerts[0].summary
+    assert "pid 8" in summary
+    assert "pid 7" not in summary
+
+
 def test_a_run_above_its_cap_is_told_once_until_it_is_below_also_over_a_restart(place: Place):
     place.send(Writer().steps(range(3), loss=1.0))
     assert [] == place.look()

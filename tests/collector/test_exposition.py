@@ -22,8 +22,10 @@ from vitals_collector.alerts.inbox import Occurrence, listed
 from vitals_collector.alerts.notifiers import LogNotifier
 from vitals_collector.api.exposition import (
     MAX_ALERTS,
+    MAX_CAUSES,
     MAX_REASONS,
     MAX_RUNS,
+    OTHER_CAUSES,
     StoreCollector,
 )
 from vitals_collector.ingest.ingest import ingest
@@ -131,7 +133,8 @@ def test_the_values_are_the_newest_row_of_rank_zero(page: Page):
     assert 1.0 == page.value("train_run_state", run=RUN, state="running")
     assert 1.0 == page.value("collector_commands_total", status="pending")
     assert 1.0 == page.value("collector_alerts_total", alert="StepSkipped", severity="log")
-    assert 1.0 == page.value("collector_alert_firing", run=RUN, alert="StepSkipped", severity="log")
+    skip = {"run": RUN, "alert": "StepSkipped", "severity": "log", "cause": "nonfinite_loss"}
+    assert 1.0 == page.value("collector_alert_firing", **skip)
     told = page.value("collector_notifications_total", notifier="log", outcome="delivered")
     assert told == 2.0
 
@@ -289,6 +292,29 @@ def test_a_flood_of_alerts_that_page_nobody_leaves_the_page_in(page: Page):
     assert [1.0] == [s.value for s in samples if s.labels["severity"] == "page"]
 
 
+def test_two_alerts_of_one_name_in_one_run_are_told_apart(page: Page):
+    page.send(Writer().steps([0]))
+    raise_alert(page, RUN, "NodeLost", "page", "node-a")
+    raise_alert(page, RUN, "NodeLost", "page", "node-b")
+    about = {"run": RUN, "alert": "NodeLost", "severity": "page"}
+    views = listed(page.store, now_unix_ns=page.clock.time_ns())
+    (first,) = [view for view in views if view.labels["cause"] == "node-a"]
+    page.acting.inbox.report(ended(first, page.clock.time_ns()))
+    assert 0.0 == page.value("collector_alert_firing", **about, cause="node-a")
+    assert 1.0 == page.value("collector_alert_firing", **about, cause="node-b")
+
+
+def test_of_names_that_a_training_makes_as_it_goes_the_first_are_told_apart(page: Page):
+    page.send(Writer().steps([0]))
+    for i in range(MAX_CAUSES + 5):
+        page.clock.advance(1)
+        raise_alert(page, RUN, "UserAlert", "page", f"loss at {i}")
+    families = {f.name: f for f in text_string_to_metric_families(page.text())}
+    causes = [s.labels["cause"] for s in families["collector_alert_firing"].samples]
+    assert {OTHER_CAUSES, *(f"loss at {i}" for i in range(MAX_CAUSES))} == set(causes)
+    assert MAX_CAUSES + 1 == len(causes)
+
+
 def test_an_alert_that_resolved_is_told_as_over_for_a_day_also_by_another_process(page: Page):
     writer = Writer()
     page.send(writer.steps([0], loss=1.0))
@@ -296,7 +322,7 @@ def test_an_alert_that_resolved_is_told_as_over_for_a_day_also_by_another_proces
     for _ in range(6):
         page.clock.advance(20)
         page.acting.engine.poll()
-    lost = {"run": RUN, "alert": "RunLost", "severity": "page"}
+    lost = {"run": RUN, "alert": "RunLost", "severity": "page", "cause": ""}
     assert 1.0 == page.value("collector_alert_firing", **lost)
     page.send(writer.steps([1], loss=1.0))
     page.acting.engine.poll()
@@ -311,7 +337,7 @@ def test_an_alert_that_resolved_is_told_as_over_for_a_day_also_by_another_proces
 def test_an_alert_of_a_run_that_was_removed_is_over(page: Page):
     page.send(Writer().steps([0]))
     raise_alert(page, RUN, "StateDamaged", "page", "x")
-    about = {"run": RUN, "alert": "StateDamaged", "severity": "page"}
+    about = {"run": RUN, "alert": "StateDamaged", "severity": "page", "cause": "x"}
     assert 1.0 == page.value("collector_alert_firing", **about)
     with page.store.write() as connection:
         connection.execute(alerts.delete())
@@ -333,7 +359,7 @@ def test_a_receiver_that_refuses_fires_as_an_alert_of_no_run(page: Page):
         updated_unix_ns=page.clock.time_ns(),
     )
     page.acting.inbox.report(refusal)
-    about = {"run": "", "alert": "ReceiverFailing", "severity": "page"}
+    about = {"run": "", "alert": "ReceiverFailing", "severity": "page", "cause": "team"}
     assert 1.0 == page.value("collector_alert_firing", **about)
     page.acting.inbox.report(ended(refusal, page.clock.time_ns()))
     assert 0.0 == page.value("collector_alert_firing", **about)
@@ -362,7 +388,7 @@ def test_a_silenced_page_does_not_fire(page: Page):
     (view,) = listed(page.store, now_unix_ns=page.clock.time_ns())
     request = AckRequest(by="me", reason="known", silence_seconds=60.0)
     page.acting.inbox.acknowledge(view.fingerprint, request)
-    about = {"run": RUN, "alert": "StateDamaged", "severity": "page"}
+    about = {"run": RUN, "alert": "StateDamaged", "severity": "page", "cause": "x"}
     assert 0.0 == page.value("collector_alert_firing", **about)
     page.clock.advance(61)
     assert 1.0 == page.value("collector_alert_firing", **about)

@@ -39,7 +39,7 @@ from vitals_collector.alerts.receivers import (
     load_notifier_settings,
     notifier_settings,
 )
-from vitals_collector.alerts.worker import WorkerNotifier
+from vitals_collector.alerts.worker import WorkerNotifier, send_test
 from vitals_collector.cli import control
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.storage.store import open_data_store
@@ -499,6 +499,23 @@ def test_vitals_alerts_test_says_per_receiver_what_happened(
         only = CliRunner().invoke(app, [*words, "--receiver", "good"])
         assert (0, 2) == (only.exit_code, len(server.posted))
     assert "s3cret" not in result.output + caplog.text
+
+
+def test_test_messages_go_to_all_receivers_at_once_and_results_keep_their_order():
+    both = threading.Barrier(2)
+
+    def answer(connection: socket.socket) -> None:
+        connection.recv(65536)
+        both.wait(20)  # the other one is asked meanwhile
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    with tcp(answer) as first, tcp(answer) as second:
+        urls = [f"http://127.0.0.1:{port}/" for port in (first, second)]
+        settings = notifier_settings(webhooks=urls)
+        results = send_test(settings, "", now_unix_ns=1)
+    names = [each.name for each in settings.receivers]
+    assert [(name, DELIVERED) for name in names] == results
+    assert [] == children()
 
 
 # ------------------------------------------------------------------------------------- kill -9

@@ -183,6 +183,20 @@ class TestAlerts:
         }
         assert [expected] == fire(tmp_path, series, "2m", "VitalsAlert")
 
+    def test_a_second_alert_of_one_name_fires_and_resolves_by_itself(self, tmp_path):
+        node = FIRING + 'alert="NodeLost", severity="page", cause='
+        series = {node + '"node-a"}': "1x8 0x40", node + '"node-b"}': "_x4 1x16 0x40"}
+
+        def nodes(at: str) -> list[str]:
+            return sorted(alert["cause"] for alert in fire(tmp_path, series, at, "VitalsAlert"))
+
+        assert ["node-a"] == nodes("45s")
+        assert ["node-a", "node-b"] == nodes("1m45s")
+        assert ["node-b"] == nodes("4m")
+        assert [] == nodes("7m")
+        text = said_of(tmp_path, series, "4m", "VitalsAlert")
+        assert 'summary="NodeLost (node-b) on run R"' in text
+
     def test_it_resolves_when_the_engine_says_so(self, tmp_path):
         series = {FIRING + 'alert="RolledBack", severity="notify"}': "1x8 0x20"}
         assert 1 == len(fire(tmp_path, series, "2m", "VitalsAlert"))

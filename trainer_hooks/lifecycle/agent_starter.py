@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.run_paths import RunPaths
 from trainer_hooks.step.emit import Emitter
+from trainvitals.io.discovery import AWAY_FILE
 from trainvitals.io.rundir import is_full
 from trainvitals.io.setting_paths import with_absolute_paths
 from trainvitals.records import Note
@@ -53,6 +54,7 @@ class Starter:
     def __init__(self, place: RunPaths, environ: Mapping[str, str]) -> None:
         assert place.folder is not None, "without journals there is nothing to ship"
         variables = {"VITALS_NODE": place.node, "VITALS_SHM": str(place.folder.parent.parent)}
+        self._away = place.folder / AWAY_FILE
         # A later start of it may find the training in another working directory.
         self._environ = {**with_absolute_paths(environ), **variables}
         self._run_id, self.directory = place.run_dir.run_id, str(place.run_dir.path.parent)
@@ -81,6 +83,13 @@ class Starter:
             ],
             setsid=True,
         )
+
+    def away(self) -> str:
+        """Return the collector that does not answer, as the agent says; nothing where all is well.
+
+        It lies in memory: no disk is waited for.
+        """
+        return self._away.read_text() if self._away.exists() else ""
 
     def close(self) -> None:
         """Start none any more; one that runs goes on."""
@@ -134,11 +143,17 @@ class NodeAgent:
         with self._faults.fail_open("agent.look"):
             self._look(now_ns, step, attempt)
 
-    def close(self, now_ns: int, *, step: int, attempt: int) -> None:
-        """Look a last time: without an agent the last rows would stay where they are."""
+    def close(self, now_ns: int, *, step: int, attempt: int) -> str:
+        """Look a last time: without an agent the last rows would stay where they are.
+
+        Returns:
+            The collector that does not answer; nothing where all is well.
+        """
         with self._faults.fail_open("agent.look"):
             self._look(now_ns, step, attempt, last=True)
             self._start.close()
+            return self._start.away()
+        return ""
 
     def _look(self, now_ns: int, step: int, attempt: int, *, last: bool = False) -> None:
         # A forked child has no children of ours, and must not start any.

@@ -300,14 +300,17 @@ class Loop:
             with controller.faults.fail_open("close"):
                 if controller.recovery is not None:
                     controller.recovery.close()
+            away = ""
             if controller.agent is not None:
                 now = controller.clock.monotonic_ns()
-                controller.agent.close(now, step=self._step, attempt=self.attempt)
+                away = controller.agent.close(now, step=self._step, attempt=self.attempt)
             self.shutdown.say(state, reason)
             if controller.terminal is not None:
                 how = "was stopped" if controller.halted is not None else state
                 with controller.faults.fail_open("terminal"):
                     controller.terminal.ended(how, controller.last_step + 1)
+                    if away and controller.agent is not None:
+                        controller.terminal.left_behind(away, controller.agent.pid)
             self._release()
             closed(self)
 

@@ -157,6 +157,15 @@ class Terminal:
             )
         _LOG.info("vitals: details: vitals show %s", self._path)
 
+    def left_behind(self, collector: str, agent_pid: int | None) -> None:
+        """Say who waits with what for a collector that does not answer."""
+        _LOG.warning(
+            "vitals: the collector at %s does not answer, so rows of this run wait on disk. Its "
+            "agent (pid %s) stays for VITALS_LINGER_HOURS (24) at most to send them; `kill %s` "
+            "ends it, and any later agent on this node sends them",
+            *(collector, agent_pid, agent_pid),
+        )
+
     def interrupted(self, step: int | None, folder: Path) -> None:
         """Say, after Ctrl-C, what a start can continue from.
 

@@ -12,6 +12,10 @@ from trainvitals.identity import Identity, check_run_id
 from trainvitals.io.private import ensure_private_dir, open_private
 from trainvitals.io.segments import CLOSED, ClosedMarker
 
+AWAY_FILE = "collector_away"
+"""In the run's folder: the collector that does not answer, as long as it does not. The agent writes
+it, and the rank that started the agent says at its end what waits for whom."""
+
 
 class JournalRef(msgspec.Struct, frozen=True, order=True):
     """A journal that was found: its folder, its run, and where the run's directory is, if known."""

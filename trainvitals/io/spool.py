@@ -42,7 +42,7 @@ from trainvitals.io.spool_files import (
 )
 from trainvitals.wire import BatchHeader, decode_batch
 
-__all__ = ["Position", "Spool", "read_batches"]
+__all__ = ["Position", "Spool", "read_batches", "unacknowledged"]
 
 FILE_BYTES = 8 << 20
 SAVE_BYTES = 1 << 18
@@ -502,6 +502,18 @@ class Spool:
             where = path or (self._path(self._number) if self._fd >= 0 else self.directory)
             text = f"{where}: {error.strerror or error}; {outcome}"
             raise StorageError(text, hint=_HINT) from error
+
+
+def unacknowledged(directory: Path) -> Iterator[BatchHeader]:
+    """Yield the header of each intact batch that waits in a spool, for any reader.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    for _, raw in read_batches(directory, load_state(directory / STATE_FILE).acked):
+        header = _header(raw)
+        if header is not None:
+            yield header
 
 
 def _note(last: dict[Key, int], key: Key, seq: int) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Protocol, runtime_checkable
 
 import msgspec
@@ -176,10 +177,14 @@ def build_notifiers(
     return (LogNotifier(), *workers)
 
 
+_MOST_AT_ONCE = 16
+"""Receivers that are sent a test message together, each by a process of its own."""
+
+
 def send_test(
     settings: NotifierSettings, receiver: str, *, now_unix_ns: int
 ) -> list[tuple[str, Result]]:
-    """Send a test message to one receiver, or to all, and return what became of each."""
+    """Send a test message to one receiver, or to all at once; return what became of each."""
     # Here, for it brings all detectors along, and a page must not wait until they are loaded.
     from trainvitals.alerting import fingerprint
 
@@ -195,13 +200,17 @@ def send_test(
         started_unix_ns=now_unix_ns,
         updated_unix_ns=now_unix_ns,
     )
-    results = []
-    for each in settings.receivers:
-        if receiver in ("", each.name):
-            notifier = WorkerNotifier(each, links=settings.links)
-            results.append((each.name, notifier.notify([alert])))
+
+    def send(one: ReceiverSettings) -> tuple[str, Result]:
+        notifier = WorkerNotifier(one, links=settings.links)
+        try:
+            return one.name, notifier.notify([alert])
+        finally:
             notifier.close()
-    return results
+
+    asked = [each for each in settings.receivers if receiver in ("", each.name)]
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as at_once:  # one that hangs delays no other
+        return list(at_once.map(send, asked))
 
 
 # --------------------------------------------------------------------------------- the process

@@ -5,7 +5,7 @@ name, cut short; runs that are not among the newest do not appear.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, get_args
 
@@ -23,7 +23,7 @@ from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
 from trainvitals.clock import Clock
 from trainvitals.detect.registry import ACTED_CAUSES
 from trainvitals.errors import VitalsError
-from trainvitals.views import CommandStatus, RunSummary
+from trainvitals.views import AlertView, CommandStatus, RunSummary
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.alerts.silences import silences_now
@@ -49,12 +49,15 @@ SHOWN_AFTER_END_SECONDS = 3_600.0
 _OF_RUN = tuple(metric for metric in STEP_METRICS if metric.scope == "run")
 MAX_REASONS = 20
 MAX_ALERTS = 500
-"""Series of alerts that page nobody. Those that page have no cap."""
+"""Series of alerts that page nobody. Those that page have no cap but that of their causes."""
 TOLD_AFTER_END_SECONDS = 86_400.0
 """How long an alert that resolved is told as 0: rules believe an older 1 for as long, so that the
 death of this process resolves nothing."""
 _REJECTIONS = [(code,) for code in sorted(_codes(VitalsError) | {BUSY, FULL, LOCKED})]
 MAX_LABEL = 80
+MAX_CAUSES, OTHER_CAUSES = 32, "others"
+"""Of one alert in one run, each told by itself; what more there is, is told as one: names may be
+made by a training as it goes."""
 
 Labels = tuple[str, ...]
 Samples = dict[Labels, float]
@@ -116,12 +119,18 @@ class StoreCollector(Collector):
     def _firing(self, now_unix_ns: int) -> Samples:
         """Return 1 for what fires and 0 for what no longer does; what pages comes first."""
         horizon = now_unix_ns - int(TOLD_AFTER_END_SECONDS * 1e9)
+        told: dict[Labels, list[tuple[int, str, bool]]] = {}
         samples: Samples = {}
         with self._store.read() as connection:
             silences = silences_now(connection, now_unix_ns)
             for row in connection.execute(_told_alerts(horizon)):
-                is_loud = row.state == "firing" and silences.of(entry_of(row).view) is None
-                key = (row.run_id or "", row.name, row.severity)
+                view = entry_of(row).view
+                is_loud = row.state == "firing" and silences.of(view) is None
+                about: Labels = (row.run_id or "", row.name, row.severity)
+                told.setdefault(about, []).append((row.started_unix_ns, _cause_of(view), is_loud))
+        for about, alerts_of_it in told.items():
+            for (*_, is_loud), cause in zip(alerts_of_it, _bounded(alerts_of_it), strict=True):
+                key = (*about, cause)
                 samples[key] = max(float(is_loud), samples.get(key, 0.0))
         self._fired = {key: at for key, at in self._fired.items() if at >= horizon}
         self._fired |= {key: now_unix_ns for key, value in samples.items() if value}
@@ -130,6 +139,19 @@ class StoreCollector(Collector):
         quiet.sort(key=lambda item: -item[1])
         pages = [item for item in every.items() if item[0][2] == "page"]
         return dict(pages + quiet[:MAX_ALERTS])
+
+
+def _cause_of(alert: AlertView) -> str:
+    """Return what tells it from others of its name in its run: a rule, a node, a receiver."""
+    about = {name: value for name, value in alert.labels.items() if name != "run"}
+    return _label(about.get("cause", ",".join(about[name] for name in sorted(about))))
+
+
+def _bounded(alerts_of_it: Sequence[tuple[int, str, bool]]) -> Iterator[str]:
+    """Yield the cause under which each is told; those that began first keep their own."""
+    first = dict.fromkeys(cause for _, cause, _ in sorted(alerts_of_it))
+    own = set(list(first)[:MAX_CAUSES])
+    return (cause if cause in own else OTHER_CAUSES for _, cause, _ in alerts_of_it)
 
 
 def _told_alerts(horizon_unix_ns: int) -> Select[Any]:

@@ -357,7 +357,7 @@ def send_test_messages(
     receiver: Annotated[str, typer.Option(help="Only the receiver of this name.")] = "",
     form: Form = Format.TABLE,
 ) -> None:
-    """Send a test message to each receiver and show what became of it.
+    """Send a test message to all receivers at once and show what became of each.
 
     Addresses come from the file and from the environment (VITALS_COLLECTOR_WEBHOOK,
     VITALS_COLLECTOR_ALERTMANAGER), as they do for the collector.

@@ -564,7 +564,7 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
         failure = connection.execute(query).first()
         if failure is not None:
             return f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
-    lost_memory = (
+    notes = (
         select(events.c.summary)
         .where(
             events.c.run_id == run_id,
@@ -573,10 +573,30 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
             events.c.time_unix_ns >= started_unix_ns,
         )
         .order_by(events.c.time_unix_ns)
-        .limit(1)
     )
-    note: str = connection.execute(lost_memory).scalar() or ""
-    return note.removesuffix(_GONE)
+    # An agent may tell of the death before a relaunch only after the relaunch began.
+    replaced = _replaced(connection, run_id)
+    for note in connection.execute(notes).scalars():
+        if not any(process in note for process in replaced):
+            return str(note).removesuffix(_GONE)
+    return ""
+
+
+def _replaced(connection: Connection, run_id: str) -> set[str]:
+    """Return the processes of ranks that were started again since, as an agent calls them."""
+    columns = [sources.c[name] for name in _PROCESS]
+    ranks = connection.execute(
+        select(*columns).where(sources.c.run_id == run_id, sources.c.source.startswith("rank:"))
+    )
+    starts: dict[str, list[Row[Any]]] = defaultdict(list)
+    for rank in ranks:
+        starts[rank.source].append(rank)
+    present = {_process(_heard_last(of_rank)) for of_rank in starts.values()}
+    return {_process(start) for of_rank in starts.values() for start in of_rank} - present
+
+
+def _process(rank: Row[Any]) -> str:
+    return f"{rank.source.replace(':', ' ')} (pid {rank.pid} on {rank.node}) "
 
 
 def _last_word(parts: Sequence[SourceState]) -> str:
@@ -593,6 +613,11 @@ def _last_word(parts: Sequence[SourceState]) -> str:
     return f"{words}, {on} {', '.join(nodes[:_MOST_NAMED])}{more}"
 
 
+_PROCESS = (
+    *("source", "pid", "node"),
+    *("started_unix_ns", "last_seen_unix_ns", "last_received_unix_ns", "ended_state"),
+)
+"""A rank's process, and what says which of several was heard of last."""
 _GONE = " [rank_gone]"
 """How a line about an agent's note of that code ends."""
 

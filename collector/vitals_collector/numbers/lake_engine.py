@@ -576,8 +576,17 @@ _INLINED_ROWS = 2_000
 """More of them lie in a file, which is quicker."""
 _PASSWORD = re.compile(r"password=.*")
 """To the end of the line: it is the last of the words for libpq, and may have spaces and quotes."""
+_CLOSE_SECONDS = 10.0
+"""So long the end waits for questions that were interrupted."""
 _MOST_COMMITS = 50
 """After which upkeep opens the database anew, for .3 s of CPU."""
+
+
+class _Asking:
+    """A question under way."""
+
+    def __init__(self) -> None:
+        self.reader: duckdb.DuckDBPyConnection | None = None
 
 
 class Engine:
@@ -597,6 +606,10 @@ class Engine:
         self._place: Place = Bucket(bucket, self.ask) if bucket else Folder(folder)
         self._readers: list[tuple[duckdb.DuckDBPyConnection, duckdb.DuckDBPyConnection]] = []
         """Each with the connection that it came from."""
+        self._asking: list[_Asking] = []
+        self._asked = threading.Condition()
+        """Told when a question ends; its lock is held by who changes ``_asking``."""
+        self._is_closed = False
         self._catalogue, self._memory_limit = catalogue, memory_limit
         self._num_commits = 0
         self._kept_checksums: list[tuple[str, int]] = []
@@ -672,10 +685,27 @@ class Engine:
             ctypes.CDLL(None).malloc_trim(0)
 
     def close(self) -> None:
-        """End what is under way and let the catalogue go."""
+        """End what is under way and let the catalogue go. Questions fail, now and from here on.
+
+        A connection that is in use is never closed: that may end the process. Where a question does
+        not end in time, its connections are left to the end of the process.
+        """
         with self.lock:
-            for connection in (*(reader for _, reader in self._readers), self._root):
-                connection.close()
+            if self._all_answered():
+                for connection in (*(reader for _, reader in self._readers), self._root):
+                    connection.close()
+
+    def _all_answered(self) -> bool:
+        """Interrupt all questions until none is left; False where one goes on all the same."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        with self._asked:
+            self._is_closed = True
+            while self._asking and time.monotonic() < deadline:
+                for asking in self._asking:
+                    if asking.reader is not None:
+                        asking.reader.interrupt()
+                self._asked.wait(0.05)  # one that had not begun yet was not interrupted
+            return not self._asking
 
     # --------------------------------------------------------------------------------- writing
 
@@ -807,6 +837,27 @@ class Engine:
 
         They are kept: a new one costs a third of a small question.
         """
+        with self._asking_one() as asking:
+            root, asking.reader = self._root, self._reader()
+            yield asking.reader
+            if root is self._root:
+                self._readers.append((root, asking.reader))  # but for one that failed
+
+    @contextmanager
+    def _asking_one(self) -> Iterator[_Asking]:
+        asking = _Asking()
+        with self._asked:
+            if self._is_closed:
+                raise StorageError("the lake is closed", hint="ask again once the collector is up")
+            self._asking.append(asking)
+        try:
+            yield asking
+        finally:
+            with self._asked:
+                self._asking.remove(asking)
+                self._asked.notify_all()
+
+    def _reader(self) -> duckdb.DuckDBPyConnection:
         root, reader = self._root, None
         while self._readers and reader is None:
             with suppress(IndexError):  # another thread took it
@@ -815,9 +866,7 @@ class Engine:
         if reader is None:
             reader = root.cursor()
             reader.execute("USE lake")
-        yield reader
-        if root is self._root:
-            self._readers.append((root, reader))  # but for one that failed
+        return reader
 
 
 def extension(name: str) -> Path:

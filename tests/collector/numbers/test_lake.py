@@ -352,3 +352,21 @@ def test_a_question_under_way_ends_though_memory_is_given_back_meanwhile(
     with lake.engine._cursor() as another:
         assert another is not reader
     lake.close()
+
+
+def test_closing_ends_questions_that_are_under_way_and_those_to_come(tmp_path: Path):
+    lake = Lake(tmp_path)
+    engine = lake.engine
+    long = "SELECT sum(a.range * b.range) FROM range(100000000) a, range(100000000) b"
+    with ThreadPoolExecutor(4) as threads:
+        questions = [threads.submit(engine.ask, long) for _ in range(4)]
+        while not all(asking.reader for asking in engine._asking) or len(engine._asking) < 4:
+            time.sleep(0.01)
+        began = time.monotonic()
+        lake.close()
+        assert time.monotonic() - began < lake_engine._CLOSE_SECONDS
+        for question in questions:
+            with pytest.raises(StorageError, match="INTERRUPT"):
+                question.result()
+    with pytest.raises(StorageError, match="the lake is closed"):
+        engine.ask("SELECT 1")
