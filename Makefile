@@ -47,6 +47,9 @@ chaos: $(STAMP) ## kill and stop one collector, and three on one PostgreSQL, man
 soak: $(STAMP) ## train 20,000 steps with faults: the state is exact, memory and descriptors stay flat (minutes)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_soak.py $(ARGS)
 
+fuzz: $(STAMP) ## feed every decoder changed and made-up bytes, anew each time (10 minutes)
+	$(BIN)/python -m pytest -m slow tests/fuzz $(ARGS)
+
 test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose FSDP2 runs on CPUs (a large download)
 	$(OLDEST)/bin/python -m pytest tests/trainer_hooks -W "ignore:TypedStorage" -W "ignore:The epoch parameter" $(ARGS)
 
