@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from tests.agent.builders import identity
-from tests.collector.histories.test_wandb import call, framed
 from tests.collector.alerting import Place
+from tests.collector.histories.test_wandb import call, framed
 from tests.collector.rows import OTHER_RUN, RUN, START, STEPS, Writer, seqs_stored
 from tests.fuzz.mutation import sealed
 from trainer_hooks.lifecycle.run_paths import _plan as known_plan
@@ -59,6 +59,7 @@ from trainvitals.records import (
 from trainvitals.views import RunsQuestion
 from trainvitals.wire import decode_batch, split_batches
 from vitals_agent.collector_endpoint import finder
+from vitals_agent.state_dir import AgentStateDir
 from vitals_collector.alerts.receivers import load_notifier_settings
 from vitals_collector.importers import ColumnChoice, read_history
 from vitals_collector.ingest.ingest import store_bodies
@@ -79,6 +80,8 @@ class Target:
     """Makes checksums hold again, so that what lies behind them is reached."""
     weight: int = 20
     """Examples of the short run; fewer where one takes long."""
+    is_traced: bool = True
+    """Whether the memory is looked at: it makes whole commands several times as slow."""
     is_partial: bool = False
     """Whether its samples lack what a sound one has beside them, and are refused for that."""
 
@@ -283,8 +286,10 @@ def read_mailbox(folder: Path, raw: bytes) -> None:
 def resealed_mailbox(raw: bytes) -> bytes:
     size = int.from_bytes(raw[16:20], "little")
     covered = raw[8:16] + raw[16:20]
-    return raw[:20] + zlib.crc32(raw[24 : 24 + size], zlib.crc32(covered)).to_bytes(4, "little") + (
-        raw[24:]
+    return (
+        raw[:20]
+        + zlib.crc32(raw[24 : 24 + size], zlib.crc32(covered)).to_bytes(4, "little")
+        + (raw[24:])
     )
 
 
@@ -381,7 +386,7 @@ def tensorboard_file() -> bytes:
     return struct.pack("<QI", len(version), 0) + version + struct.pack("<I", 0)
 
 
-# ------------------------------------------------------------------------------- settings, addresses
+# ------------------------------------------------------------------------------ settings, addresses
 
 
 def read_toml(folder: Path, raw: bytes) -> None:
@@ -404,6 +409,17 @@ def read_addresses(folder: Path, raw: bytes) -> None:
     finder(str(folder), None, {})()
 
 
+def read_agent_file(folder: Path, raw: bytes) -> None:
+    """Start an agent where one runs already; the error names that one as its file tells."""
+    first, second = AgentStateDir(folder), AgentStateDir(folder)
+    first.acquire()
+    try:
+        (folder / "agent.json").write_bytes(raw)
+        second.acquire()
+    finally:
+        first.release()
+
+
 def read_token_file(folder: Path, raw: bytes) -> None:
     path = folder / "tokens.json"
     path.write_bytes(raw)
@@ -413,8 +429,6 @@ def read_token_file(folder: Path, raw: bytes) -> None:
 
 def gzipped(raw: bytes) -> bytes:
     return gzip.compress(raw, mtime=0)
-
-
 
 
 COLLECTOR = Collector()
@@ -438,10 +452,14 @@ when = "loss > 3"
 """
 TOKENS = b'{"ingest":"aaaa","read":"bbbb","control":"cccc"}'
 ADDRESS = b'{"url":"http://127.0.0.1:8470","pid":1,"node":""}'
-SAMPLES = b'{"step":3,"attempt":1,"epoch":0,"first_batch":1,"num_batches":1,"sample_ids":[1,2]}\n' * 3
+AGENT = b'{"pid":1,"node":"a","url":"http://127.0.0.1:1","token_file":""}'
+SAMPLES = (
+    b'{"step":3,"attempt":1,"epoch":0,"first_batch":1,"num_batches":1,"sample_ids":[1,2]}\n' * 3
+)
 MARKER = HaltMarker(reason="XY", step=1, time_unix_ns=1)
 PLAN = b"".join(
-    msgspec.json.encode(plan_line(LadderMemory(attempt=number), window=Window(0, number, 2))) + b"\n"
+    msgspec.json.encode(plan_line(LadderMemory(attempt=number), window=Window(0, number, 2)))
+    + b"\n"
     for number in range(3)
 )
 
@@ -463,10 +481,16 @@ TARGETS = [
         samples=lambda: batches()[:3],
         read=COLLECTOR.store_beside_others,
         reseal=sealed,
-        weight=60,
+        weight=40,
+        is_traced=False,
     ),
     Target(
-        name="folder", samples=lambda: batches()[:3], read=read_folder, reseal=sealed, weight=6
+        name="folder",
+        samples=lambda: batches()[:3],
+        read=read_folder,
+        reseal=sealed,
+        weight=4,
+        is_traced=False,
     ),
     Target(name="journal", samples=_segments, read=read_journal, reseal=resealed_segment),
     Target(name="closed", samples=lambda: [b'{"next_seq":{"steps":5}}'], read=read_closed),
@@ -506,5 +530,11 @@ TARGETS = [
     Target(name="settings", samples=lambda: [SETTINGS], read=read_toml),
     Target(name="receivers", samples=lambda: [RECEIVERS], read=read_receivers),
     Target(name="address", samples=lambda: [ADDRESS], read=read_addresses),
+    Target(
+        name="agent.json",
+        samples=lambda: [AGENT],
+        read=read_agent_file,
+        is_partial=True,
+    ),
     Target(name="tokens", samples=lambda: [TOKENS], read=read_token_file),
 ]
