@@ -135,8 +135,11 @@ class Collector:
         self._place: Place | None = None
         self._num = 0
 
-    def store_beside_others(self, _: Path, raw: bytes) -> None:
-        """Store the batch in one body with two sound ones: they are stored, and no part fails."""
+    def store_beside_others(self, _: Path, raw: bytes) -> str:
+        """Store the batch in one body with two sound ones; return its error's code, if any.
+
+        The sound ones are stored, and no part of the collector fails.
+        """
         if self._place is None or self._num % self.num_examples == 0:
             self.close()
             self._place = Place(open_store("sqlite://"))
@@ -145,7 +148,7 @@ class Collector:
         runs = [new_run_id(START + self._num * 2_000_000 + i * 1_000_000) for i in range(2)]
         first, last = (Writer("rank:0", run=run) for run in runs)
         body = [first.steps([0, 1], loss=1.0), raw, last.events(Note(code="n", text="t"))]
-        ((one, _, other),) = store_bodies(store, [body], START)
+        ((one, made_up, other),) = store_bodies(store, [body], START)
         assert (2, 1) == (one.reply.num_new, other.reply.num_new)
         assert [0, 1] == seqs_stored(store, run=runs[0])
         self._place.clock.advance(5)
@@ -153,6 +156,7 @@ class Collector:
         failures = dict(store.counters.failures)
         store.counters.failures.clear()
         assert {} == failures
+        return made_up.reply.code
 
     def close(self) -> None:
         if self._place is not None:

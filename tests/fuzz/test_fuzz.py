@@ -8,13 +8,23 @@ import random
 import shutil
 import time
 import tracemalloc
+import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.fuzz.mutation import mutated
+from tests.collector.rows import STEPS, Writer
+from tests.fuzz.mutation import mutated, sealed
 from tests.fuzz.targets import TARGETS, Target
-from trainvitals.errors import VitalsError
+from trainvitals.catalog import ROW_COLUMNS
+from trainvitals.errors import FormatError, VitalsError
+from trainvitals.identity import Identity
+from trainvitals.records import EVENT_SCHEMA
+from trainvitals.rows import STREAMS, Schema
+from trainvitals.wire import MAGIC, PREFIX
 
 LONG_SECONDS = 600.0
 """Of the long run, shared by all targets."""
@@ -70,6 +80,76 @@ def test_however_its_bytes_are_changed_it_is_read_or_refused_in_our_words(
 ):
     for seed in range(target.weight):
         try_seed(target, seed, tmp_path / str(seed))
+
+
+texts = st.text(max_size=40) | st.sampled_from(["", "\0", "\x1b[2J", "step", "loss", "payload"])
+numbers = st.integers(-(2**63), 2**64 - 1)
+identities = st.dictionaries(
+    st.sampled_from([field.name for field in msgspec.structs.fields(Identity)]),
+    texts | numbers,
+    max_size=1,
+).map(lambda odd: msgspec.to_builtins(Writer().identity) | odd)
+kinds = st.sampled_from(["f8", "f8", "i8", "S8", "S936", "S4096", "S0", "O", "f4"])
+names = st.sampled_from([column.name for column in STEPS.columns]) | texts
+columns = st.lists(st.tuples(names, kinds), max_size=70, unique_by=lambda column: column[0])
+own = [(column.name, column.kind) for column in ROW_COLUMNS]
+schemas = st.sampled_from([STEPS, EVENT_SCHEMA]).map(msgspec.to_builtins) | st.builds(
+    lambda stream, more: {"stream": stream, "columns": [*own, *more]},
+    st.sampled_from([*STREAMS, "odd"]),
+    columns,
+)
+
+
+@st.composite
+def made_up_batches(draw: st.DrawFn) -> bytes:
+    """Batches whose lengths and checksums hold, and little else has to."""
+    schema = draw(schemas)
+    head = {"version": draw(st.sampled_from([1, 1, 1, 0, 2])), "identity": draw(identities)}
+    head_raw = msgspec.msgpack.encode(head | {"stream_schema": schema})
+    num, first = draw(st.integers(1, 3)), draw(st.sampled_from([0, 0, 5, -1, 2**62, 2**63 - 1]))
+    try:
+        size = msgspec.convert(schema, Schema).check().row_size
+    except (FormatError, msgspec.ValidationError):
+        size = 8
+    one = draw(st.binary(max_size=64)).ljust(size, b"\xff")[:size]
+    rows = b"".join(numbered(one, first + i) for i in range(num))
+    prefix = PREFIX.pack(MAGIC, 0, len(head_raw), len(rows), num, first, 0, 0)
+    return sealed(prefix + head_raw + rows)
+
+
+def numbered(row: bytes, seq: int) -> bytes:
+    """Return the row with a number and a checksum that hold."""
+    body = row[4:8] + (seq % 2**63).to_bytes(8, "little") + row[16:]
+    return zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def store_made_up(num: int) -> None:
+    target = next(target for target in TARGETS if target.name == "ingest")
+    codes: set[str] = set()
+
+    @settings(
+        max_examples=num,
+        deadline=None,
+        database=None,
+        derandomize=num < 100,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(raw=made_up_batches())
+    def store(raw: bytes) -> None:
+        codes.add(target.read(Path(), raw))
+
+    store()
+    assert {"", "V200"} <= codes, "some are stored, and some are refused"
+
+
+def test_batches_that_are_made_up_are_stored_or_refused_alone():
+    store_made_up(40)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG_SECONDS)
+def test_many_batches_that_are_made_up_are_stored_or_refused_alone():
+    store_made_up(1_000)
 
 
 FOUND = [
