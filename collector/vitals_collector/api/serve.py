@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from trainvitals.errors import UNREADABLE, StorageError, UsageError
 from trainvitals.io.rundir import replace_file
+from trainvitals.printable import LineFormatter
 from vitals_collector.storage.store import ensure_data_dir
 
 ADDRESS_FILE = "collector.json"
@@ -185,11 +186,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def log_to_stderr() -> None:
     """Send this program's log lines to stderr, and the libraries' warnings."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("vitals").setLevel(logging.INFO)
 
 
