@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from trainvitals.errors import UNREADABLE, StorageError, UsageError
 from trainvitals.io.rundir import replace_file
 from trainvitals.printable import LineFormatter
+from vitals_collector.api.connections import PatientProtocol
 from vitals_collector.storage.store import ensure_data_dir
 
 ADDRESS_FILE = "collector.json"
@@ -150,6 +151,7 @@ def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path
     """Serve until SIGINT or SIGTERM; write the address file once requests are answered."""
     config = uvicorn.Config(
         app,
+        http=PatientProtocol,
         log_config=None,
         access_log=False,
         server_header=False,
