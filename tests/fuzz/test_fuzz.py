@@ -30,7 +30,7 @@ LONG_SECONDS = 600.0
 """Of the long run, shared by all targets."""
 MOST_SECONDS = 3.0
 """Of CPU, for one input of some kilobytes."""
-MOST_BYTES = 64 << 20
+MOST_BYTES = 32 << 20
 
 
 def example(target: Target, seed: int) -> bytes:
@@ -165,6 +165,23 @@ FOUND = [
 def test_what_was_found_once_is_refused_in_our_words(name: str, raw: bytes, tmp_path: Path):
     (target,) = (target for target in TARGETS if target.name == name)
     refused(target, raw, tmp_path / "now")
+
+
+def claims(size: int, *, magic: bytes = MAGIC) -> bytes:
+    """Return a file of beginnings of batches, each of which claims much of what follows."""
+    prefix = PREFIX.pack(magic, 0, 0, size // 2, 1, 0, 0, 0)
+    return prefix * (size // len(prefix))
+
+
+@pytest.mark.parametrize("magic", [MAGIC, b"TVS2"])
+def test_a_spool_made_up_of_claims_is_given_up_in_time(magic: bytes, tmp_path: Path):
+    (target,) = (target for target in TARGETS if target.name == "spool")
+    refused(target, claims(4 << 20, magic=magic), tmp_path / "now")
+
+
+def test_a_line_without_an_end_takes_bounded_memory(tmp_path: Path):
+    (target,) = (target for target in TARGETS if target.name == "data/rank-0.jsonl")
+    refused(target, b'{"step":3,' + b" " * (40 << 20), tmp_path / "now")
 
 
 @pytest.mark.slow
