@@ -4,6 +4,7 @@ The short run is the same at every run; the long one (`make fuzz`) is another on
 says by which seed a failure comes again.
 """
 
+import gzip
 import random
 import shutil
 import time
@@ -18,13 +19,14 @@ from hypothesis import strategies as st
 
 from tests.collector.rows import STEPS, Writer
 from tests.fuzz.mutation import mutated, sealed
-from tests.fuzz.targets import TARGETS, Target
+from tests.fuzz.targets import TARGETS, Target, wandb_file
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import FormatError, VitalsError
 from trainvitals.identity import Identity
 from trainvitals.records import EVENT_SCHEMA
 from trainvitals.rows import STREAMS, Schema
 from trainvitals.wire import MAGIC, PREFIX
+from vitals_collector.importers import files
 
 LONG_SECONDS = 600.0
 """Of the long run, shared by all targets."""
@@ -182,6 +184,23 @@ def test_a_spool_made_up_of_claims_is_given_up_in_time(magic: bytes, tmp_path: P
 def test_a_line_without_an_end_takes_bounded_memory(tmp_path: Path):
     (target,) = (target for target in TARGETS if target.name == "data/rank-0.jsonl")
     refused(target, b'{"step":3,' + b" " * (40 << 20), tmp_path / "now")
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("log.csv.gz", b"step,loss\n1,"),
+        ("trainer_state.json", b'{"log_history": ['),
+        ("run-x.wandb", wandb_file()),
+    ],
+)
+def test_what_grows_out_of_a_small_file_is_bounded(
+    name: str, begin: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(files, "MAX_BYTES", 8 << 20)
+    (target,) = (target for target in TARGETS if target.name == name)
+    bomb = gzip.compress(begin + bytes(80 << 20), 1)
+    assert refused(target, bomb, tmp_path / "now")
 
 
 @pytest.mark.slow
