@@ -9,17 +9,19 @@ OLDEST_TORCH := 2.7.1
 INTEGRATIONS := .venv-integrations
 PINS ?= newest
 EXTRAS := collector,huggingface,accelerate,lightning,deepspeed,torchtitan
+SUPPLY := build/supply
+LOCKED ?=
 FAST := not slow and not dist and not servers and not browser
 CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks tests
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest test-fast test-slow chaos soak test-oldest test-integrations lint bench bench-judgement docs site screenshot clean
+.PHONY: help setup demo test pytest test-fast test-slow chaos soak fuzz test-oldest test-integrations lint bench bench-judgement docs site screenshot lock sbom licences clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make the environment in .venv (the other targets do it too)
+setup: $(STAMP) ## make the environment in .venv, as the other targets do (LOCKED=1: by requirements.lock)
 
 demo: $(STAMP) ## train a small model with injected faults, watch it heal; Ctrl-C ends it (ARGS="--headless --compare --keep")
 	$(BIN)/vitals demo $(ARGS)
@@ -46,6 +48,9 @@ chaos: $(STAMP) ## kill and stop one collector, and three on one PostgreSQL, man
 
 soak: $(STAMP) ## train 20,000 steps with faults: the state is exact, memory and descriptors stay flat (minutes)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_soak.py $(ARGS)
+
+fuzz: $(STAMP) ## feed every decoder changed and made-up bytes, anew each time (10 minutes)
+	$(BIN)/python -m pytest -m slow tests/fuzz $(ARGS)
 
 test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose FSDP2 runs on CPUs (a large download)
 	$(OLDEST)/bin/python -m pytest tests/trainer_hooks -W "ignore:TypedStorage" -W "ignore:The epoch parameter" $(ARGS)
@@ -77,6 +82,15 @@ site: $(STAMP) ## write the documents as a site to build/site
 screenshot: $(STAMP) ## take the documents' pictures of the dashboard (needs chromium)
 	$(BIN)/python docs/screenshot.py $(ARGS)
 
+lock: $(STAMP) ## write requirements.lock: what is installed in .venv, each file by its hash
+	$(BIN)/python supply/lock.py
+
+sbom: $(STAMP) $(SUPPLY)/.installed ## list what is installed in .venv to build/sbom.json (CycloneDX)
+	$(SUPPLY)/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json
+
+licences: $(STAMP) $(SUPPLY)/.installed ## list the licences of what is installed in .venv to build/licences.md
+	$(SUPPLY)/bin/pip-licenses --python $(BIN)/python --order license --format markdown --output-file build/licences.md
+
 clean: ## remove .venv, caches and build outputs; runs in vitals_runs/ stay
 	rm -rf $(VENV) $(OLDEST) $(INTEGRATIONS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -94,9 +108,20 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[3/4] installing PyTorch: the largest download, minutes on a slow line"
 	@$(PIP) --constraint constraints.txt torch
 	@echo "[4/4] installing Vitals, its dashboard and its tests' tools: about a minute"
+ifeq ($(LOCKED),)
 	@$(PIP) --constraint constraints.txt --editable '.[all]' --group dev
+else
+	@$(PIP) --no-deps --require-hashes --requirement requirements.lock
+	@$(PIP) --no-deps --no-build-isolation --editable .
+endif
 	@echo "installed: $$(du -sh $(VENV) | cut -f1) in $(VENV)"
 	@touch $(STAMP)
+
+$(SUPPLY)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(SUPPLY)
+	$(SUPPLY)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(SUPPLY)/bin/python -m pip install --quiet --group supply
+	@touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(OLDEST)

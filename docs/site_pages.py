@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add README, CONTRIBUTING and CHANGELOG, with their links as they are seen from docs/."""
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    """Add what lies beside docs/, with its links as they are seen from there."""
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"):
         text = (ROOT / name).read_text().replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
     return files

@@ -163,7 +163,7 @@ def _from_file(path: Path, sections: Sections, given: dict[str, dict[str, _Given
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"settings file {path} is not UTF-8: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(
             f"settings file {path} is not TOML: {error}",
             hint="a section is a line [ladder], a setting a line margin = 3; all are in "

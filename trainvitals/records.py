@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from trainvitals.errors import UNREADABLE
+from trainvitals.redaction import may_hold_secret, redact_text
 from trainvitals.rows import Column, Schema, Value
 
 EVENT_PAYLOAD_BYTES = 936
@@ -380,8 +381,13 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
 def encode_event(
     event: Event, *, step: int, attempt: int, time_unix_ns: int, monotonic_ns: int
 ) -> list[list[Value]]:
-    """Return the event's rows (values in the order of EVENT_SCHEMA); a long event takes several."""
+    """Return the event's rows (values in the order of EVENT_SCHEMA); a long event takes several.
+
+    What looks like a secret in its texts is not kept: an exception's words may hold an address.
+    """
     payload = _EVENT_ENCODER.encode(event)
+    if may_hold_secret(payload):
+        payload = _EVENT_ENCODER.encode(_redacted(msgspec.msgpack.decode(payload)))
     num = max(1, -(-len(payload) // EVENT_PAYLOAD_BYTES))
     size = EVENT_PAYLOAD_BYTES
     return [
@@ -397,6 +403,17 @@ def encode_event(
         ]
         for part in range(num)
     ]
+
+
+def _redacted(part: Any) -> Any:
+    """Return the event's own containers with each text redacted; a setting's name is its key."""
+    if isinstance(part, str):
+        return redact_text(part)
+    if isinstance(part, list):
+        return [_redacted(each) for each in part]
+    if isinstance(part, dict):
+        return {key: _redacted(value) for key, value in part.items()}
+    return part
 
 
 def decode_events(schema: Schema, raw: bytes) -> Iterator[EventRow]:

@@ -323,9 +323,13 @@ def _is_here(collector_file: _CollectorFile) -> bool:
     collector which is dead; and it would be sent our token.
     """
     try:
-        is_loopback = ipaddress.ip_address(urlsplit(collector_file.url).hostname or "").is_loopback
+        host = urlsplit(collector_file.url).hostname or ""
+    except ValueError:  # a damaged file: no address at all
+        return False
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
-        is_loopback = urlsplit(collector_file.url).hostname == "localhost"
+        is_loopback = host == "localhost"
     if not is_loopback:
         return True
     if collector_file.node not in ("", socket.gethostname()):

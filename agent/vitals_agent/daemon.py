@@ -18,6 +18,7 @@ from trainvitals.errors import UsageError, VitalsError
 from trainvitals.identity import Identity
 from trainvitals.io.journal import discover
 from trainvitals.io.rundir import RunDir
+from trainvitals.printable import LineFormatter
 from vitals_agent.agent import Agent
 from vitals_agent.backoff import Backoff
 from vitals_agent.io_loop import IoThread
@@ -196,7 +197,7 @@ class _Signals:
 def log_to_stderr(level: int) -> None:
     """Send the agent's log lines to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s vitals-agent %(levelname)s %(message)s"))
+    handler.setFormatter(LineFormatter("%(asctime)s vitals-agent %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(level)
 

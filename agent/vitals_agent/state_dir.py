@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainvitals.errors import StorageError, UsageError, VitalsError
+from trainvitals.errors import UNREADABLE, StorageError, UsageError, VitalsError
 from trainvitals.io.private import ensure_private_dir, open_private
 from trainvitals.io.rundir import is_full
 from trainvitals.io.spool import unacknowledged
@@ -248,7 +248,7 @@ class AgentStateDir:
             if not path.exists() and self._local is not None:
                 path = self.memory_path / "agent.json"
             info = msgspec.json.decode(path.read_bytes(), type=AgentInfo)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *UNREADABLE):
             return "another agent"  # it starts just now
         return f"an agent (pid {info.pid}, {info.url or 'no address'})"
 

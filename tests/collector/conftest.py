@@ -16,6 +16,7 @@ import uvicorn
 from tests.small_disks import small_file_system
 from trainvitals.io.client import CollectorClient, read_tokens
 from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app
+from vitals_collector.api.connections import PatientProtocol
 from vitals_collector.api.serve import ListenSettings, bind, url_of
 from vitals_collector.storage.store import Store, open_data_store, open_store
 
@@ -31,7 +32,7 @@ class Served:
         self._listen = ListenSettings()
         self._socket = bind(self._listen)
         self.url = url_of(self._socket, self._listen)
-        config = uvicorn.Config(self.app, log_config=None, access_log=False)
+        config = uvicorn.Config(self.app, http=PatientProtocol, log_config=None, access_log=False)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
 

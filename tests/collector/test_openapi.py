@@ -1,16 +1,23 @@
 """Requests made up from the collector's own OpenAPI document: no fault, and answers as it says."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
 
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
 from trainvitals.records import Note
+from vitals_collector.api.auth import OPEN_PATHS
 
-schemathesis = pytest.importorskip("schemathesis")
+schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis: --group dev")
 
 EXAMPLES = 4
 """Of each route and token: they are the same at every run."""
+OWN = ("authorization", "host", "origin")
+"""Headers that are the client's own, and are checked in test_auth.py."""
 
 
 def with_a_run(served: Served) -> None:
@@ -20,39 +27,88 @@ def with_a_run(served: Served) -> None:
         client.ingest(writer.events(Note(code="N1", text="hello")))
 
 
-@pytest.mark.parametrize("scope", ["read", "ingest", "control"])
-def test_no_request_that_the_document_allows_is_a_fault(served: Served, scope: str):
-    from schemathesis.checks import (
-        content_type_conformance,
-        not_a_server_error,
-        response_schema_conformance,
-    )
-
-    with_a_run(served)
+def ask_all(
+    served: Served,
+    token: str,
+    check: Callable[[Any, Any], None],
+    *,
+    num: int = EXAMPLES,
+    mode: str = "POSITIVE",
+) -> None:
+    """Ask each operation of the document some questions, and have the check look at each answer."""
     document = served.request("GET", "/openapi.json").json()
-    schema = schemathesis.openapi.from_dict(document)
-    checks = [not_a_server_error, content_type_conformance, response_schema_conformance]
-    token = {"Authorization": f"Bearer {getattr(served.tokens, scope)}"}
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     asked: set[str] = set()
 
-    for result in schema.get_all_operations():
+    for result in schemathesis.openapi.from_dict(document).get_all_operations():
         operation = result.ok()
 
         @settings(
-            max_examples=EXAMPLES,
+            max_examples=num,
             deadline=None,
             database=None,
             derandomize=True,
             phases=[Phase.explicit, Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        @given(case=operation.as_strategy())
-        def ask(case) -> None:
-            if "run_id" in case.path_parameters:
+        @given(case=operation.as_strategy(schemathesis.GenerationMode[mode]))
+        def ask(case: Any) -> None:
+            if "run_id" in case.path_parameters and mode == "POSITIVE":
                 case.path_parameters["run_id"] = RUN
-            answer = case.call(base_url=served.url, headers=token, timeout=30)
-            case.validate_response(answer, checks=checks)
+            case.headers = {k: v for k, v in (case.headers or {}).items() if k.lower() not in OWN}
+            check(case, case.call(base_url=served.url, headers=headers, timeout=30))
             asked.add(case.operation.label)
 
-        ask()
-    assert len(document["paths"]) <= len(asked)
+        try:
+            ask()
+        except Unsatisfiable:  # nothing that the document forbids can be sent there
+            assert mode == "NEGATIVE", operation.label
+            asked.add(operation.label)
+    num_operations = sum(len(operations) for operations in document["paths"].values())
+    assert num_operations == len(asked)
+
+
+def conforms(case: Any, answer: Any) -> None:
+    from schemathesis.checks import (
+        content_type_conformance,
+        not_a_server_error,
+        response_schema_conformance,
+    )
+
+    checks = [not_a_server_error, content_type_conformance, response_schema_conformance]
+    case.validate_response(answer, checks=checks)
+
+
+@pytest.mark.parametrize(
+    ("scope", "mode"),
+    [
+        ("read", "POSITIVE"),
+        ("ingest", "POSITIVE"),
+        ("control", "POSITIVE"),
+        ("control", "NEGATIVE"),
+    ],
+)
+def test_no_request_is_a_fault_whether_the_document_allows_it_or_not(
+    served: Served, scope: str, mode: str
+):
+    with_a_run(served)
+    ask_all(served, getattr(served.tokens, scope), conforms, mode=mode)
+
+
+@pytest.mark.parametrize("token", ["", "wrong" * 8], ids=["none", "a wrong one"])
+def test_no_request_without_a_token_has_success(served: Served, token: str):
+    with_a_run(served)
+
+    def is_refused(case: Any, answer: Any) -> None:
+        expected = 200 if case.path in OPEN_PATHS and case.method == "GET" else 401
+        assert expected == answer.status_code, (case.operation.label, answer.text)
+
+    ask_all(served, token, is_refused, num=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
+def test_no_request_of_many_is_a_fault(served: Served, mode: str):
+    with_a_run(served)
+    ask_all(served, served.tokens.control, conforms, num=100, mode=mode)

@@ -44,7 +44,7 @@ def test_every_generated_picture_is_current():
 
 
 def test_the_site_has_every_page():
-    outside = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    outside = {"README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"}
     listed = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
     numbered = {page for page in pages if re.match(r"decisions/\d", page)}  # one page lists them
@@ -108,9 +108,9 @@ class TestMakefile:
 
     def test_bare_make_lists_every_target_with_a_line(self):
         shown = [line.split()[1] for line in self.make().splitlines()]
-        targets = "setup demo test test-fast test-slow chaos soak test-oldest"
+        targets = "setup demo test test-fast test-slow chaos soak fuzz test-oldest"
         targets += " test-integrations lint bench bench-judgement"
-        targets += " docs site screenshot clean"
+        targets += " docs site screenshot lock sbom licences clean"
         assert targets.split() == shown
 
     @pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "bench", "docs"])

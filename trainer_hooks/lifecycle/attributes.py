@@ -12,9 +12,11 @@ import torch
 from trainvitals import __version__
 from trainvitals.policy import JudgeConfig
 from trainvitals.records import RunInfo
+from trainvitals.redaction import REDACTED, fields_of, is_secret, redact, redact_text
 
-_SECRET_WORDS = ("token", "key", "secret", "password", "credential")
 _MAX_TEXT = 500
+_MAX_READ = 8_192
+"""Of a text that is cut to that: a secret that begins in it is there whole, to be recognised."""
 _MAX_DEPTH = 8
 _MAX_CHARACTERS = 100_000
 Plain = str | int | float | bool | None
@@ -33,7 +35,7 @@ def run_info(
     run_dir: str,
     judge: JudgeConfig,
 ) -> RunInfo:
-    """Return the run's attributes. Values of settings that sound like secrets are not kept."""
+    """Return the run's attributes, without what ``redaction`` takes for secrets."""
     words = [tags] if isinstance(tags, str) else tags
     return RunInfo(
         name=_text(name or environ.get("VITALS_NAME", ""))[:300],
@@ -69,13 +71,13 @@ def flat(config: Mapping[str, object]) -> dict[str, Plain]:
     return kept
 
 
-def _pairs(config: Mapping[str, object], prefix: str, depth: int) -> Iterator[tuple[str, Plain]]:
-    for key, value in config.items():
+def _pairs(config: object, prefix: str, depth: int) -> Iterator[tuple[str, Plain]]:
+    for key, value in fields_of(config) or ():
         name = _text(f"{prefix}{key}")
-        if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+        if is_secret(key, value):
+            yield name, REDACTED
+        elif depth < _MAX_DEPTH and fields_of(value) is not None:
             yield from _pairs(value, f"{name}.", depth + 1)
-        elif any(word in str(key).lower() for word in _SECRET_WORDS) and isinstance(value, str):
-            yield name, "***"
         elif value is None or isinstance(value, bool):
             yield name, value
         elif isinstance(value, float):  # a float64 of NumPy's is one too
@@ -89,9 +91,10 @@ def _pairs(config: Mapping[str, object], prefix: str, depth: int) -> Iterator[tu
 def _text(value: object) -> str:
     """Return what any object looks like, as text that can be stored."""
     try:
-        text = value if isinstance(value, str) else repr(value)
+        text = value if isinstance(value, str) else repr(redact(value))
     except Exception as error:  # noqa: BLE001 - a stranger's __repr__ may raise anything
         text = f"<{type(value).__name__}: {type(error).__name__}>"
+    text = redact_text(text[:_MAX_READ])
     return text[:_MAX_TEXT].encode("utf-8", "backslashreplace").decode()
 
 

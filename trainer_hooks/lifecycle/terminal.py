@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from trainvitals.clock import Clock
+from trainvitals.printable import LineFormatter
 from trainvitals.records import ActionName, Decision, Finding, RunInfo, decision_text
 
 _LOG = logging.getLogger("trainvitals")
@@ -48,7 +49,9 @@ def show_log() -> None:
     """Make the logger's INFO lines visible where logging is unconfigured; else change nothing."""
     if _LOG.handlers or logging.getLogger().handlers:
         return
-    _LOG.addHandler(_StderrHandler())
+    handler = _StderrHandler()
+    handler.setFormatter(LineFormatter())
+    _LOG.addHandler(handler)
     if _LOG.level == logging.NOTSET:
         _LOG.setLevel(logging.INFO)
 

@@ -13,6 +13,7 @@ import typer
 from trainvitals import __version__
 from trainvitals.cli.programs import missing_package, register_all
 from trainvitals.errors import UsageError, VitalsError
+from trainvitals.printable import printable
 
 
 def build_app() -> tuple[typer.Typer, dict[str, str]]:
@@ -60,5 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(error: VitalsError) -> int:
     """Print the error with its code and way out on stderr; return the exit code for it."""
-    typer.echo(f"error: {error}", err=True)
+    # The text may quote a stranger's: what follows a newline in it begins no line of its own.
+    text = "\n  ".join(map(printable, error.text.splitlines()))
+    hint = f"\n\nhint: {printable(error.hint)}" if error.hint else ""
+    typer.echo(f"error: {text} [{error.code}]{hint}", err=True)
     return 2 if isinstance(error, UsageError) else 1

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ from typing import TextIO
 import msgspec
 
 from trainvitals.jsonable import to_json
+from trainvitals.printable import printable
 
 MAX_CELL = 60
 """Characters of a table's cell, but in its last column."""
@@ -29,7 +31,24 @@ class Format(StrEnum):
 def write_json(body: object, *, to: TextIO | None = None) -> None:
     """Write the body as indented JSON, to stdout where nothing else is given."""
     text = msgspec.json.format(to_json(body), indent=2).decode()
-    (to or sys.stdout).write(text + "\n")
+    (to or sys.stdout).write(_escaped(text) + "\n")
+
+
+def write_json_line(body: object) -> None:
+    """Write the body as one line of JSON to stdout."""
+    sys.stdout.write(_escaped(msgspec.json.encode(body).decode()) + "\n")
+
+
+def _escaped(text: str) -> str:
+    """Return JSON with what a terminal could take for a command escaped; JSON lets C1 stand."""
+    lines = (line if line.isprintable() else _escape(line) for line in text.split("\n"))
+    return "\n".join(lines)
+
+
+def _escape(line: str) -> str:
+    # In JSON such a character stands inside a string, nowhere else. ``dumps`` lets DEL stand.
+    escaped = (c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
+    return "".join(escaped).replace("\x7f", "\\u007f")
 
 
 def write_rows(
@@ -72,11 +91,6 @@ def moment(time_unix_ns: int) -> str:
     except (OverflowError, ValueError, OSError):
         return "(no date)"
     return then.strftime("%Y-%m-%d %H:%M:%SZ")
-
-
-def printable(text: str) -> str:
-    """Return the text without control characters: no stranger's name may steer the terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _short(cell: str) -> str:

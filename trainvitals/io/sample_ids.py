@@ -15,6 +15,8 @@ from trainvitals.errors import UNREADABLE
 from trainvitals.io.private import ensure_private_dir, open_private
 
 FOLDER = "data"
+_MAX_LINE = 8 << 20
+"""Bytes of a line that are read at once: all of a file that somebody made up may be one."""
 _NAME = re.compile(r"rank-(\d+)\.[^/]+\.jsonl\Z")
 _PARTS = 4
 """Files that the bytes allowed are divided into: the oldest goes when they are full."""
@@ -102,7 +104,7 @@ def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
         if match is None:
             continue
         with path.open("rb") as file:
-            for raw in file:
+            while raw := file.readline(_MAX_LINE):
                 if not raw.startswith(b'{"step":%d,' % step):
                     continue
                 try:

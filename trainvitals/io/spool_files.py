@@ -21,6 +21,7 @@ from trainvitals.wire import MAGIC, PREFIX, batch_size, is_whole
 GROWING_SECONDS = 30.0
 SKEWED_SECONDS = 600.0
 _CHUNK_BYTES = 1 << 20
+_IN_VAIN_BYTES = 64 << 20
 
 SHORT = b"TVS2"
 """Begins a batch that lies there in short: prefix | place of its header u32 | rows."""
@@ -141,71 +142,83 @@ def scan_file(file: BinaryIO, offset: int, *, complete: bool) -> Iterator[tuple[
     A tail that holds no batch is damage in a ``complete`` file; else it is torn or still growing,
     and nothing is said of it.
     """
-    headers: dict[int, bytes] = {}
-    size = os.fstat(file.fileno()).st_size
-    while offset < size:
-        batch = _batch_at(file, offset, size, headers)
+    scan = _Scan(file)
+    while offset < scan.end:
+        batch = scan.batch_at(offset)
         if batch is not None:
             offset, raw = batch
             yield offset, raw
             continue
-        following = _next_batch(file, offset + 1, size, headers)
+        following = scan.next_batch(offset + 1)
         if following is None:
             if complete:
-                yield size, None
+                yield scan.end, None
             return
         offset = following
         yield offset, None
 
 
-def _batch_at(
-    file: BinaryIO, offset: int, end: int, headers: dict[int, bytes]
-) -> tuple[int, bytes] | None:
-    """Return where the batch at ``offset`` ends, and the batch; None: there is none."""
-    file.seek(offset)
-    prefix = file.read(PREFIX.size)
-    is_short = prefix.startswith(SHORT)
-    if is_short:
-        prefix = MAGIC + prefix[len(SHORT) :]
-    try:
-        size = batch_size(prefix)
-    except FormatError:
-        return None
-    if not is_short:
-        if offset + size > end:
-            return None
-        raw = prefix + file.read(size - len(prefix))
-        return (offset + size, raw) if is_whole(raw) else None
-    header_size = int(PREFIX.unpack_from(prefix)[2])
-    size += _PLACE.size - header_size
-    if offset + size > end:
-        return None
-    rest = file.read(size - len(prefix))
-    place = int.from_bytes(rest[: _PLACE.size], "little")
-    if place not in headers:
-        file.seek(place)
-        if len(headers) >= _MAX_HEADERS:
-            headers.clear()
-        headers[place] = file.read(header_size)
-    raw = b"".join((prefix, headers[place], memoryview(rest)[_PLACE.size :]))
-    if is_whole(raw):
-        return offset + size, raw
-    del headers[place]  # what lay there may still be arriving
-    return None
+class _Scan:
+    """Looks for batches in one file. What it reads in vain is bounded.
 
+    A damaged batch costs its own size once. A file that somebody made up of beginnings, each of
+    which claims all that follows, would cost its size squared: such a one is given up.
+    """
 
-def _next_batch(file: BinaryIO, offset: int, end: int, headers: dict[int, bytes]) -> int | None:
-    """The offset of the next valid batch: the next magic behind which one lies."""
-    while offset + PREFIX.size <= end:
+    def __init__(self, file: BinaryIO) -> None:
+        self.end = os.fstat(file.fileno()).st_size
+        self._file = file
+        self._headers: dict[int, bytes] = {}
+        self._num_bytes_left = 4 * self.end + _IN_VAIN_BYTES
+
+    def batch_at(self, offset: int) -> tuple[int, bytes] | None:
+        """Return where the batch at ``offset`` ends, and the batch; None: there is none."""
+        file = self._file
         file.seek(offset)
-        chunk = file.read(min(_CHUNK_BYTES, end - offset))
-        for beginning in _BEGINNING.finditer(chunk):
-            if _batch_at(file, offset + beginning.start(), end, headers) is not None:
-                return offset + beginning.start()
-        if len(chunk) < len(MAGIC):
+        prefix = file.read(PREFIX.size)
+        is_short = prefix.startswith(SHORT)
+        if is_short:
+            prefix = MAGIC + prefix[len(SHORT) :]
+        try:
+            size = batch_size(prefix)
+        except FormatError:
             return None
-        offset += len(chunk) - len(MAGIC) + 1
-    return None
+        header_size = int(PREFIX.unpack_from(prefix)[2])
+        if is_short:
+            size += _PLACE.size - header_size
+        self._num_bytes_left -= size
+        if offset + size > self.end:
+            return None
+        rest = file.read(size - len(prefix))
+        if not is_short:
+            raw = prefix + rest
+            return (offset + size, raw) if is_whole(raw) else None
+        place = int.from_bytes(rest[: _PLACE.size], "little")
+        if place not in self._headers:
+            file.seek(place)
+            if len(self._headers) >= _MAX_HEADERS:
+                self._headers.clear()
+            self._headers[place] = file.read(header_size)
+        raw = b"".join((prefix, self._headers[place], memoryview(rest)[_PLACE.size :]))
+        if is_whole(raw):
+            return offset + size, raw
+        del self._headers[place]  # what lay there may still be arriving
+        return None
+
+    def next_batch(self, offset: int) -> int | None:
+        """The offset of the next valid batch: the next magic behind which one lies."""
+        while offset + PREFIX.size <= self.end:
+            self._file.seek(offset)
+            chunk = self._file.read(min(_CHUNK_BYTES, self.end - offset))
+            for beginning in _BEGINNING.finditer(chunk):
+                if self._num_bytes_left < 0:
+                    return None
+                if self.batch_at(offset + beginning.start()) is not None:
+                    return offset + beginning.start()
+            if len(chunk) < len(MAGIC):
+                return None
+            offset += len(chunk) - len(MAGIC) + 1
+        return None
 
 
 # ----------------------------------------------------------------------------- what is remembered

@@ -154,7 +154,7 @@ def _read(file: Path) -> _File:
         )
     try:
         return msgspec.convert(tomllib.loads(words.decode()), _File)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is no TOML: {type(error).__name__}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {error}", hint="see docs/guides/alerts.md") from None

@@ -20,6 +20,8 @@ from fastapi import FastAPI
 
 from trainvitals.errors import UNREADABLE, StorageError, UsageError
 from trainvitals.io.rundir import replace_file
+from trainvitals.printable import LineFormatter
+from vitals_collector.api.connections import PatientProtocol
 from vitals_collector.storage.store import ensure_data_dir
 
 ADDRESS_FILE = "collector.json"
@@ -149,6 +151,7 @@ def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path
     """Serve until SIGINT or SIGTERM; write the address file once requests are answered."""
     config = uvicorn.Config(
         app,
+        http=PatientProtocol,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -185,11 +188,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def log_to_stderr() -> None:
     """Send this program's log lines to stderr, and the libraries' warnings."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("vitals").setLevel(logging.INFO)
 
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import typer
 
-from trainvitals.cli.output import moment, printable
+from trainvitals.cli.output import moment
 from trainvitals.errors import FormatError
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.lookup import DEFAULT_DIR, choose_run, find_collector
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
+from trainvitals.printable import printable
 from trainvitals.units import humanize
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_collector.cli.opening import as_folder

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from trainvitals.cli.output import printable
 from trainvitals.errors import StorageError, UsageError
+from trainvitals.printable import printable
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_collector.queries.open import Opened, find_run, open_reader
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from trainvitals.cli.output import Format, printable, write_json, write_rows
+from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.client import default_data_dir
 from trainvitals.io.lookup import DEFAULT_DIR
+from trainvitals.printable import printable
 
 if TYPE_CHECKING:
     from trainvitals.policy import JudgeConfig

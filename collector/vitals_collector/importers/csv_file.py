@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainvitals.errors import FormatError
 from vitals_collector.importers.columns import KNOWN, ColumnChoice, History, Rows, choose
-from vitals_collector.importers.files import open_text, reading
+from vitals_collector.importers.files import lines_of, open_text, reading
 
 SEPARATORS = ",\t;|"
 
@@ -19,7 +19,7 @@ def read_csv(path: Path, column_options: ColumnChoice) -> History:
         UsageError: no column is the step, or neither a loss nor a gradient norm.
     """
     with reading(path), open_text(path) as file:
-        lines = _without_nul(file)
+        lines = _without_nul(lines_of(path, file))
         first = next((line for line in lines if line.strip()), "")
         if not first:
             raise FormatError(f"{path} is empty; a CSV file begins with the names of its columns")

@@ -10,6 +10,10 @@ from typing import IO, TextIO, cast
 from trainvitals.errors import FormatError, StorageError
 
 GZIP = b"\x1f\x8b"
+MAX_BYTES = 1 << 30
+"""Of a log that is read whole: a few kilobytes of gzip may hold any number."""
+MAX_LINE = 1 << 20
+_CHUNK = 1 << 20
 
 
 @contextlib.contextmanager
@@ -39,6 +43,36 @@ def head(path: Path, num_bytes: int = 4096) -> bytes:
     """Return the first bytes of the file, of what is compressed in it where it is gzip."""
     with reading(path), open_bytes(path) as file:
         return file.read(num_bytes)
+
+
+def read_whole(path: Path) -> bytes:
+    """Return all of the file, decompressed.
+
+    Raises:
+        FormatError: it is larger than MAX_BYTES.
+    """
+    raw = bytearray()
+    with open_bytes(path) as file:
+        while part := file.read(_CHUNK):
+            raw += part
+            if len(raw) > MAX_BYTES:
+                raise FormatError(
+                    f"{path} holds more than {MAX_BYTES} bytes; a log of this kind is read whole",
+                    hint="export the columns you need as CSV, which is read line by line",
+                )
+    return bytes(raw)
+
+
+def lines_of(path: Path, file: TextIO) -> Iterator[str]:
+    """Yield the file's lines.
+
+    Raises:
+        FormatError: one is longer than MAX_LINE characters.
+    """
+    while line := file.readline(MAX_LINE):
+        if len(line) == MAX_LINE:
+            raise FormatError(f"{path} is not CSV: a line has more than {MAX_LINE} characters")
+        yield line
 
 
 def open_bytes(path: Path) -> IO[bytes]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainvitals.errors import FormatError
 from vitals_collector.importers.columns import ColumnChoice, History, Rows, choose, take
-from vitals_collector.importers.files import open_text, reading
+from vitals_collector.importers.files import read_whole, reading
 
 
 def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
@@ -16,12 +16,11 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
         FormatError: it is not JSON, or has no ``log_history``.
         UsageError: no entry has a step, or none a loss or a gradient norm.
     """
-    with reading(path), open_text(path) as file:
+    with reading(path):
+        text = read_whole(path).decode("utf-8-sig")
         try:
-            state = json.load(file)  # takes NaN and Infinity, which Trainer writes
+            state = json.loads(text)  # takes NaN and Infinity, which Trainer writes
         except (ValueError, RecursionError) as error:
-            if isinstance(error, UnicodeDecodeError):
-                raise
             raise FormatError(f"{path} is not JSON: {error}") from error
     log = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):

@@ -22,7 +22,7 @@ from vitals_collector.importers.columns import (
     plain,
     take,
 )
-from vitals_collector.importers.files import open_bytes, reading
+from vitals_collector.importers.files import read_whole, reading
 from vitals_collector.importers.protobuf import double, fields, signed, zigzag
 
 HEAD = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
@@ -46,8 +46,8 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> History:
         FormatError: it is not a file of wandb's.
         UsageError: nothing that was logged is a loss or a gradient norm.
     """
-    with reading(path), open_bytes(path) as file:
-        raw = memoryview(file.read())
+    with reading(path):
+        raw = memoryview(read_whole(path))
     if bytes(raw[: len(HEAD)]) != HEAD:
         raise FormatError(
             f"{path} begins with {bytes(raw[: len(HEAD)])!r}; a file of wandb's with {HEAD!r}"

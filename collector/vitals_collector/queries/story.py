@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from trainvitals.cli.output import printable
 from trainvitals.detect.fleet.node import THROTTLES
+from trainvitals.printable import printable
 from trainvitals.records import Finding
 from trainvitals.views import (
     AlertView,

@@ -3,9 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-import msgspec
-
-from trainvitals.cli.output import Format, write_rows
+from trainvitals.cli.output import Format, write_json_line, write_rows
 from trainvitals.views import RunQuestion, RunSummary, SeriesQuestion
 from vitals_collector.queries.open import Reader
 
@@ -69,8 +67,7 @@ class Tail:
     def _write(self, rows: list[_Row], *, with_header: bool) -> None:
         if self._form is Format.JSON:
             for row in rows:
-                line = msgspec.json.encode(dict(zip(_HEADER, row, strict=True)))
-                sys.stdout.write(line.decode() + "\n")
+                write_json_line(dict(zip(_HEADER, row, strict=True)))
         elif rows or with_header:
             write_rows(_HEADER, rows, self._form, with_header=with_header, min_width=13)
         sys.stdout.flush()

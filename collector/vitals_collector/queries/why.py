@@ -7,8 +7,8 @@ from textwrap import fill
 
 from msgspec.structs import replace
 
-from trainvitals.cli.output import printable
 from trainvitals.io.sample_ids import samples_of
+from trainvitals.printable import printable
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,

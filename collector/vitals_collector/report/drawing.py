@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
-from trainvitals.cli.output import printable
 from trainvitals.policy.history import JudgedStep
+from trainvitals.printable import printable
 from vitals_collector.report.curves import Column, Scale
 
 COLUMNS = 940

@@ -366,7 +366,8 @@ def _measure(path: Path) -> FileEntry:
 def read_small(path: Path) -> bytes:
     """Return the bytes of a regular file of bounded size; anything else is an OSError."""
     with open(_open(path), "rb") as file:
-        raw = file.read(_MAX_SMALL + 1)
+        # Of its own size, not of the bound: a read of so many bytes takes that memory first.
+        raw = file.read(min(os.fstat(file.fileno()).st_size, _MAX_SMALL) + 1)
     if len(raw) > _MAX_SMALL:
         raise OSError(errno.EFBIG, f"is larger than {_MAX_SMALL} bytes", str(path))
     return raw

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from trainvitals.cli.output import printable
+from trainvitals.printable import printable
 from vitals_collector.report import text_plot
 from vitals_collector.report.postmortem.blocks import (
     Block,

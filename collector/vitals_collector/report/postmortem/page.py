@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainvitals.cli.output import printable
+from trainvitals.printable import printable
 from vitals_collector.report.curves import KINDS
 from vitals_collector.report.postmortem import pictures
 from vitals_collector.report.postmortem.blocks import (

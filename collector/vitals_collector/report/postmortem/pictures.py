@@ -7,7 +7,7 @@ finite. What was decided is told by a letter above its line, so that nothing dep
 from collections import Counter
 from collections.abc import Sequence
 
-from trainvitals.cli.output import printable
+from trainvitals.printable import printable
 from trainvitals.views import CellsReply, SeriesReply
 from vitals_collector.report.curves import KINDS, Column, Curve, CurveMark, Scale, columns, place
 from vitals_collector.report.postmortem.tree import Node, node

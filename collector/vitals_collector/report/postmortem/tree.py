@@ -2,7 +2,7 @@
 
 from xml.etree import ElementTree
 
-from trainvitals.cli.output import printable
+from trainvitals.printable import printable
 
 Node = ElementTree.Element
 

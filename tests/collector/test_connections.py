@@ -1,0 +1,121 @@
+"""A connection that says nothing, or never ends what it says, is ended; others never notice."""
+
+import socket
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.collector.conftest import Served
+from tests.collector.rows import RUN, Writer
+from tests.collector.test_serve import client_of, collector
+from vitals_collector.api import auth
+from vitals_collector.api.connections import MAX_HEAD_BYTES, MAX_HEADERS, PatientProtocol
+
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+SECONDS = 0.4
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that are waited for less long than in earnest."""
+    monkeypatch.setattr(PatientProtocol, "head_seconds", SECONDS)
+    monkeypatch.setattr(auth, "STALL_SECONDS", SECONDS)
+
+
+def connected(url: str) -> socket.socket:
+    parts = urlsplit(url)
+    return socket.create_connection((parts.hostname, parts.port), timeout=10)
+
+
+def ended(sock: socket.socket, *, trickle: bytes = b"") -> bytes:
+    """Return what comes until the other side ends the connection, sending bytes meanwhile."""
+    answer, end = b"", time.monotonic() + 20
+    sock.settimeout(SECONDS / 4)
+    while time.monotonic() < end:
+        try:
+            part = sock.recv(65_536)
+        except TimeoutError:
+            part = b"\0"
+        except ConnectionError:
+            return answer
+        if not part:
+            return answer
+        answer += part.strip(b"\0")
+        try:
+            sock.sendall(trickle)
+        except OSError:
+            return answer
+    raise AssertionError(f"the connection still stands after 20 s; it said {answer!r}")
+
+
+@pytest.mark.parametrize(
+    ("begin", "trickle"),
+    [
+        (b"", b""),
+        (b"", b"\r\n"),
+        (HEAD, b""),
+        (b"GET /healthz HTTP/1.1\r\nX-Slow: ", b"a"),
+        (HEAD, b"X-Slow: a\r\n"),
+        (HEAD + b"\r\n", b"\r\n"),
+        (HEAD + b"\r\n" + HEAD, b""),
+    ],
+    ids=[
+        "silence",
+        "empty lines",
+        "half a head",
+        "a header by the byte",
+        "headers one by one",
+        "empty lines after a request",
+        "half a second request",
+    ],
+)
+def test_a_head_that_does_not_come_ends_the_connection(
+    hasty: None, served: Served, begin: bytes, trickle: bytes
+):
+    with connected(served.url) as sock:
+        sock.sendall(begin)
+        answer = ended(sock, trickle=trickle)
+    assert (b"200 OK" in answer) == (HEAD + b"\r\n" in begin)
+
+
+def test_half_a_body_is_refused_in_time(hasty: None, served: Served):
+    token = served.tokens.ingest.encode()
+    with connected(served.url) as sock:
+        sock.sendall(
+            b"POST /v1/ingest HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n"
+            b"Content-Type: application/octet-stream\r\nAuthorization: Bearer " + token
+        )
+        sock.sendall(b"\r\n\r\nTVB2")
+        answer = ended(sock)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_many_that_say_nothing_keep_nobody_out(hasty: None, served: Served):
+    silent = [connected(served.url) for _ in range(200)]
+    with served.client("ingest") as client:
+        assert 1 == client.ingest(Writer().steps([0])).num_new
+    for sock in silent:
+        with sock:
+            assert b"" == ended(sock)
+
+
+def test_a_client_that_pauses_between_requests_is_kept(hasty: None, served: Served):
+    with connected(served.url) as sock:
+        for _ in range(3):
+            sock.sendall(HEAD + b"\r\n")
+            assert b"200 OK" in sock.recv(65_536)
+            time.sleep(2 * SECONDS)
+
+
+def test_a_head_without_end_is_refused_by_the_program_itself(tmp_path):
+    with collector(tmp_path) as _, client_of(tmp_path, "ingest") as client:
+        heads = [
+            HEAD + b"X-Long: " + b"a" * (2 * MAX_HEAD_BYTES),
+            HEAD + b"".join(b"X-%d: a\r\n" % i for i in range(MAX_HEADERS + 1)),
+        ]
+        for head in heads:
+            with connected(client.url) as sock:
+                sock.sendall(head)
+                assert sock.recv(65_536).startswith(b"HTTP/1.1 400 ")
+        assert 1 == client.ingest(Writer(run=RUN).steps([0])).num_new

@@ -1,0 +1,37 @@
+"""Keeps what others wrote from steering a terminal or forging a line of a log.
+
+A run's name, a note, a node's name and an error that quotes them may hold anything: an escape
+sequence retitles a terminal or hides a line, a newline begins a line that looks like another's.
+"""
+
+import logging
+
+from trainvitals.redaction import redact_text
+
+
+def printable(text: str) -> str:
+    """Return the text as one line without control characters; those become spaces."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+class LineFormatter(logging.Formatter):
+    """Formats a record as one printable line without secrets, and its traceback below, indented.
+
+    Of a traceback each line is printable, and none begins where a record's does.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's line, and those of its traceback."""
+        text = super().format(record)
+        below = self._below(record)
+        line = text.removesuffix(below) if below else text
+        shown = [
+            printable(line),
+            *(f"    {printable(part)}" for part in below.splitlines() if part),
+        ]
+        return redact_text("\n".join(shown))
+
+    def _below(self, record: logging.LogRecord) -> str:
+        """Return what ``logging`` puts below the line: the traceback, and the stack if asked."""
+        stack = self.formatStack(record.stack_info) if record.stack_info else ""
+        return "\n".join(part for part in (record.exc_text or "", stack) if part)

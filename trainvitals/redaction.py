@@ -1,0 +1,255 @@
+"""Takes secrets out of what is recorded: by the name of a setting, and by what a text looks like.
+
+A run's settings, messages and reasons are kept for ever and read by many, and people pass access
+tokens in all of them. A *name* tells of a secret whatever its value is (``api_key``,
+``hub_token``); training's own words do not (``tokenizer``, ``eos_token``, ``key_dim``). A *shape*
+tells of one wherever it stands: what issuers of tokens begin them with, user names and passwords in
+URLs, private keys. Both are found in texts, too: in command lines, in JSON, in an object's repr.
+
+It is a net, not a proof: a password in a setting called ``x`` is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import islice
+from typing import Any, cast
+
+REDACTED = "***"
+"""Stands where a secret was."""
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_SECRET = _set(
+    """
+    secret secrets password passwords passwd passphrase pwd credential credentials cred
+    creds cookie cookies dsn authorization jwt apikey apikeys apitoken authtoken accesstoken
+    accesskey privatekey secretkey pgpass dbpass htpasswd
+    """
+)
+"""Words of a name that tell of a secret wherever they stand in it."""
+_ISSUERS = _set(
+    """
+    access account admin anthropic api app application auth aws azure bearer bot client
+    comet consumer control csrf deploy deployment encryption gcp gh git github gitlab google
+    hf hmac hub hugging face huggingface ingest jupyter license login master mlflow neptune
+    npm oauth openai personal private pypi read refresh registry sas secret security service
+    session shared signing slack ssh ssl storage subscription tls user wandb webhook write
+    """
+)
+"""Before ``token`` or ``key`` they tell of a secret."""
+_TRAINING = _set(
+    """
+    additional answer audio begin bos class cls decoder document drop end eos extra fim
+    first dist distillation fill forced global image img infill label last mask max mean
+    middle min new next no num number pad per prefix prompt query question register sep
+    separator space speaker special start stop suffix system tgt think tool unk unknown
+    video vision
+    """
+)
+"""Before ``token`` they tell of a piece of text."""
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_RANDOM = re.compile(r"(?=\D*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9+=]{20,}\Z")
+_ENDINGS = ("password", "passwd", "passphrase")  # PGPASSWORD
+_MAX_NAME = 256
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a setting of this name holds a secret, whatever its value."""
+    words = _words(name)
+    if not _SECRET.isdisjoint(words) or any(word.endswith(_ENDINGS) for word in words):
+        return True
+    if not words:
+        return False
+    *before, last = words
+    if last in ("token", "tokens", "key", "keys"):
+        return bool(before) and before[-1] in _ISSUERS
+    # ``auth``, but not ``author``; a path such as ``auth_file`` tells where it is, not what.
+    return last == "auth" or (last == "pass" and bool(before) and before[-1] in ("db", "user"))
+
+
+def _words(name: str) -> list[str]:
+    words = [word.lower() for word in _WORD.findall(name[-_MAX_NAME:])]
+    return words[:-1] if words[-2:] == ["key", "id"] else words
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Return whether this value under this name is a secret.
+
+    None, True, False and the empty text say only that there is one, or none. Under names that may
+    also be a training's (``token``, ``key``), a text counts that no person would choose.
+    """
+    if value is None or isinstance(value, bool) or value == "":
+        return False
+    if is_secret_name(name):
+        return True
+    words = _words(name)
+    if not isinstance(value, str) or not words or words[-1] not in ("token", "key"):
+        return False
+    if words == ["token"] or (words[-1] == "token" and _TRAINING.isdisjoint(words)):
+        return re.fullmatch(r"[\w.+/=~-]{8,}", value) is not None
+    return _RANDOM.match(value) is not None
+
+
+_SHAPES = re.compile(
+    "|".join(
+        (
+            r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]{0,40}-----|\Z)",
+            r"(?<=://)(?:[^\s/@:'\"]{0,256}:[^\s/@'\"]{1,1024}|[^\s/@:'\"]{16,1024})(?=@)",
+            r"(?i:(?<=authorization: )|(?<=authorization=))[^\s'\",]+(?: [^\s'\",]+)?",
+            r"(?i:\bbearer)[ ]+(?=\S{0,512}[0-9])[A-Za-z0-9._~+/-]{16,}=*",
+            r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",  # JSON web token
+            r"\b(?:AKIA|ASIA|AROA|AIDA|AGPA|ANPA|ANVA)[A-Z0-9]{16}\b",  # AWS
+            r"\bgh[pousr]_[A-Za-z0-9]{20,}",
+            r"\bgithub_pat_\w{20,}",
+            r"\bglpat-[\w-]{16,}",  # GitLab
+            r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}",  # Hugging Face
+            r"\bsk-(?=[\w-]{0,64}[0-9])[\w-]{20,}",  # OpenAI, Anthropic
+            r"\b[rsp]k_(?:live|test)_[A-Za-z0-9]{16,}",  # Stripe
+            r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",  # Slack
+            r"(?<=hooks\.slack\.com/services/)\S+",
+            r"(?<=discord\.com/api/webhooks/)\S+",
+            r"\bwandb_v[0-9]_\w{20,}|\blocal-[0-9a-f]{40}\b",  # Weights & Biases
+            r"\bAIza[\w-]{35}|\bya29\.[\w-]{20,}",  # Google
+            r"\bnpm_[A-Za-z0-9]{36}|\bpypi-AgE[\w-]{16,}",
+            r"\bSG\.[\w-]{16,}\.[\w-]{16,}",  # SendGrid
+        )
+    ),
+    re.DOTALL,
+)
+_PAIR = re.compile(
+    r"(?P<name>(?<![\w.-])-{0,2}[A-Za-z_][\w.-]{0,80})"
+    r"(?P<between>['\"]?[ ]*[=:][ ]*|(?<=[\w'\"])['\"]?,?[ ]+)"
+    r"(?P<value>'[^']*'|\"(?:[^\"\\]|\\.)*\"|[^\s,;&'\"(){}\[\]]+(?:[ ]+[A-Za-z0-9._~+/=-]{16,})?)"
+)
+"""NAME=VALUE, "NAME": "VALUE", --NAME VALUE, or '--NAME', 'VALUE'."""
+_HINT = re.compile(
+    rb"(?i)secret|passw|passphrase|pwd|token|key|cred|auth|cookie|dsn|jwt|pass|sig|bearer|://"
+    rb"|-----BEGIN|eyJ|A[KSRIGN][IOPDNV]A|gh[pousr]_|github_pat|glpat|hf_|api_org|sk-|k_live|k_test"
+    rb"|xox|services/|webhooks/|wandb_v|local-|AIza|ya29|npm_|pypi-|SG\."
+)
+"""What a text with a secret has somewhere; others are not looked at any closer."""
+
+
+def may_hold_secret(raw: bytes) -> bool:
+    """Return whether a closer look at this text, or what was encoded of it, is worth its time."""
+    return _HINT.search(raw) is not None
+
+
+def redact_text(text: str) -> str:
+    """Return the text with ``***`` in place of what looks like a secret in it."""
+    if not may_hold_secret(text.encode("utf-8", "replace")):
+        return text
+    return _PAIR.sub(_without_value, _SHAPES.sub(_shape, text))
+
+
+def _shape(match: re.Match[str]) -> str:
+    return f"Bearer {REDACTED}" if match[0][:6].lower() == "bearer" else REDACTED
+
+
+def _without_value(match: re.Match[str]) -> str:
+    name, between, value = match["name"], match["between"], match["value"]
+    quote = value[0] if value[0] in "'\"" else ""
+    inner = value[1:-1] if quote else value
+    # In running text a space says nothing: only after --NAME does the value follow it.
+    if not any(sign in between for sign in "=:") and not name.startswith("-"):
+        return match[0]
+    is_word = inner.lower() in ("none", "null", "true", "false", "")
+    is_signature = name.lower().rpartition("-")[2] in ("sig", "signature") and "=" in between
+    is_hidden = is_signature or is_secret(name, inner)
+    if is_word or inner == REDACTED or not is_hidden:
+        return match[0]
+    return f"{name}{between}{quote}{REDACTED}{quote}"
+
+
+# ----------------------------------------------------------------------------- inside containers
+
+_MAX_DEPTH = 8
+_MAX_ITEMS = 1_000
+_MAX_TEXT = 8_192
+_NO_LISTS = (bytes, bytearray, memoryview, range)
+_OPTION = re.compile(r"--?[A-Za-z][\w.-]*\Z")
+
+
+def fields_of(value: object) -> Iterator[tuple[str, object]] | None:
+    """Return the names and values of what has some: a mapping, a dataclass, a Namespace, or None.
+
+    A value that cannot be had, such as one of OmegaConf's that is missing, is its error's name.
+    """
+    if isinstance(value, Mapping):
+        return ((str(key), _had(value.__getitem__, key)) for key in _keys(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return ((name, _had(value.__getattribute__, name)) for name in names)
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return iter(vars(value).items())
+    return None
+
+
+def _keys(value: Mapping[object, object]) -> list[object]:
+    try:
+        return list(value)
+    except Exception:  # noqa: BLE001 - a stranger's mapping may raise anything
+        return []
+
+
+def _had(get: Callable[[Any], object], key: object) -> object:
+    try:
+        return get(key)
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"<{type(error).__name__}>"
+
+
+def redact(value: object) -> object:
+    """Return plain containers of the same content, without secrets; other objects as they are.
+
+    A command line, a list of words, loses what follows ``--NAME`` of a secret. What lies too deep,
+    or beyond 1,000 items in all, is ``...``.
+    """
+    return _Walk().redact(value, 0)
+
+
+class _Walk:
+    """One walk through containers, which may hold each other, many times over."""
+
+    def __init__(self) -> None:
+        self._num_left = _MAX_ITEMS
+
+    def redact(self, value: object, depth: int) -> object:
+        if isinstance(value, str):
+            return redact_text(value[:_MAX_TEXT])
+        self._num_left -= 1
+        fields = fields_of(value)
+        is_list = isinstance(value, Sequence | Set) and not isinstance(value, _NO_LISTS)
+        if fields is None and not is_list:
+            return value
+        if depth >= _MAX_DEPTH or self._num_left <= 0:
+            return "..."
+        if fields is not None:
+            kept: dict[str, object] = {}
+            for name, part in fields:
+                if self._num_left <= 0:
+                    break
+                hidden = is_secret(name, part)
+                kept[name] = REDACTED if hidden else self.redact(part, depth + 1)
+            return kept
+        parts = self._parts(list(islice(cast("Iterable[object]", value), self._num_left)), depth)
+        return type(value)(parts) if type(value) in (tuple, set, frozenset) else parts
+
+    def _parts(self, values: list[object], depth: int) -> list[object]:
+        parts: list[object] = []
+        option = ""
+        for value in values:
+            is_word = isinstance(value, str)
+            hidden = bool(option) and is_word and is_secret(option, value)
+            parts.append(REDACTED if hidden else self.redact(value, depth + 1))
+            option = str(value) if is_word and _OPTION.match(str(value)) else ""
+        return parts
