@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 
 from trainvitals.errors import UNREADABLE
-from trainvitals.io.private import ensure_private_dir, open_private
+from trainvitals.io.private import Owner, ensure_private_dir, open_own, open_private
 
 FOLDER = "data"
 _NAME = re.compile(r"rank-(\d+)\.[^/]+\.jsonl\Z")
+_MAX_LINE_BYTES = 16 << 20
 _PARTS = 4
 """Files that the bytes allowed are divided into: the oldest goes when they are full."""
 
@@ -101,8 +102,8 @@ def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
         match = _NAME.match(path.name)
         if match is None:
             continue
-        with path.open("rb") as file:
-            for raw in file:
+        with os.fdopen(open_own(path, owner=Owner.whose(path.parent)), "rb") as file:
+            for raw in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
                 if not raw.startswith(b'{"step":%d,' % step):
                     continue
                 try:
