@@ -22,7 +22,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 from trainvitals.errors import FormatError, InsecurePathError, StorageError, VitalsError
 
@@ -215,6 +215,15 @@ def open_own(
         OSError: as ``os.open``.
     """
     return _open(path, flags, mode, owner or Owner.us())
+
+
+def stream_own(path: Path, *, owner: Owner | None = None) -> BinaryIO:
+    """Return a file that ``open_own`` opens, for reading from it bit by bit.
+
+    Raises:
+        InsecurePathError, OSError: as ``open_own``.
+    """
+    return open(path, "rb", opener=lambda _, flags: open_own(path, flags, owner=owner))
 
 
 def read_own(path: Path, *, owner: Owner | None = None, max_bytes: int = MAX_BYTES) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from trainvitals.errors import UNREADABLE
-from trainvitals.io.private import Owner, ensure_private_dir, open_own, open_private
+from trainvitals.io.private import Owner, ensure_private_dir, open_private, stream_own
 
 FOLDER = "data"
 _NAME = re.compile(r"rank-(\d+)\.[^/]+\.jsonl\Z")
@@ -102,7 +102,7 @@ def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
         match = _NAME.match(path.name)
         if match is None:
             continue
-        with os.fdopen(open_own(path, owner=Owner.whose(path.parent)), "rb") as file:
+        with stream_own(path, owner=Owner.whose(path.parent)) as file:
             for raw in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
                 if not raw.startswith(b'{"step":%d,' % step):
                     continue

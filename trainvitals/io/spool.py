@@ -35,6 +35,7 @@ from trainvitals.io.private import (
     ensure_own_dir,
     open_own,
     replace_file,
+    stream_own,
     sync_folder,
     write_all,
 )
@@ -423,7 +424,7 @@ class Spool:
         self._sizes[number] = size
 
     def _opened(self, number: int) -> BinaryIO:
-        return os.fdopen(open_own(self._path(number), owner=self._owner), "rb")
+        return stream_own(self._path(number), owner=self._owner)
 
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:06d}.tvs"

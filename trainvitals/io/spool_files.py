@@ -17,7 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from trainvitals.errors import UNREADABLE, FormatError, InsecurePathError
-from trainvitals.io.private import Owner, open_own, read_own
+from trainvitals.io.private import Owner, read_own, stream_own
 from trainvitals.wire import MAGIC, PREFIX, batch_size, is_whole
 
 GROWING_SECONDS = 30.0
@@ -120,10 +120,10 @@ def scan_folder(
         is_newest = i + 1 == len(files)
         offset = start.offset if number == start.file else 0
         try:
-            fd = open_own(path, owner=Owner.whose(directory))
+            file = stream_own(path, owner=Owner.whose(directory))
         except FileNotFoundError:
             continue  # acknowledged or dropped by its owner
-        with os.fdopen(fd, "rb") as file:
+        with file:
             for end, raw in scan_file(file, offset, complete=not is_newest):
                 if raw is None and is_newest and not settled(number):
                     return
