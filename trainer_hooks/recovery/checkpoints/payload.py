@@ -85,14 +85,15 @@ class _MetadataUnpickler(pickle._Unpickler):
     """Builds a checkpoint's metadata and nothing else; nothing outside of it is changed.
 
     The one in Python: of the one in C, the opcode BUILD sets attributes on whatever it is given, a
-    class too. It takes 1.5 s for 100,000 boxes.
+    class too, and cannot be replaced. It takes three times as long, 0.1 ms a box.
     """
 
     def _build(self) -> None:
         """Set the fields of an instance that was just made, of one of these classes."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
         state = stack.pop()
-        made, fields = stack[-1], _BUILT.get(type(stack[-1]), frozenset())
+        made = stack[-1]
+        fields: set[str] = _BUILT.get(type(made), set())
         if type(made) is TensorProperties and type(state) is tuple:
             made.__setstate__(state)
         elif fields and type(state) is dict and state.keys() <= fields:
