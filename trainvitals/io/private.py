@@ -282,7 +282,8 @@ def ensure_own_dir(path: Path, *, read: int | None = None) -> Path:
         status = os.fstat(fd)
         owner.check_uid(path, status)
         if owner.is_writable_by_others(status):
-            os.fchmod(fd, stat.S_IMODE(status.st_mode) & ~_WRITABLE)
+            with contextlib.suppress(OSError):  # a file system that knows no modes
+                os.fchmod(fd, stat.S_IMODE(status.st_mode) & ~_WRITABLE)
     finally:
         os.close(fd)
     return path

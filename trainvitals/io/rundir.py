@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -148,6 +149,8 @@ class RunDir:
     def find_all(vitals_dir: Path) -> list["RunDir"]:
         """Return the run directories below ``vitals_dir``, oldest first.
 
+        Those that other users have closed to this one are left out.
+
         Raises:
             StorageError: the folder is there, and cannot be listed.
         """
@@ -157,7 +160,7 @@ class RunDir:
             return []
         except OSError as error:
             raise _unreadable(vitals_dir, error) from error
-        return [RunDir(path) for path in paths if is_run_id(path.name) and path.is_dir()]
+        return [RunDir(path) for path in paths if is_run_id(path.name) and _is_for_us(path)]
 
     # ------------------------------------------------------------------------- attributes
 
@@ -179,8 +182,12 @@ class RunDir:
 
     @property
     def checkpoints_dir(self) -> Path:
-        """The folder for checkpoints, made if need be; nobody else may write it."""
-        return self._folder("checkpoints")
+        """The folder for checkpoints, made if need be; nobody else may write it.
+
+        Not so where it is a link to one that others may write: what is loaded from there is proven.
+        """
+        path = self.path / "checkpoints"
+        return path if path.is_symlink() else self._folder(path.name)
 
     def agent_path(self, node: str) -> Path:
         """Return where the folder of one node's agent is, or will be."""
@@ -398,6 +405,16 @@ def is_run_id(text: str) -> bool:
     except UsageError:
         return False
     return True
+
+
+def _is_for_us(path: Path) -> bool:
+    """Return whether it is a folder of ours, or one that another user lets us read."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False  # gone meanwhile, or a link to nowhere
+    is_ours = status.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and (is_ours or os.access(path, os.R_OK | os.X_OK))
 
 
 def check_folder(folder: Path) -> None:
