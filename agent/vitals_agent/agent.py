@@ -440,7 +440,8 @@ class Agent:
             if self.config.run_id not in ("", run_dir.run_id):
                 continue
             with self.faults.contained("discover"):
-                if run_dir.run_id not in self.runs and self._has_spool(run_dir):
+                is_new = run_dir.is_ours and run_dir.run_id not in self.runs
+                if is_new and self._has_spool(run_dir):
                     run = self._take_up(run_dir.path, keep=True)
                     if run is not None and not (
                         run.spool.pending(1) or run.spool.may_be_asked_for()

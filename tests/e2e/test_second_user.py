@@ -263,7 +263,9 @@ def test_what_a_restart_goes_on_with_is_not_told_by_another_user(other: Other) -
 
 
 @pytest.mark.parametrize("name", ["state.json", "000003.tvs", "999999999999.tvs"])
-@pytest.mark.parametrize("planted", ["mkfifo {}", "ln -s {precious} {}", "cp {precious} {}"])
+@pytest.mark.parametrize(
+    "planted", ["mkfifo {}", "ln -s {precious} {}", "cp {precious} {}", "mkdir {}"]
+)
 def test_what_another_user_put_into_the_spool_is_neither_read_nor_written(
     other: Other, precious: Path, identity: Identity, name: str, planted: str
 ) -> None:

@@ -381,6 +381,8 @@ def _open(
         raise
     try:
         status = os.fstat(fd)
+        if stat.S_ISDIR(status.st_mode) and owner.owns(status):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         _check(path, status, stat.S_ISREG, "file", owner, private=private)
         is_written = flags & os.O_ACCMODE != os.O_RDONLY
         if is_written and status.st_nlink > 1 and not any_links:

@@ -19,7 +19,6 @@ import logging
 import os
 import re
 import secrets
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -149,8 +148,6 @@ class RunDir:
     def find_all(vitals_dir: Path) -> list["RunDir"]:
         """Return the run directories below ``vitals_dir``, oldest first.
 
-        Those that other users have closed to this one are left out.
-
         Raises:
             StorageError: the folder is there, and cannot be listed.
         """
@@ -160,7 +157,12 @@ class RunDir:
             return []
         except OSError as error:
             raise _unreadable(vitals_dir, error) from error
-        return [RunDir(path) for path in paths if is_run_id(path.name) and _is_for_us(path)]
+        return [RunDir(path) for path in paths if is_run_id(path.name) and path.is_dir()]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it belongs to this process's user."""
+        return self.path.stat().st_uid == os.geteuid()
 
     # ------------------------------------------------------------------------- attributes
 
@@ -405,16 +407,6 @@ def is_run_id(text: str) -> bool:
     except UsageError:
         return False
     return True
-
-
-def _is_for_us(path: Path) -> bool:
-    """Return whether it is a folder of ours, or one that another user lets us read."""
-    try:
-        status = path.stat()
-    except OSError:
-        return False  # gone meanwhile, or a link to nowhere
-    is_ours = status.st_uid == os.geteuid()
-    return stat.S_ISDIR(status.st_mode) and (is_ours or os.access(path, os.R_OK | os.X_OK))
 
 
 def check_folder(folder: Path) -> None:

@@ -119,13 +119,9 @@ class Spool:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             self._owner = Owner.whose(ensure_own_dir(directory))
+            own = self._own_files()
             self._state = self._saved = load_state(directory / STATE_FILE)
             self._last = {(r, i, s): seq for r, i, s, seq in self._state.last_seqs}
-            files = spool_files(directory)
-            own = own_files(directory, files)
-            for path in {path for _, path in files} - {path for _, path, _ in own}:
-                path.rename(path.with_name(f"refused-{path.name}"))
-                _LOG.warning("vitals: %s is another user's; nothing of it is read", path)
             self._sizes = {number: status.st_size for number, _, status in own}
             # A clock that was set back since must not keep them for longer than was meant.
             self._retained = {
@@ -422,6 +418,19 @@ class Spool:
     def _resize(self, number: int, size: int) -> None:
         self._num_bytes += size - self._sizes[number]
         self._sizes[number] = size
+
+    def _own_files(self) -> list[tuple[int, Path, os.stat_result]]:
+        """Return the files there are; what another user put there is set aside."""
+        files = spool_files(self.directory)
+        own = own_files(self.directory, files)
+        refused = {path for _, path in files} - {path for _, path, _ in own}
+        state = self.directory / STATE_FILE
+        if os.path.lexists(state) and not self._owner.owns(state.lstat()):
+            refused.add(state)
+        for path in refused:
+            path.rename(path.with_name(f"refused-{path.name}"))
+            _LOG.warning("vitals: %s is another user's, or no file; nothing of it is read", path)
+        return own
 
     def _opened(self, number: int) -> BinaryIO:
         return stream_own(self._path(number), owner=self._owner)
