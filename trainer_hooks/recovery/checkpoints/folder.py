@@ -418,12 +418,18 @@ class CheckpointFolder:
             return read(folder, None if where is None else self.key)
         except InsecurePathError as error:
             assert where is not None, "no signature was asked for"
-            mode = stat.S_IMODE(where.stat().st_mode)
-            away = f", or move {folder.name} to a folder of your own" if where != folder else ""
+            status = where.stat()
+            why = f"has mode {stat.S_IMODE(status.st_mode):04o}"
+            if not self.owner().owns(status):
+                why = f"belongs to user {status.st_uid}"
+            trust = f"if you trust it: chmod -R go-w {where}"
+            if where != folder:
+                trust = f"if you trust it: chmod go-w {where}, or move {folder.name} to a folder "
+                trust += "of your own"
             raise InsecurePathError(
-                f"{where} has mode {mode:04o}; other users can write there, and {error.text}, so "
+                f"{where} {why}; other users can write there, and {error.text}, so "
                 "its weights cannot be trusted",
-                hint=f"if you trust it: chmod -R go-w {where}{away}",
+                hint=trust,
             ) from error
 
     def owner(self) -> Owner:

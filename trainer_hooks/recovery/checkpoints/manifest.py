@@ -321,7 +321,7 @@ def open_to_others(folder: Path, owner: Owner) -> Path | None:
 
 def write_new(path: Path, raw: bytes) -> None:
     """Write a file that is not there yet; its bytes are on disk after, its name is not."""
-    with path.open("xb") as file:
+    with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())
