@@ -472,7 +472,8 @@ class Agent:
             if self.config.run_id not in ("", run_dir.run_id):
                 continue
             with self.faults.contained("discover"):
-                if run_dir.run_id not in self.runs and self._has_spool(run_dir):
+                is_new = run_dir.is_ours and run_dir.run_id not in self.runs
+                if is_new and self._has_spool(run_dir):
                     run = self._take_up(run_dir.path, keep=self._may_be_history(run_dir))
                     if run is not None and not (
                         run.spool.pending(1) or run.spool.may_be_asked_for()
@@ -481,7 +482,8 @@ class Agent:
         if self.config.run_id and self.config.takes_over:
             for run_dir in found[-MAX_TAKEN_OVER:]:
                 with self.faults.contained("discover"):
-                    if run_dir.run_id not in self.runs and self._is_left_to_us(run_dir):
+                    is_new = run_dir.is_ours and run_dir.run_id not in self.runs
+                    if is_new and self._is_left_to_us(run_dir):
                         self._take_up(run_dir.path, keep=self._keeps_history)
 
     def _may_be_history(self, run_dir: RunDir) -> bool:

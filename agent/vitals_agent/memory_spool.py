@@ -11,7 +11,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from trainvitals.io.private import ensure_private_dir
+from trainvitals.errors import InsecurePathError
+from trainvitals.io.private import ensure_private_dir, open_own
 from trainvitals.io.rundir import is_full
 from trainvitals.io.spool import Spool
 
@@ -31,12 +32,12 @@ def has_room(folder: Path, num_bytes: int = ROOM_BYTES) -> bool:
     path = folder / ".room"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_own(path, os.O_RDWR | os.O_CREAT, mode=0o600)
         try:
             os.posix_fallocate(fd, 0, num_bytes)
         finally:
             os.close(fd)
-    except OSError as error:
+    except (OSError, InsecurePathError) as error:
         return not is_full(error)
     finally:
         with contextlib.suppress(OSError):  # it is tried again, and then removed

@@ -11,9 +11,10 @@ import msgspec
 
 from trainvitals.catalog import PROCESS_SCHEMA
 from trainvitals.clock import Clock
-from trainvitals.errors import UNREADABLE, NewerVersionError, StorageError
+from trainvitals.errors import UNREADABLE, NewerVersionError, StorageError, VitalsError
 from trainvitals.identity import Identity, Source, new_incarnation
-from trainvitals.io.rundir import RunDir, is_full, replace_file
+from trainvitals.io.private import read_own, replace_file
+from trainvitals.io.rundir import RunDir, is_full
 from trainvitals.io.spool import Key, Spool
 from trainvitals.records import Note
 from trainvitals.rows import Value
@@ -71,8 +72,8 @@ class OpenJournals:
 
 def _read(path: Path) -> dict[str, OpenJournal]:
     try:
-        journals = msgspec.json.decode(path.read_bytes(), type=list[OpenJournal])
-    except (OSError, *UNREADABLE):
+        journals = msgspec.json.decode(read_own(path), type=list[OpenJournal])
+    except (OSError, VitalsError, *UNREADABLE):
         return {}
     return {each.folder: each for each in journals}
 

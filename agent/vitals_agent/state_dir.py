@@ -14,7 +14,14 @@ from pathlib import Path
 import msgspec
 
 from trainvitals.errors import UNREADABLE, StorageError, UsageError, VitalsError
-from trainvitals.io.private import ensure_private_dir, open_private
+from trainvitals.io.private import (
+    ensure_own_dir,
+    ensure_private_dir,
+    open_private,
+    read_own,
+    read_whole,
+    replace_file,
+)
 from trainvitals.io.rundir import is_full
 from trainvitals.io.spool import unacknowledged
 
@@ -97,7 +104,8 @@ class AgentStateDir:
 
     def _lock_on_disk(self) -> int:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.parent.parent.mkdir(parents=True, exist_ok=True)
+            ensure_own_dir(ensure_own_dir(self.path.parent) / self.path.name)
             return open_private(self.path / "agent.lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise StorageError(
@@ -225,13 +233,13 @@ class AgentStateDir:
         """Replace a file whole; in the node's memory where the disk is full."""
         if not self.in_memory:
             try:
-                _replace_private(self.path / name, raw)
+                replace_file(self.path / name, raw, mode=0o600)
             except OSError as error:
                 if self._local is None or not is_full(error):
                     raise StorageError(f"{self.path / name}: {error.strerror}") from error
                 self.in_memory = True
         if self.in_memory:
-            _replace_private(ensure_private_dir(self.memory_path) / name, raw)
+            replace_file(ensure_private_dir(self.memory_path) / name, raw, mode=0o600)
 
     def release(self) -> None:
         """Give the folder back; the lock file stays: removing it would let two agents in."""
@@ -247,8 +255,8 @@ class AgentStateDir:
             path = self.path / "agent.json"
             if not path.exists() and self._local is not None:
                 path = self.memory_path / "agent.json"
-            info = msgspec.json.decode(path.read_bytes(), type=AgentInfo)
-        except (OSError, *UNREADABLE):
+            info = msgspec.json.decode(read_own(path), type=AgentInfo)
+        except (OSError, VitalsError, *UNREADABLE):
             return "another agent"  # it starts just now
         return f"an agent (pid {info.pid}, {info.url or 'no address'})"
 
@@ -259,19 +267,7 @@ def _read_private(path: Path) -> str:
         fd = open_private(path)
     except FileNotFoundError:
         return ""
-    with os.fdopen(fd) as file:
-        return file.read()
-
-
-def _replace_private(path: Path, raw: bytes) -> None:
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with os.fdopen(open_private(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(raw)
-        part.rename(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    return read_whole(fd, path).decode(errors="replace")
 
 
 def _is_locked(path: Path) -> bool:

@@ -96,8 +96,12 @@ def test_a_child_whose_disk_takes_no_more_ends_and_says_what_it_could_not_keep(
     dead = world.rank(1, pid=0)
     dead.step(*range(7))
 
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    real = getattr(os, call)
+
+    def refuse(fd, *rest):
+        if "/spool/" in os.readlink(f"/proc/self/fd/{fd}"):  # noqa: PTH115 - a descriptor
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, *rest)
 
     monkeypatch.setattr(os, call, refuse)
     run(world.agent(start=False), QUICK)

@@ -152,7 +152,8 @@ def shared(runs: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         folder = Path(shutil.copytree(runs, Path(name) / "runs"))
-        folder.chmod(0o755)
+        for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+            path.chmod(0o755)  # as an earlier Vitals made them
         yield folder
 
 

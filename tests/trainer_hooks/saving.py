@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 class Run:
     """A training with snapshots and a store; ``save`` trains some steps and writes a checkpoint."""
 
-    def __init__(self, directory, *, optimizer="adamw", run_id="run", keep=3, **options):
+    def __init__(self, directory, *, optimizer="adamw", run_id="run", keep=3, key=b"", **options):
         self.training = Training(optimizer, **options)
         self.ring = SnapshotRing(self.training.state, num_slots=3, interval=1, healthy_after=0)
         self.store = CheckpointStore(
-            self.training.state, directory, run_id=run_id, ranks=ALONE, keep=keep
+            self.training.state, directory, run_id=run_id, ranks=ALONE, keep=keep, key=key
         )
         self.store.prepare()
         self.step = 0

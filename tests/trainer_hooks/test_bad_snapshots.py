@@ -132,7 +132,7 @@ def test_a_frozen_parameter_that_is_infinite_from_the_start_is_no_fault(tmp_path
     if mode == "heal":
         states = {(ref.where, ref.state) for ref in loop.monitor._controller.recovery.refs()}
         assert ("disk", "healthy") in states
-        # How far the copies in memory have come depends on the writer's thread: none is thought bad.
+        # How far copies in memory have come depends on the writer's thread: none is thought bad.
         in_memory = {state for where, state in states if where == "memory"}
         assert in_memory and in_memory <= {"healthy", "verified"}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests.trainer_hooks.saving import Run, another_process, ids, load_newest
 from trainer_hooks.recovery.checkpoints import manifest as manifests
@@ -194,6 +195,33 @@ def test_code_planted_in_the_metadata_does_not_run(run, tmp_path, forged_manifes
     with pytest.raises(CheckpointCorruptError):
         run.store.load(name)
     assert not witness.exists()
+
+
+@pytest.mark.parametrize("state", [b"(N}Vforged\nI1\nst", b"}Vforged\nI1\ns"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(I0\ntR",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(}tR",
+        b"ctorch.serialization\n_get_layout\n",
+    ],
+)
+def test_metadata_sets_nothing_on_a_class_nor_what_its_instances_have_not(run, target, state):
+    name = run.save()
+    folder = run.store.folder.path / name
+    (folder / ".metadata").write_bytes(target + state + b"b.")
+    reseal(folder)
+    with pytest.raises(CheckpointCorruptError, match="sets the state of"):
+        run.store.load(name)
+    made = (
+        Metadata,
+        _MEM_FORMAT_ENCODING,
+        _MEM_FORMAT_ENCODING(0),
+        torch.serialization._get_layout,
+    )
+    assert not any(hasattr(each, "forged") for each in made)
 
 
 def test_code_planted_among_the_tensors_does_not_run(run, tmp_path):

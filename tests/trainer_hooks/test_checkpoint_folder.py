@@ -14,13 +14,14 @@ from tests.trainer_hooks.faulty_disk import relaunch, save, states
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import MAX_GONE, removable
-from trainer_hooks.recovery.checkpoints.manifest import Owner, checkpoint_id
+from trainer_hooks.recovery.checkpoints.manifest import checkpoint_id
 from trainvitals.errors import (
     CheckpointCorruptError,
     InsecurePathError,
     NewerVersionError,
     UsageError,
 )
+from trainvitals.io.private import Owner
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.testing import ManualClock
 
@@ -429,9 +430,11 @@ def test_where_the_file_system_gives_our_files_to_nobody_they_are_ours_all_the_s
         path.mkdir()
         path.chmod(0o777)  # a file system that knows no modes, either
         os.chown(path, 65534, 65534)
-    Owner.of(probe).check(checkpoint)
+    owner = Owner.of(probe.stat())
+    manifests.check_owner(checkpoint, owner)
+    assert manifests.open_to_others(checkpoint, owner) is None
     with pytest.raises(InsecurePathError):
-        Owner(0).check(checkpoint)
+        manifests.check_owner(checkpoint, Owner(0))
 
 
 def test_a_promoted_checkpoint_counts_as_healthy_from_then_on(folder):

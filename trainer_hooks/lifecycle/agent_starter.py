@@ -17,6 +17,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.run_paths import RunPaths
 from trainer_hooks.step.emit import Emitter
 from trainvitals.io.discovery import AWAY_FILE
+from trainvitals.io.private import open_own
 from trainvitals.io.rundir import is_full
 from trainvitals.io.setting_paths import with_absolute_paths
 from trainvitals.records import Note
@@ -58,14 +59,15 @@ class Starter:
         # A later start of it may find the training in another working directory.
         self._environ = {**with_absolute_paths(environ), **variables}
         self._run_id, self.directory = place.run_dir.run_id, str(place.run_dir.path.parent)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         try:
-            self._log = os.open(place.run_dir.agent_dir(place.node) / "agent.log", flags, 0o600)
+            path = place.run_dir.agent_dir(place.node) / "agent.log"
+            self._log = open_own(path, flags, mode=0o600)
         except OSError as error:
             if not is_full(error):
                 raise
             # The agent goes on in memory and says so in the run; its log has no place.
-            self._log = os.open(os.devnull, flags)
+            self._log = os.open(os.devnull, flags | os.O_CLOEXEC)
 
     def __call__(self) -> int:
         """Start it and return its pid."""

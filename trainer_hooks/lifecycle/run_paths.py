@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -15,7 +16,13 @@ import torch
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks, on_every_rank
 from trainvitals.clock import Clock
-from trainvitals.errors import FormatError, StorageError, TrainingHalted, VitalsError
+from trainvitals.errors import (
+    FormatError,
+    InsecurePathError,
+    StorageError,
+    TrainingHalted,
+    VitalsError,
+)
 from trainvitals.identity import (
     Identity,
     new_attempt_id,
@@ -32,6 +39,7 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.policy import JudgeConfig, load_judge_config
 from trainvitals.policy.plan import Plan, read_plan
 
+_LOG = logging.getLogger("trainvitals")
 _runs = itertools.count()
 """Numbers the runs that this process opens: a restart opens them in the same order."""
 
@@ -112,7 +120,7 @@ def _open_on_root(
     nth = next(_runs)
     run_id = environ.get("VITALS_RUN_ID") or earlier_run(base, environ, nth=nth)
     run_id = run_id or new_run_id(clock.time_ns())
-    run_dir = RunDir.create(base, run_id)
+    run_dir = RunDir.create(base, run_id, share=environ.get("VITALS_SHARE", ""))
     marker = run_dir.halted()
     if marker is not None:
         raise TrainingHalted(
@@ -122,7 +130,10 @@ def _open_on_root(
         )
     try:
         run_dir.command_key(create=True)
-        remember_run(base, environ, run_id, nth=nth)
+        try:
+            remember_run(base, environ, run_id, nth=nth)
+        except InsecurePathError as error:  # another user took its name: no reason not to train
+            _LOG.warning("vitals: a restart of this job will begin a new run: %s", error.text)
     except OSError as error:
         raise StorageError(
             f"{run_dir.path}: the run's own files cannot be written: {error.strerror}",

@@ -860,6 +860,10 @@ class RecoveryManager:
             joined=joined,
             is_replica=is_replica,
         )
+        agreement = Agreement(ranks)
+        # Every rank signs its parts of a checkpoint, and its node may not see the run's folder.
+        keys: list[bytes] = []
+        agreement.on_root(lambda: keys.append(plan.run_dir.file_key(create=True)))
         store = CheckpointStore(
             state,
             settings.directory,
@@ -868,8 +872,8 @@ class RecoveryManager:
             keep=settings.keep,
             keep_every=settings.keep_every,
             on_branch=lambda step, attempt: plan.plan.holds(step, attempt),
+            key=ranks.broadcast(keys[0] if keys else b""),
         )
-        agreement = Agreement(ranks)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
         agreement.on_all(lambda: ring.check_memory(ranks_on_node=local))
         ring.may_lend = all(ranks.gather(ring.may_lend))

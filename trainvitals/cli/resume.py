@@ -58,7 +58,7 @@ def find_halted(run: str, vitals_dir: Path) -> RunDir:
         UsageError: there is none, or it is not clear which.
     """
     fitting = find_fitting(run, vitals_dir)
-    halted = [run_dir for run_dir in fitting if run_dir.halted() is not None]
+    halted = [run_dir for run_dir in fitting if _is_halted(run_dir)]
     if len(halted) == 1 or len(fitting) == 1:
         return (halted or fitting)[0]
     if not halted:
@@ -94,6 +94,13 @@ def find_fitting(run: str, vitals_dir: Path) -> list[RunDir]:
             hint="give the run's folder, or --dir with the folder that holds it",
         )
     return fitting
+
+
+def _is_halted(run_dir: RunDir) -> bool:
+    try:
+        return run_dir.halted() is not None
+    except PermissionError:
+        return False  # another user's run, whose folder is closed to us
 
 
 def _words(run_id: str, marker: HaltMarker) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from trainvitals.errors import UNREADABLE, StorageError, UsageError
+from trainvitals.errors import UNREADABLE, StorageError, UsageError, VitalsError
 from trainvitals.identity import Identity, check_run_id
-from trainvitals.io.private import ensure_private_dir, open_private
+from trainvitals.io.private import ensure_private_dir, open_private, read_own
 from trainvitals.io.segments import CLOSED, ClosedMarker
 
 AWAY_FILE = "collector_away"
@@ -86,10 +86,8 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _run_dir_of(folder: Path) -> Path | None:
-    with contextlib.suppress(OSError, *UNREADABLE):
-        return Path(
-            msgspec.json.decode((folder / "run.json").read_bytes(), type=_RunPointer).run_dir
-        )
+    with contextlib.suppress(OSError, VitalsError, *UNREADABLE):
+        return Path(msgspec.json.decode(read_own(folder / "run.json"), type=_RunPointer).run_dir)
     return None
 
 

@@ -78,7 +78,8 @@ class Mailbox:
             FormatError: it is not a mailbox.
             NewerVersionError: made by a newer format.
         """
-        box = cls(open_private(path, os.O_RDWR), path)
+        # Its second name, by which it was made, may not be gone yet.
+        box = cls(open_private(path, os.O_RDWR, any_links=True), path)
         magic, version, _, _, _ = _HEAD.unpack_from(box._map)
         if magic == MAGIC and version == FORMAT_VERSION:
             return box

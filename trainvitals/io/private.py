@@ -1,16 +1,36 @@
-"""Folders and files that only this user may reach.
+"""Files that are checked before they are believed, and folders that only this user may reach.
 
-Journal and mailbox lie in shared memory, which every user of the node can write: so the folder is
+Other users of a node or of a shared disk can put there what they like: a link in place of our file,
+a FIFO that never answers, a file of theirs under our name. So a file is opened without following a
+link and without waiting, and its owner, kind, mode and size are those of the open file, never of a
+name. What is written is never written through a link, nor into a file with a second name.
+
+Journal and mailbox lie in shared memory, which every user of the node can write: their folder is
 made 0700, and owner, mode and "not a link" are checked each time, never assumed.
 """
 
+import contextlib
+import errno
+import functools
+import grp
+import hashlib
+import hmac
 import os
+import pwd
+import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Self
 
-from trainvitals.errors import InsecurePathError, StorageError, VitalsError
+from trainvitals.errors import FormatError, InsecurePathError, StorageError, VitalsError
 
+MAX_BYTES = 1 << 20
+"""Most that a file of ours holds, unless its reader says otherwise."""
+
+_WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+_READABLE = 0o055
 _MEMORY_TYPES = frozenset({"tmpfs", "ramfs"})
 _SHARED_MEMORY = Path("/dev/shm")
 _TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
@@ -76,33 +96,254 @@ def ensure_private_dir(path: Path) -> Path:
         pass  # whatever is there is judged below
     except OSError as error:
         raise StorageError(f"{path}: cannot be created: {error.strerror}") from error
-    _check(path, path.lstat(), stat.S_ISDIR, "folder")
+    _check(path, path.lstat(), stat.S_ISDIR, "folder", Owner.us(), private=True)
     return path
 
 
-def open_private(path: Path, flags: int = os.O_RDONLY) -> int:
+def open_private(path: Path, flags: int = os.O_RDONLY, *, any_links: bool = False) -> int:
     """Return a descriptor of a file that only this user may reach; a new one gets mode 0600.
 
-    The caller closes it. ``flags`` are those of ``os.open``.
+    The caller closes it.
+
+    Args:
+        path: the file.
+        flags: those of ``os.open``.
+        any_links: write into it though it has a second name; for what gets its name by a link, in
+            a folder where nobody else can give one.
 
     Raises:
-        InsecurePathError: a link, someone else's, or open to others.
+        InsecurePathError: a link, someone else's, open to others, or with a second name though it
+            is to be written.
         OSError: as ``os.open``.
     """
-    try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if path.is_symlink():
+    return _open(path, flags, 0o600, Owner.us(), private=True, any_links=any_links)
+
+
+# ---------------------------------------------------------------- what others may read, not write
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose files are believed, and whether the file system knows modes at all.
+
+    A network file system may give root's files to nobody, and another may show every mode as 0777.
+    """
+
+    uid: int
+    writable: int = 0
+    """Write bits for others that it shows on a folder which was made with 0700."""
+
+    @classmethod
+    def us(cls) -> Self:
+        """Return this process's own."""
+        return cls(os.geteuid())
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        """Return what the file system says of something that we made with mode 0700."""
+        return cls(status.st_uid, status.st_mode & _WRITABLE)
+
+    @classmethod
+    def whose(cls, folder: Path) -> Self:
+        """Return a folder's, for what lies in it: a reader may be somebody else.
+
+        Modes say nothing then: an earlier Vitals let the umask choose them.
+        """
+        return cls(folder.stat().st_uid, _WRITABLE)
+
+    def owns(self, status: os.stat_result) -> bool:
+        """Return whether it is this user's, ours, or root's, who may change anything anyway."""
+        return status.st_uid in (self.uid, os.geteuid(), 0)
+
+    def is_writable_by_others(self, status: os.stat_result) -> bool:
+        """Return whether somebody else may write there, as far as its mode says."""
+        mode = status.st_mode & _WRITABLE & ~self.writable
+        if mode == stat.S_IWGRP and _is_of_one(status.st_gid, status.st_uid):
+            return False
+        return bool(mode)
+
+    def check_uid(self, path: Path, status: os.stat_result) -> None:
+        """Refuse what is another user's.
+
+        Raises:
+            InsecurePathError: it is so.
+        """
+        if not self.owns(status):
             raise InsecurePathError(
-                f"{path} is a symbolic link; a private file must be a regular file"
-            ) from error
-        raise
+                f"{path} belongs to user {status.st_uid}; it must belong to {self.uid}",
+                hint=f"if you trust it, make it yours: chown {self.uid} {path}",
+            )
+
+    def check(self, path: Path, status: os.stat_result) -> None:
+        """Refuse what is another user's, or what others may write.
+
+        Raises:
+            InsecurePathError: it is so.
+        """
+        self.check_uid(path, status)
+        if self.is_writable_by_others(status):
+            raise InsecurePathError(
+                f"{path} has mode {stat.S_IMODE(status.st_mode):04o}; other users can write it",
+                hint=f"if you trust it: chmod go-w {path}",
+            )
+
+
+@functools.cache
+def _is_of_one(gid: int, uid: int) -> bool:
+    """Return whether a group is a user's own: with a umask of 002, all of theirs is 0775."""
     try:
-        _check(path, os.fstat(fd), stat.S_ISREG, "file")
-    except BaseException:
+        user, group = pwd.getpwuid(uid).pw_name, grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return uid != 0 and group.gr_name == user and set(group.gr_mem) <= {user}
+
+
+def open_own(
+    path: Path, flags: int = os.O_RDONLY, *, owner: Owner | None = None, mode: int = 0o644
+) -> int:
+    """Return a descriptor of a regular file which others may read at most. The caller closes it.
+
+    Args:
+        path: the file; its last part is never followed where it is a link.
+        flags: those of ``os.open``; nothing is truncated before all is checked.
+        owner: whose it must be; None for this process's user.
+        mode: of a new file.
+
+    Raises:
+        InsecurePathError: a link, no regular file, someone else's, writable by others, or with a
+            second name though it is to be written.
+        OSError: as ``os.open``.
+    """
+    return _open(path, flags, mode, owner or Owner.us())
+
+
+def stream_own(path: Path, *, owner: Owner | None = None) -> BinaryIO:
+    """Return a file that ``open_own`` opens, for reading from it bit by bit.
+
+    Raises:
+        InsecurePathError, OSError: as ``open_own``.
+    """
+    return open(path, "rb", opener=lambda _, flags: open_own(path, flags, owner=owner))
+
+
+def read_own(path: Path, *, owner: Owner | None = None, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the bytes of a file that ``open_own`` opens.
+
+    Raises:
+        FormatError: it is larger than ``max_bytes``, which none of ours is.
+        InsecurePathError, OSError: as ``open_own``.
+    """
+    return read_whole(open_own(path, owner=owner), path, max_bytes=max_bytes)
+
+
+def read_whole(fd: int, path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return all of an open file, and close it; ``path`` is for words.
+
+    Raises:
+        FormatError: it is larger than ``max_bytes``.
+        OSError: it cannot be read.
+    """
+    with open(fd, "rb") as file:
+        raw = file.read(max_bytes + 1)
+    if len(raw) > max_bytes:
+        raise FormatError(
+            f"{path} has more than {max_bytes} bytes; none that Vitals writes has",
+            hint=f"`ls -l {path}` shows whose it is; move it away",
+        )
+    return raw
+
+
+def ensure_own_dir(path: Path, *, read: int | None = None) -> Path:
+    """Make the folder where it is missing, check it, and return it; nobody else may write there.
+
+    One that is there and ours is closed to others' writing. A link of this user's, or root's, is
+    followed: to another disk, say.
+
+    Args:
+        path: the folder; the one that it lies in is there.
+        read: bits of a new one's mode for group and others; None for those of the folder that it
+            lies in.
+
+    Raises:
+        InsecurePathError: it belongs to someone else, or is someone else's link.
+        OSError: it cannot be made or opened.
+    """
+    owner = Owner.us()
+    with contextlib.suppress(FileExistsError):  # whatever is there is judged below
+        path.mkdir(mode=0o700)
+        own = (path.parent.stat().st_mode if read is None else read) & _READABLE
+        if own:
+            path.chmod(0o700 | own | (path.stat().st_mode & stat.S_ISGID))
+    link = path.lstat()
+    if stat.S_ISLNK(link.st_mode):
+        owner.check_uid(path, link)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        owner.check_uid(path, status)
+        if owner.is_writable_by_others(status):
+            with contextlib.suppress(OSError):  # a file system that knows no modes
+                os.fchmod(fd, stat.S_IMODE(status.st_mode) & ~_WRITABLE)
+    finally:
         os.close(fd)
-        raise
-    return fd
+    return path
+
+
+def replace_file(path: Path, raw: bytes, *, mode: int = 0o644) -> None:
+    """Replace the file whole, durably: after a crash it holds the old bytes or the new.
+
+    A link under its name is replaced, never followed, and so is a file of someone else.
+    """
+    temporary = f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(temporary, flags, mode, dir_fd=folder)
+        try:
+            try:
+                write_all(fd, raw, 0)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+        _sync(folder)
+    finally:
+        os.close(folder)
+
+
+def sync_folder(path: Path) -> None:
+    """Make names in the folder durable, where its file system can."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _sync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync(folder: int) -> None:
+    with contextlib.suppress(OSError):  # some network file systems refuse to
+        os.fsync(folder)
+
+
+def write_all(fd: int, raw: bytes, offset: int) -> None:
+    """Write all of it at the offset, in as many calls as the system takes."""
+    view = memoryview(raw)
+    while view:
+        num = os.pwrite(fd, view, offset)
+        view, offset = view[num:], offset + num
+
+
+def mac_of(key: bytes, *parts: bytes) -> str:
+    """Return an HMAC-SHA256 over the parts, each with its length: none runs into the next."""
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        mac.update(len(part).to_bytes(8, "little"))
+        mac.update(part)
+    return mac.hexdigest()
 
 
 def is_memory_backed(path: Path) -> bool:
@@ -123,13 +364,71 @@ def is_memory_backed(path: Path) -> bool:
     return False
 
 
-def _check(path: Path, status: os.stat_result, is_kind: Callable[[int], bool], kind: str) -> None:
+def _open(
+    path: Path,
+    flags: int,
+    mode: int,
+    owner: Owner,
+    *,
+    private: bool = False,
+    any_links: bool = False,
+) -> int:
+    quiet = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags & ~os.O_TRUNC | quiet, mode)
+    except OSError as error:
+        _explain(path, owner, error, private=private)
+        raise
+    try:
+        status = os.fstat(fd)
+        if stat.S_ISDIR(status.st_mode) and owner.owns(status):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        _check(path, status, stat.S_ISREG, "file", owner, private=private)
+        is_written = flags & os.O_ACCMODE != os.O_RDONLY
+        if is_written and status.st_nlink > 1 and not any_links:
+            raise InsecurePathError(
+                f"{path} has {status.st_nlink} names (hard links); what is written must have one",
+                hint=f"cp {path} {path}.new && mv {path}.new {path}",
+            )
+        if flags & os.O_TRUNC:
+            os.ftruncate(fd, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _explain(path: Path, owner: Owner, error: OSError, *, private: bool) -> None:
+    """Raise what is wrong with a file that cannot be opened, where that is why."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return
+    if error.errno != errno.EEXIST:
+        try:
+            _check(path, status, stat.S_ISREG, "file", owner, private=private)
+        except InsecurePathError as refused:
+            raise refused from error
+
+
+def _check(
+    path: Path,
+    status: os.stat_result,
+    is_kind: Callable[[int], bool],
+    kind: str,
+    owner: Owner,
+    *,
+    private: bool,
+) -> None:
     if not is_kind(status.st_mode):
         what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else f"not a {kind}"
         raise InsecurePathError(f"{path} is {what}; it must be a {kind}", hint=f"remove {path}")
-    if status.st_uid != os.getuid():
+    if not private:
+        owner.check(path, status)
+        return
+    if status.st_uid != owner.uid:
         raise InsecurePathError(
-            f"{path} belongs to user {status.st_uid}; it must belong to {os.getuid()}",
+            f"{path} belongs to user {status.st_uid}; it must belong to {owner.uid}",
             hint="set VITALS_SHM to a folder of your own",
         )
     if status.st_mode & 0o077:

@@ -5,7 +5,7 @@ the first start made up. So rank 0 leaves the run's id under a key that a restar
 the first start, and nothing else has: the launcher itself, the command line, and which of the
 process's runs it is, as one script may train several.
 
-    VITALS_DIR/.launches/<sha256 of the key>     holds the run id
+    VITALS_DIR/.launches-<uid>/<sha256 of the key>     holds the run id; each user's own, 0700
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainvitals.errors import UsageError
+from trainvitals.errors import VitalsError
 from trainvitals.identity import check_run_id
-from trainvitals.io.rundir import replace_file
+from trainvitals.io.private import ensure_own_dir, read_own, replace_file
 
 MAX_LAUNCHES = 2_000
 _FOLDER = ".launches"
+"""Where an earlier Vitals left them, for all users alike; still read."""
 
 
 def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str | None:
     """Return the ``nth`` run of this launch's first start; None where this is the first."""
     for key, is_restart in _launches(environ, sys.argv, nth):
-        path = _path(base, key)
-        if is_restart and path.is_file():
+        for path in (_path(_own(base), key), _path(base / _FOLDER, key)) if is_restart else ():
             try:
-                return check_run_id(path.read_text().strip())
-            except (OSError, UsageError):
+                return check_run_id(read_own(path).decode().strip())
+            except FileNotFoundError:
+                continue
+            except (OSError, VitalsError, UnicodeDecodeError):
                 return None
     return None
 
@@ -45,12 +47,13 @@ def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: in
 
     Raises:
         OSError: it cannot be written; a restart would then begin a new run.
+        InsecurePathError: another user took the folder's name; likewise.
     """
     for key, _ in _launches(environ, sys.argv, nth):
-        path = _path(base, key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, run_id.encode() + b"\n")
-        _forget_oldest(path.parent)
+        base.mkdir(parents=True, exist_ok=True)
+        folder = ensure_own_dir(_own(base), read=0)
+        replace_file(_path(folder, key), run_id.encode() + b"\n", mode=0o600)
+        _forget_oldest(folder)
 
 
 def _forget_oldest(folder: Path) -> None:
@@ -94,8 +97,12 @@ def _own_task(environ: Mapping[str, str]) -> str:
     return environ.get("SLURM_PROCID", "") if together == "1" != tasks else ""
 
 
-def _path(base: Path, key: str) -> Path:
-    return base / _FOLDER / hashlib.sha256(key.encode()).hexdigest()
+def _own(base: Path) -> Path:
+    return base / f"{_FOLDER}-{os.geteuid()}"
+
+
+def _path(folder: Path, key: str) -> Path:
+    return folder / hashlib.sha256(key.encode()).hexdigest()
 
 
 def _started(pid: int) -> str:

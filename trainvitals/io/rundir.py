@@ -1,17 +1,21 @@
 """The run directory: what a run leaves on a shared disk, with or without any server.
 
-    VITALS_DIR/<run_id>/
+    VITALS_DIR/<run_id>/   0700, or 0750 with VITALS_SHARE=group; nobody else may write it
         run.json       attributes, for people
-        command.key    0600; signs commands
+        command.key    0600; signs commands, and the files that are read back
         HALTED         the ladder stopped this run; a relaunch stops before training
         plan.jsonl     what no restore may give back: budgets, attempts, commands applied
         checkpoints/   agents/<node>/   commands/
 
 The disk is often NFS or Lustre: files are appended and fsynced or replaced whole, never mapped.
+Others may write the folder around it, a lab's group say: what is read back is checked
+(``private``).
 """
 
 import contextlib
 import errno
+import hmac
+import logging
 import os
 import re
 import secrets
@@ -20,15 +24,40 @@ from pathlib import Path
 
 import msgspec
 
-from trainvitals.errors import UNREADABLE, FormatError, StorageError, UsageError
+from trainvitals.errors import (
+    UNREADABLE,
+    ConfigError,
+    FormatError,
+    InsecurePathError,
+    StorageError,
+    UsageError,
+)
 from trainvitals.identity import check_run_id
-from trainvitals.io.private import open_private
+from trainvitals.io.private import (
+    MAX_BYTES,
+    Owner,
+    ensure_own_dir,
+    mac_of,
+    open_own,
+    open_private,
+    read_own,
+    read_whole,
+    replace_file,
+    sync_folder,
+    write_all,
+)
 from trainvitals.records import Command, RunInfo
+
+_LOG = logging.getLogger("trainvitals")
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")
 _COMMAND_FILE = re.compile(r"\d{1,19}\.json\Z")
 _KEY_BYTES = 32
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_SHARES = {"": 0, "none": 0, "group": 0o050}
+_OURS = ("run.json", "command.key", "HALTED", "plan.jsonl", "checkpoints", "agents", "commands")
+_MAX_PLAN_BYTES = 64 << 20
+_MAC = "mac"
 
 
 class HaltMarker(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,19 +75,60 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run_id = check_run_id(path.name)
+        self._was_open = False
+        """Whether others could write here until ``create`` closed it."""
 
     @classmethod
-    def create(cls, vitals_dir: Path, run_id: str) -> "RunDir":
-        """Make the directory where it is missing; one that is there is gone on with."""
+    def create(cls, vitals_dir: Path, run_id: str, *, share: str = "") -> "RunDir":
+        """Make the directory where it is missing; one that is there is gone on with.
+
+        Nobody else may write it after. What another user put there is set aside, and said.
+
+        Args:
+            vitals_dir: the folder of all runs, which others may write.
+            run_id: the run.
+            share: who else may read a new one: nobody ("" or "none"), or its "group".
+
+        Raises:
+            ConfigError: ``share`` is none of these.
+            InsecurePathError: it is another user's.
+            StorageError: it cannot be made.
+        """
+        if share not in _SHARES:
+            raise ConfigError(
+                f"VITALS_SHARE is {share!r}; it must be none or group",
+                hint="with VITALS_SHARE=group the run's group may read its files",
+            )
         path = vitals_dir.absolute() / check_run_id(run_id)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            run_dir = cls(path)
+            run_dir._was_open = path.is_dir() and Owner.us().is_writable_by_others(path.stat())
+            ensure_own_dir(path, read=_SHARES[share])
+            run_dir._set_aside_planted()
         except OSError as error:
             raise StorageError(
                 f"{path}: the run directory cannot be created: {error.strerror}",
                 hint="set VITALS_DIR to a writable folder",
             ) from error
-        return cls(path)
+        return run_dir
+
+    def _set_aside_planted(self) -> None:
+        """Give what another user put under one of our names another; nothing of it is read."""
+        for name in _OURS:
+            try:
+                status = (self.path / name).lstat()
+            except FileNotFoundError:
+                continue
+            if not Owner.us().owns(status):
+                aside = f".refused-{name}-{secrets.token_hex(4)}"
+                (self.path / name).rename(self.path / aside)
+                _LOG.warning(
+                    "vitals: %s belongs to user %d; it is refused, and kept as %s",
+                    self.path / name,
+                    status.st_uid,
+                    aside,
+                )
 
     @classmethod
     def open(cls, path: Path) -> "RunDir":
@@ -89,11 +159,16 @@ class RunDir:
             raise _unreadable(vitals_dir, error) from error
         return [RunDir(path) for path in paths if is_run_id(path.name) and path.is_dir()]
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it belongs to this process's user."""
+        return self.path.stat().st_uid == os.geteuid()
+
     # ------------------------------------------------------------------------- attributes
 
     def info(self) -> RunInfo | None:
         """Return the run's attributes, or None where rank 0 has not written them."""
-        raw = _read(self.path / "run.json")
+        raw = self._read("run.json")
         if raw is None:
             return None
         try:
@@ -109,8 +184,12 @@ class RunDir:
 
     @property
     def checkpoints_dir(self) -> Path:
-        """The folder for checkpoints, made if need be."""
-        return self._folder("checkpoints")
+        """The folder for checkpoints, made if need be; nobody else may write it.
+
+        Not so where it is a link to one that others may write: what is loaded from there is proven.
+        """
+        path = self.path / "checkpoints"
+        return path if path.is_symlink() else self._folder(path.name)
 
     def agent_path(self, node: str) -> Path:
         """Return where the folder of one node's agent is, or will be."""
@@ -121,8 +200,8 @@ class RunDir:
     def agent_dir(self, node: str) -> Path:
         """Return the folder of one node's agent, made if need be."""
         path = self.agent_path(node)
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+        self._folder("agents")
+        return ensure_own_dir(path)
 
     def spool_dirs(self) -> dict[str, Path]:
         """Return each node's folder of spooled batches, as far as there are any.
@@ -151,7 +230,11 @@ class RunDir:
         if create:
             with contextlib.suppress(FileExistsError):
                 fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-                _write_and_close(fd, secrets.token_hex(_KEY_BYTES).encode())
+                try:
+                    write_all(fd, secrets.token_hex(_KEY_BYTES).encode(), 0)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
                 sync_folder(self.path)
         try:
             fd = open_private(path)
@@ -160,10 +243,7 @@ class RunDir:
                 f"{path} is missing; commands for this run cannot be signed or verified",
                 hint="it is created when the run starts; was the folder copied without it?",
             ) from None
-        try:
-            raw = os.read(fd, 4 * _KEY_BYTES)
-        finally:
-            os.close(fd)
+        raw = read_whole(fd, path)
         try:
             key = bytes.fromhex(raw.decode("ascii"))
         except ValueError:
@@ -174,6 +254,14 @@ class RunDir:
                 hint="remove it and start the run again",
             )
         return key
+
+    def file_key(self, *, create: bool = False) -> bytes:
+        """Return the key that signs the run's plan and checkpoints; it signs no command.
+
+        Raises:
+            StorageError, InsecurePathError, FormatError: as ``command_key``.
+        """
+        return bytes.fromhex(mac_of(self.command_key(create=create), b"files"))
 
     def put_command(self, command: Command) -> Path:
         """Leave a signed command for this run's agent."""
@@ -188,12 +276,12 @@ class RunDir:
         entries = folder.iterdir() if folder.is_dir() else ()
         paths = [path for path in entries if _COMMAND_FILE.match(path.name) and path.is_file()]
         for path in sorted(paths, key=lambda p: int(p.stem)):
-            raw = _read(path)
-            if raw is None:
-                continue
             try:
+                raw = self._read(f"commands/{path.name}")
+                if raw is None:
+                    continue
                 command = msgspec.json.decode(raw, type=Command)
-            except UNREADABLE:
+            except (InsecurePathError, FormatError, *UNREADABLE):
                 path.rename(path.with_suffix(".bad"))
                 continue
             path.unlink(missing_ok=True)  # before it is acted on: at most once
@@ -203,13 +291,20 @@ class RunDir:
     # ------------------------------------------------------------------------------- halt
 
     def halted(self) -> HaltMarker | None:
-        """Return why the run was stopped, or None. A damaged marker still stops it."""
-        raw = _read(self.path / "HALTED")
-        if raw is None:
-            return None
+        """Return why the run was stopped, or None. A damaged marker still stops it.
+
+        One that another user put there does not: it is told, and passed over.
+        """
+        path = self.path / "HALTED"
         try:
-            return msgspec.json.decode(raw, type=HaltMarker)
-        except UNREADABLE:
+            raw = self._read(path.name)
+            return None if raw is None else msgspec.json.decode(raw, type=HaltMarker)
+        except InsecurePathError as error:
+            if not self._owner().owns(path.lstat()):
+                _LOG.warning("vitals: the halt marker is refused: %s", error.text)
+                return None
+            return HaltMarker(reason=f"the halt marker is refused: {error.text}")
+        except (FormatError, *UNREADABLE):
             return HaltMarker(reason="the halt marker is damaged; its reason is lost")
 
     def write_halted(self, marker: HaltMarker) -> None:
@@ -225,15 +320,23 @@ class RunDir:
     # ------------------------------------------------------------------------------- plan
 
     def append_plan(self, entry: Mapping[str, object]) -> None:
-        """Add a line to the plan journal; durable when this returns. For global rank 0 only."""
-        line = msgspec.json.encode(dict(entry)) + b"\n"
+        """Add a line to the plan journal; durable when this returns. For global rank 0 only.
+
+        It is signed with the run's key, as a line of this run at this place in the file.
+
+        Raises:
+            InsecurePathError: the journal is a link, another user's, or has a second name.
+            OSError: it cannot be written.
+        """
+        key = self.file_key(create=True)
         path = self.path / "plan.jsonl"
         is_new = not path.exists()
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_own(path, os.O_RDWR | os.O_CREAT, owner=self._owner())
         try:
             end = _end_of_lines(fd)
             os.ftruncate(fd, end)  # a torn line was never durable, so nobody acted on it
-            write_all(fd, line, end)
+            signed = {**entry, _MAC: self._line_mac(key, end, entry)}
+            write_all(fd, msgspec.json.encode(signed) + b"\n", end)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -243,25 +346,58 @@ class RunDir:
     def read_plan(self) -> list[dict[str, object]]:
         """Return the plan journal's entries; a torn last line is passed over.
 
+        Signatures count where others could write the folder until now. Lines of an earlier Vitals
+        have none.
+
         Raises:
             FormatError: a line before the last is damaged. A guess could give budgets back.
+            InsecurePathError: the journal is no file of this run's user, or its signature is wrong.
         """
-        raw = _read(self.path / "plan.jsonl") or b""
+        path = self.path / "plan.jsonl"
+        raw = self._read(path.name, max_bytes=_MAX_PLAN_BYTES) or b""
+        key = self.file_key(create=True) if self._was_open else b""
         entries: list[dict[str, object]] = []
+        place = 0
         for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
             try:
-                entries.append(msgspec.json.decode(line, type=dict[str, object]))
+                entry = msgspec.json.decode(line, type=dict[str, object])
             except UNREADABLE as error:
                 raise FormatError(
-                    f"{self.path / 'plan.jsonl'}:{number} is damaged: {error}",
+                    f"{path}:{number} is damaged: {error}",
                     hint="restore the file from a backup, or start a new run",
                 ) from error
+            mac = entry.pop(_MAC, None)
+            genuine = mac is None or not key or _is_same(mac, self._line_mac(key, place, entry))
+            if not genuine:
+                raise InsecurePathError(
+                    f"{path}:{number} is not signed with this run's key, and other users could "
+                    f"write {self.path}",
+                    hint="if you trust the file, start again: the folder is closed to them now",
+                )
+            entries.append(entry)
+            place += len(line) + 1
         return entries
 
+    def _line_mac(self, key: bytes, place: int, entry: Mapping[str, object]) -> str:
+        line = msgspec.json.encode(dict(entry))
+        return mac_of(key, b"plan", self.run_id.encode(), b"%d" % place, line)
+
+    def _owner(self) -> Owner:
+        """Whose files count here: those of the folder's owner. A reader may be somebody else."""
+        return Owner(self.path.stat().st_uid)
+
+    def _read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
+        try:
+            return read_own(self.path / name, owner=self._owner(), max_bytes=max_bytes)
+        except FileNotFoundError:
+            return None
+
     def _folder(self, name: str) -> Path:
-        path = self.path / name
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+        return ensure_own_dir(self.path / name)
+
+
+def _is_same(mac: object, expected: str) -> bool:
+    return isinstance(mac, str) and hmac.compare_digest(mac.encode(), expected.encode())
 
 
 def is_run_id(text: str) -> bool:
@@ -302,52 +438,6 @@ def is_full(error: BaseException) -> bool:
     """Return whether it says that the disk, or a quota on it, is full."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in _FULL
-
-
-def replace_file(path: Path, raw: bytes, *, mode: int = 0o644) -> None:
-    """Replace the file whole, durably: after a crash it holds the old bytes or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        _write_and_close(fd, raw)
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make names in the folder durable, where its file system can."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems refuse to
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_all(fd: int, raw: bytes, offset: int) -> None:
-    """Write all of it at the offset, in as many calls as the system takes."""
-    view = memoryview(raw)
-    while view:
-        num = os.pwrite(fd, view, offset)
-        view, offset = view[num:], offset + num
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-
-
-def _write_and_close(fd: int, raw: bytes) -> None:
-    try:
-        write_all(fd, raw, 0)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _end_of_lines(fd: int) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from trainvitals.errors import UNREADABLE
-from trainvitals.io.private import ensure_private_dir, open_private
+from trainvitals.io.private import Owner, ensure_private_dir, open_private, stream_own
 
 FOLDER = "data"
 _MAX_LINE = 8 << 20
@@ -103,7 +103,7 @@ def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
         match = _NAME.match(path.name)
         if match is None:
             continue
-        with path.open("rb") as file:
+        with stream_own(path, owner=Owner.whose(path.parent)) as file:
             while raw := file.readline(_MAX_LINE):
                 if not raw.startswith(b'{"step":%d,' % step):
                     continue

@@ -18,22 +18,34 @@ What must hold after a crash, or an error of the disk, at any point:
 """
 
 import contextlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from trainvitals.errors import FormatError, StorageError, UsageError
-from trainvitals.io.rundir import is_full, replace_file, sync_folder, write_all
+from trainvitals.io.private import (
+    Owner,
+    ensure_own_dir,
+    open_own,
+    replace_file,
+    stream_own,
+    sync_folder,
+    write_all,
+)
+from trainvitals.io.rundir import is_full
 from trainvitals.io.spool_files import (
     STATE_FILE,
     Headers,
     Position,
     load_state,
+    own_files,
     read_batches,
     scan_file,
     scan_folder,
@@ -47,8 +59,10 @@ __all__ = ["Position", "Spool", "read_batches", "unacknowledged"]
 FILE_BYTES = 8 << 20
 SAVE_BYTES = 1 << 18
 """The state is written when this much was acknowledged since: it may be stale."""
+_CHUNK_BYTES = 1 << 20
 MAX_WRITERS = 1024
 """Streams whose last number is remembered; those that wrote longest ago are forgotten."""
+_LOG = logging.getLogger("trainvitals")
 _HINT = "free some space; rows wait in the journal until then"
 
 Key = tuple[str, str, str]
@@ -103,10 +117,12 @@ class Spool:
         self._refused: dict[Key, int] = {}  # dealt with once their count is saved
         self._gave_up = False
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            self._owner = Owner.whose(ensure_own_dir(directory))
+            own = self._own_files()
             self._state = self._saved = load_state(directory / STATE_FILE)
             self._last = {(r, i, s): seq for r, i, s, seq in self._state.last_seqs}
-            self._sizes = {n: path.stat().st_size for n, path in spool_files(directory)}
+            self._sizes = {number: status.st_size for number, _, status in own}
             # A clock that was set back since must not keep them for longer than was meant.
             self._retained = {
                 n: min(at, now()) for n, at in self._state.retained if n in self._sizes
@@ -305,7 +321,7 @@ class Spool:
         """Begin a new file; its number was never used before."""
         self._number += 1
         path = self._path(self._number)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             sync_folder(self.directory)
         except OSError:
@@ -378,7 +394,7 @@ class Spool:
         start = acked.offset if number == acked.file else 0
         num_rows = 0
         try:
-            with self._path(number).open("rb") as file:
+            with self._opened(number) as file:
                 for _, raw in scan_file(file, start, complete=True):
                     header = None if raw is None else _header(raw)
                     num_rows += header.num_rows if header is not None else 0
@@ -402,6 +418,22 @@ class Spool:
     def _resize(self, number: int, size: int) -> None:
         self._num_bytes += size - self._sizes[number]
         self._sizes[number] = size
+
+    def _own_files(self) -> list[tuple[int, Path, os.stat_result]]:
+        """Return the files there are; what another user put there is set aside."""
+        files = spool_files(self.directory)
+        own = own_files(self.directory, files)
+        refused = {path for _, path in files} - {path for _, path, _ in own}
+        state = self.directory / STATE_FILE
+        if os.path.lexists(state) and not self._owner.owns(state.lstat()):
+            refused.add(state)
+        for path in refused:
+            path.rename(path.with_name(f"refused-{path.name}"))
+            _LOG.warning("vitals: %s is another user's, or no file; nothing of it is read", path)
+        return own
+
+    def _opened(self, number: int) -> BinaryIO:
+        return stream_own(self._path(number), owner=self._owner)
 
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:06d}.tvs"
@@ -450,7 +482,9 @@ class Spool:
             start = scanned.offset if number == scanned.file else 0
             end = self._scan_anew(number, start, complete=number < newest)
             if number == newest and end < self._sizes[number]:
-                os.truncate(self._path(number), end)
+                fd = open_own(self._path(number), os.O_RDWR, owner=self._owner)
+                os.ftruncate(fd, end)
+                os.close(fd)
                 self._resize(number, end)
         used = (self._state.acked, self._state.scanned)
         self._number = max(newest, *(p.file if p.offset else p.file - 1 for p in used))
@@ -467,7 +501,7 @@ class Spool:
         and its writer has to send it again.
         """
         end, is_noted = start, True
-        with self._path(number).open("rb") as file:
+        with self._opened(number) as file:
             for here, raw in scan_file(file, start, complete=complete):
                 end = here
                 header = None if raw is None else _header(raw)
@@ -486,9 +520,11 @@ class Spool:
         To be asked for it again is not enough for a kernel that failed to write it: it may take it
         for written. The same bytes at the same place are what a reader has seen.
         """
-        fd = os.open(self._path(number), os.O_RDWR | os.O_CLOEXEC)
+        fd = open_own(self._path(number), os.O_RDWR, owner=self._owner)
         try:
-            write_all(fd, os.pread(fd, self._sizes[number] - start, start), start)
+            while part := os.pread(fd, _CHUNK_BYTES, start):
+                write_all(fd, part, start)
+                start += len(part)
             os.fsync(fd)
         finally:
             os.close(fd)

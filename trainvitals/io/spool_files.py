@@ -7,6 +7,7 @@ which is most of a batch of one row. Its checksum is that of the whole batch.
 
 import os
 import re
+import stat
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from trainvitals.errors import UNREADABLE, FormatError
+from trainvitals.errors import UNREADABLE, FormatError, InsecurePathError
+from trainvitals.io.private import Owner, read_own, stream_own
 from trainvitals.wire import MAGIC, PREFIX, batch_size, is_whole
 
 GROWING_SECONDS = 30.0
@@ -30,6 +32,8 @@ HEADER_EVERY_BYTES = 1 << 18
 _PLACE = struct.Struct("<I")
 _BEGINNING = re.compile(re.escape(MAGIC) + b"|" + re.escape(SHORT))
 _MAX_HEADERS = 256
+_MAX_STATE_BYTES = 16 << 20
+_FILE = re.compile(r"(\d{6,12})\.tvs\Z", re.ASCII)
 
 
 class Position(msgspec.Struct, frozen=True, order=True):
@@ -83,24 +87,41 @@ def is_unchanged(path: Path, now: float) -> bool:
 
 
 def spool_files(directory: Path) -> list[tuple[int, Path]]:
-    """Return the spool's files in order."""
+    """Return the spool's files in order, whoever put them there."""
     try:
-        paths = list(directory.iterdir())
+        names = os.listdir(directory)  # noqa: PTH208 - a reader asks several times a second
     except FileNotFoundError:
         return []
-    return sorted((int(p.stem), p) for p in paths if p.suffix == ".tvs" and p.stem.isdigit())
+    return sorted((int(m[1]), directory / name) for name in names if (m := _FILE.match(name)))
+
+
+def own_files(
+    directory: Path, files: list[tuple[int, Path]]
+) -> list[tuple[int, Path, os.stat_result]]:
+    """Return those that belong to the folder's owner; what another user put there is no spool."""
+    owner = Owner.whose(directory) if files else Owner.us()
+    own = []
+    for number, path in files:
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue  # acknowledged or dropped by its owner
+        if owner.owns(status) and stat.S_ISREG(status.st_mode):
+            own.append((number, path, status))
+    return own
 
 
 def scan_folder(
     directory: Path, start: Position, settled: Callable[[int], bool] = lambda number: True
 ) -> Iterator[tuple[Position, bytes | None]]:
     """Yield (end, batch) from ``start`` on, and (end, None) for each damaged stretch."""
-    files = [(number, path) for number, path in spool_files(directory) if number >= start.file]
-    for i, (number, path) in enumerate(files):
+    named = [(number, path) for number, path in spool_files(directory) if number >= start.file]
+    files = own_files(directory, named)
+    for i, (number, path, _) in enumerate(files):
         is_newest = i + 1 == len(files)
         offset = start.offset if number == start.file else 0
         try:
-            file = path.open("rb")
+            file = stream_own(path, owner=Owner.whose(directory))
         except FileNotFoundError:
             continue  # acknowledged or dropped by its owner
         with file:
@@ -254,13 +275,14 @@ def load_state(path: Path) -> State:
 def read_state(path: Path) -> State | None:
     """Return the state in the file, a new one where it is missing; None: it is damaged."""
     try:
-        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
+        raw = read_own(path, owner=Owner.whose(path.parent), max_bytes=_MAX_STATE_BYTES)
+        sealed = msgspec.json.decode(raw, type=_Sealed)
         if sealed.crc != zlib.crc32(sealed.state):
             return None
         return msgspec.json.decode(sealed.state, type=State)
     except FileNotFoundError:
         return State()
-    except UNREADABLE:
+    except (FormatError, InsecurePathError, *UNREADABLE):
         return None
 
 

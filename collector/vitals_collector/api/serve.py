@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from trainvitals.errors import UNREADABLE, StorageError, UsageError
-from trainvitals.io.rundir import replace_file
+from trainvitals.io.private import replace_file
 from trainvitals.printable import LineFormatter
 from vitals_collector.api.connections import PatientProtocol
 from vitals_collector.storage.store import ensure_data_dir

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import typer
 
 from trainvitals.cli.output import moment
-from trainvitals.errors import FormatError
+from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.lookup import DEFAULT_DIR, choose_run, find_collector
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
@@ -184,7 +184,7 @@ class _Named:
     def name(self) -> str:
         try:
             info = self.run_dir.info()
-        except (FormatError, OSError):
+        except (VitalsError, OSError):
             return ""
         return "" if info is None else info.name
 

@@ -86,7 +86,7 @@ class FaultyDisk:
 
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **how: Any) -> Any:
-            where = self._where(name, args)
+            where = self._where(name, args, how)
             if where is None:
                 return real(*args, **how)
             if name == "close":
@@ -102,11 +102,13 @@ class FaultyDisk:
 
         return call
 
-    def _where(self, name: str, args: tuple[Any, ...]) -> str | None:
+    def _where(self, name: str, args: tuple[Any, ...], how: dict[str, Any]) -> str | None:
         """The name of the file that a call is about, "" for the folder; None: none of ours."""
         if name in ("close", "pwrite", "fsync", "ftruncate"):
             return self._open.get(args[0])
         path = Path(os.fspath(args[0]))
+        if self._open.get(how.get("dir_fd", how.get("src_dir_fd", -1))) == "":
+            path = self.root / path
         if path == self.root:
             return ""
         return path.name if path.parent == self.root else None
@@ -134,6 +136,8 @@ class FaultyDisk:
             self._nameless[self._names[name]] = (self.root / name).read_bytes()
 
     def _take_note(self, name: str, where: str, args: tuple[Any, ...], result: Any) -> None:
+        if name == "open" and where and not args[1] & (os.O_WRONLY | os.O_RDWR):
+            return  # who reads closes it unseen
         if name == "open":
             self._open[result] = where
             if where and where not in self._names:

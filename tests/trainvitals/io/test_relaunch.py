@@ -45,7 +45,7 @@ def test_a_second_launch_with_the_same_name_is_not_taken_for_a_restart(launched,
 
 
 def test_a_damaged_file_is_no_run(launched):
-    for path in (launched / ".launches").iterdir():
+    for path in (launched / f".launches-{os.geteuid()}").iterdir():
         path.write_text("../elsewhere")
     assert earlier_run(launched, AGAIN) is None
 
@@ -92,7 +92,7 @@ def test_of_many_launches_the_oldest_are_forgotten(tmp_path, monkeypatch):
     for job in range(8):
         environ = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"}
         remember_run(tmp_path, environ, "0" * 25 + str(job))
-        for age, path in enumerate((tmp_path / ".launches").iterdir()):
+        for age, path in enumerate((tmp_path / f".launches-{os.geteuid()}").iterdir()):
             if path.read_text().strip().endswith(str(job)):
                 os.utime(path, (1_000_000 + job, 1_000_000 + job))
             assert age < 6

@@ -291,7 +291,7 @@ def test_what_cannot_be_read_now_is_our_own_error(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refuse)
+        patch.setattr(os, "open", refuse)
         with pytest.raises(StorageError, match="cannot be read"):
             spool.pending(9)
     assert [0, 5] == firsts(spool.pending(9))

@@ -6,6 +6,7 @@ seeing, proving or setting aside a checkpoint.
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,11 +23,13 @@ from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.cli.resume import find_fitting
 from trainvitals.errors import (
     CheckpointCorruptError,
+    FormatError,
     InsecurePathError,
     StorageError,
     UsageError,
     VitalsError,
 )
+from trainvitals.io.rundir import RunDir
 
 _Run = Annotated[
     str,
@@ -104,7 +107,7 @@ def verify(
     if checkpoint:
         checkpoints.require(checkpoint)
         names = [checkpoint]
-    results = [_verified(checkpoints.path, name) for name in names]
+    results = [_verified(checkpoints.folder(name), name) for name in names]
     if form is Format.JSON:
         write_json(results)
     else:
@@ -155,6 +158,7 @@ class _Found:
 
     path: Path
     run_id: str = ""
+    vitals_dir: Path = _RUNS
 
     def entries(self) -> list[IndexEntry]:
         """Return what is known of the checkpoints that are meant, oldest first."""
@@ -176,7 +180,15 @@ class _Found:
     def folder(self, checkpoint_id: str) -> CheckpointFolder:
         """Return the folder as the run sees it that the checkpoint belongs to."""
         run_id = manifests.peek(self.path / checkpoint_id).run_id
-        return CheckpointFolder(self.path, run_id=self.run_id or run_id)
+        run_id = self.run_id or run_id
+        return CheckpointFolder(self.path, run_id=run_id, key=self._key(run_id))
+
+    def _key(self, run_id: str) -> bytes:
+        """Return the key that signs the run's checkpoints; empty where it is not at hand."""
+        for run_dir in (self.path.parent, self.vitals_dir / run_id):
+            with suppress(VitalsError, OSError):  # no run directory, or another user's
+                return RunDir.open(run_dir).file_key()
+        return b""
 
 
 def _find(run: str, vitals_dir: Path) -> _Found:
@@ -187,7 +199,7 @@ def _find(run: str, vitals_dir: Path) -> _Found:
     """
     folder = Path(run).expanduser()
     if run and _holds_checkpoints(folder):
-        return _Found(folder)
+        return _Found(folder, vitals_dir=vitals_dir)
     fitting = find_fitting(run, vitals_dir)
     saved = [run_dir for run_dir in fitting if _holds_checkpoints(run_dir.path / "checkpoints")]
     if len(saved) == 1:
@@ -240,8 +252,8 @@ class _Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.checksums == "ok" and self.finite != "wrong"
 
 
-def _verified(path: Path, name: str) -> _Result:
-    notes = [_refused(path, name)]
+def _verified(folder: CheckpointFolder, name: str) -> _Result:
+    path, notes = folder.path, [_refused(folder, name)]
     try:
         content = manifests.check(path / name)
     except CheckpointCorruptError as error:
@@ -269,12 +281,14 @@ def _verified(path: Path, name: str) -> _Result:
     )
 
 
-def _refused(path: Path, name: str) -> str:
+def _refused(folder: CheckpointFolder, name: str) -> str:
     """Return why a training of this user would not load it, sound or not."""
     try:
-        CheckpointFolder(path, run_id="").check_owner(name)
+        folder.proven(folder.path / name, manifests.read)
     except (InsecurePathError, OSError) as error:
         return _words(error)
+    except FormatError:
+        return ""  # damaged or newer: told by who reads it
     return ""
 
 

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +24,13 @@ from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.manifest import Manifest
 from trainer_hooks.recovery.checkpoints.planner import Box, num_bytes, tensors
-from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
+from trainvitals.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    InsecurePathError,
+    VitalsError,
+)
+from trainvitals.io.private import ensure_own_dir
 
 _LOG = logging.getLogger("trainvitals")
 _PART = re.compile(r"rank-(\d+)-of-(\d+)\Z")
@@ -35,6 +42,7 @@ def write_part(
     rank: int,
     boxes: Sequence[Box],
     check_whole: Callable[[], None] = lambda: None,
+    key: bytes = b"",
 ) -> None:
     """Write this rank's part of a checkpoint; a part that is there is left as it is.
 
@@ -44,14 +52,15 @@ def write_part(
         rank: whose part it is, of ``content.world_size``.
         boxes: what this rank writes.
         check_whole: raises where the boxes have changed by the time that they are written.
+        key: the run's, which signs the part.
 
     Raises:
         CheckpointError: it could not be written.
+        InsecurePathError: another user took the folder's name.
         OSError: likewise.
     """
     home = _home(folder, content.run_id) / content.id
-    home.parent.mkdir(mode=0o700, exist_ok=True)
-    home.mkdir(mode=0o700, exist_ok=True)
+    ensure_own_dir(ensure_own_dir(home.parent, read=0) / home.name)
     name = f"rank-{rank}-of-{content.world_size}"
     if (home / name).exists():
         return
@@ -69,7 +78,8 @@ def write_part(
     written = payload.write(part, boxes, None, make_room=make_room)
     check_whole()
     files = manifests.measure(part)
-    manifests.seal(part, msgspec.structs.replace(content, num_bytes=written.num_bytes, files=files))
+    content = msgspec.structs.replace(content, num_bytes=written.num_bytes, files=files)
+    manifests.seal(part, content, key)
     being_written.rename(home / name)
     manifests.sync_folder(home)
 
@@ -78,10 +88,15 @@ def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
     """Make checkpoints of this run's parts, and remove the parts; return the new ids.
 
     Call when no rank writes any more: what is incomplete now stays so. What is damaged or
-    incomplete is told and removed; what could not be read for another reason stays.
+    incomplete is told and removed; what could not be read for another reason stays. What another
+    user put there is told, and set aside.
     """
     adopted = []
     home = _home(folder.path, run_id)
+    if folder.is_planted(home.name):
+        aside = home.with_name(f".refused-{home.name}-{secrets.token_hex(4)}")
+        _LOG.warning("vitals: %s is another user's; it is refused, and kept as %s", home, aside)
+        home.rename(aside)
     for parts in sorted(home.iterdir()) if home.is_dir() and not home.is_symlink() else []:
         if parts.is_symlink() or not manifests.is_id(parts.name):
             continue
@@ -89,6 +104,10 @@ def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
             if parts.name not in folder.names():
                 _merge(folder, parts, run_id)
                 adopted.append(parts.name)
+        except InsecurePathError as error:
+            _LOG.warning("vitals: the parts of %s are refused: %s", parts.name, error.text)
+            folder.note(parts.name, "bad", detail=f"saved by each rank on its own: {error.text}")
+            continue
         except VitalsError as error:
             _LOG.warning("vitals: the parts of %s are incomplete: %s", parts.name, error.text)
             folder.note(parts.name, "bad", detail=f"saved by each rank on its own: {error.text}")
@@ -108,7 +127,7 @@ def _home(folder: Path, run_id: str) -> Path:
 
 def _merge(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
     """Publish the checkpoint that the parts make up; nothing is published unless all is there."""
-    checked = _checked(parts, run_id)
+    checked = _checked(folder, parts, run_id)
     first = checked[0][1]
     merged = _combined([payload.read_metadata(part) for part, _ in checked])
     _check_whole(merged)
@@ -131,11 +150,12 @@ def _merge(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
     folder.note(parts.name, "verified", num_bytes=size, detail="saved by each rank on its own")
 
 
-def _checked(parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
+def _checked(folder: CheckpointFolder, parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
     """Return every rank's part and its manifest, once all are there.
 
     Of each the metadata is read back here; the tensors, at the next load, by many ranks at once.
     """
+    manifests.check_owner(parts, folder.owner())
     paths = {p.name: p for p in parts.iterdir() if _PART.match(p.name) and not p.is_symlink()}
     if not paths:
         raise CheckpointError("no rank finished saving its part")
@@ -148,7 +168,8 @@ def _checked(parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
     checked = []
     for name in names:
         part = paths[name] / parts.name
-        content = manifests.examine(part)
+        manifests.check_owner(paths[name], folder.owner())
+        content = folder.proven(part)
         if (content.run_id, content.world_size) != (run_id, world_size):
             raise CheckpointCorruptError(f"{name} belongs to another checkpoint")
         manifests.check_files(part, content, [manifests.METADATA])

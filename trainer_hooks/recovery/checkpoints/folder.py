@@ -16,6 +16,7 @@ import math
 import os
 import secrets
 import shutil
+import stat
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -35,15 +36,17 @@ from trainer_hooks.recovery.checkpoints.index import (
     removable,
     state_of,
 )
-from trainer_hooks.recovery.checkpoints.manifest import TEMPORARY, Header, Manifest, Owner
+from trainer_hooks.recovery.checkpoints.manifest import TEMPORARY, Header, Manifest
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import (
     CheckpointCorruptError,
     CheckpointError,
+    InsecurePathError,
     NewerVersionError,
     StorageError,
     UsageError,
 )
+from trainvitals.io.private import Owner, open_own
 from trainvitals.policy.state import CheckpointRef, CheckpointState
 from trainvitals.records import CheckpointChanged
 
@@ -62,6 +65,8 @@ class CheckpointFolder:
         run_id: whose checkpoints are written, loaded and rotated.
         keep: the newest that rotation keeps; at least 1.
         keep_every: steps of which rotation keeps one checkpoint for good; 0 for none.
+        key: the run's, which signs manifests, and proves them where others may write the folder;
+            empty where it is not at hand: then nothing there can be proven.
         clock: tells when something was retired or turned bad.
     """
 
@@ -72,9 +77,11 @@ class CheckpointFolder:
         run_id: str,
         keep: int = 3,
         keep_every: int = 0,
+        key: bytes = b"",
         clock: Clock | None = None,
     ) -> None:
         self.path = path
+        self.key = key
         self._run_id = run_id
         self._keep = max(1, keep)
         self._keep_every = max(0, keep_every)
@@ -160,7 +167,7 @@ class CheckpointFolder:
         ``content.files`` is what those who wrote the files have measured.
         """
         partial = self.partial(content.id)
-        manifests.seal(partial, content)
+        manifests.seal(partial, content, self.key)
         partial.rename(self.path / content.id)
         manifests.sync_folder(self.path)
         self._index.write()
@@ -179,7 +186,7 @@ class CheckpointFolder:
             UsageError: there is no such checkpoint.
         """
         folder = self.folder(checkpoint_id)
-        (folder / manifests.HEALTHY_MARK).touch(mode=0o600)
+        os.close(open_own(folder / manifests.HEALTHY_MARK, os.O_WRONLY | os.O_CREAT, mode=0o600))
         manifests.sync_folder(folder)
         self.note(checkpoint_id, "healthy")
         self._index.write()
@@ -325,6 +332,9 @@ class CheckpointFolder:
             step, attempt = manifests.parse_id(name)
             if on_branch is not None and not on_branch(step, attempt):
                 continue
+            if self.is_planted(name):
+                _LOG.warning("vitals: checkpoint %s is another user's, and refused", name)
+                continue
             manifest: Manifest | Header = manifests.peek(self.path / name)
             if manifest.run_id not in (self._run_id, ""):
                 continue
@@ -374,11 +384,12 @@ class CheckpointFolder:
         """
         return self._check(checkpoint_id, manifests.examine)
 
-    def _check(self, checkpoint_id: str, read: Callable[[Path], Manifest]) -> Manifest:
+    def _check(
+        self, checkpoint_id: str, read: Callable[[Path, bytes | None], Manifest]
+    ) -> Manifest:
         folder = self.folder(checkpoint_id)
         try:
-            self.check_owner(checkpoint_id)
-            content = read(folder)
+            content = self.proven(folder, read)
         except OSError as error:
             raise CheckpointError(
                 f"{folder} cannot be read: {error.strerror}",
@@ -391,18 +402,50 @@ class CheckpointFolder:
             )
         return content
 
-    def check_owner(self, checkpoint_id: str) -> None:
-        """Refuse a checkpoint that another user made or could have changed.
+    def proven(
+        self, folder: Path, read: Callable[[Path, bytes | None], Manifest] = manifests.examine
+    ) -> Manifest:
+        """Return what a checkpoint's folder, or that of a part of one, holds, if it is ours.
 
         Raises:
-            InsecurePathError: it is so.
-            OSError: it cannot be looked at.
+            InsecurePathError: another user made it; or others could have changed it, and it is not
+                signed with this run's key.
+            OSError, CheckpointCorruptError, NewerVersionError: as ``read``.
         """
+        manifests.check_owner(folder, self.owner())
+        where = manifests.open_to_others(folder, self.owner())
+        try:
+            return read(folder, None if where is None else self.key)
+        except InsecurePathError as error:
+            assert where is not None, "no signature was asked for"
+            status = where.stat()
+            why = f"has mode {stat.S_IMODE(status.st_mode):04o}"
+            if not self.owner().owns(status):
+                why = f"belongs to user {status.st_uid}"
+            trust = f"if you trust it: chmod -R go-w {where}"
+            if where != folder:
+                trust = f"if you trust it: chmod go-w {where}, or move {folder.name} to a folder "
+                trust += "of your own"
+            raise InsecurePathError(
+                f"{where} {why}; other users can write there, and {error.text}, so "
+                "its weights cannot be trusted",
+                hint=trust,
+            ) from error
+
+    def owner(self) -> Owner:
+        """Return whose files count as ours here."""
         try:
             self._owner = self._owner or self._probe()
         except OSError:  # read only: then what the system says of this process holds
-            self._owner = Owner(os.geteuid())
-        self._owner.check(self.path / checkpoint_id)
+            self._owner = Owner.us()
+        return self._owner
+
+    def is_planted(self, name: str) -> bool:
+        """Return whether what has this name in the folder is another user's."""
+        try:
+            return not self.owner().owns((self.path / name).lstat())
+        except FileNotFoundError:
+            return False
 
     def _sound(self, read: Callable[[Path], Manifest]) -> dict[str, Manifest]:
         """Return this run's manifests by id, oldest first; what cannot be read is told once."""
@@ -435,7 +478,7 @@ class CheckpointFolder:
         probe = self.path / f"{TEMPORARY}{secrets.token_hex(8)}"
         probe.mkdir(mode=0o700)
         try:
-            return Owner.of(probe)
+            return Owner.of(probe.stat())
         finally:
             probe.rmdir()
 

@@ -3,19 +3,22 @@
 torch has no checksum of its own (a flipped bit loads silently) and its metadata is a pickle, so
 nothing in a folder is opened before ``check`` has passed. sha256 rather than crc32: it costs 0.7 s
 a GB in the background, holds for files of any size, and ``sha256sum`` can check it without us.
+
+A checksum proves that nothing broke, not whose it is: that, the owner of the files says, and where
+others may write the folder, the manifest's signature with the run's key.
 """
 
 import errno
 import hashlib
+import hmac
 import os
 import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -25,6 +28,7 @@ from trainvitals.errors import (
     NewerVersionError,
     UsageError,
 )
+from trainvitals.io.private import Owner, mac_of, open_own
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -44,7 +48,6 @@ _ID = re.compile(r"step-(\d{8,12})-(\d{1,20})\Z")
 _FILE = re.compile(r"(\.metadata|__(\d+)_\d+\.distcp)\Z")
 _CHUNK = 1 << 20
 _MAX_SMALL = 64 << 20
-_WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -78,6 +81,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     may_be_nonfinite: tuple[str, ...] = ()
     """Tensors which held NaN or Inf when the training began (masks); all others are finite."""
     files: dict[str, FileEntry]
+    mac: str = ""
+    """HMAC of this manifest with ``mac`` and ``checksum`` empty, by the run's key; an earlier
+    Vitals wrote none."""
     checksum: str = ""
     """sha256 of this manifest with ``checksum`` empty."""
 
@@ -113,10 +119,10 @@ def measure(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileE
     return {name: _measure(folder / name) for name in sorted(names)}
 
 
-def seal(folder: Path, manifest: Manifest) -> None:
+def seal(folder: Path, manifest: Manifest, key: bytes = b"") -> None:
     """Write the manifest, last of all; it is on disk after, and so are the names in the folder.
 
-    Who wrote a file has measured it (``measure``); it is not read once more here.
+    Who wrote a file has measured it (``measure``); it is not read once more here. ``key`` signs it.
 
     Raises:
         CheckpointCorruptError: the folder holds other files than were measured, or other sizes.
@@ -124,18 +130,24 @@ def seal(folder: Path, manifest: Manifest) -> None:
     _check_names(folder, manifest)
     for name, entry in manifest.files.items():
         _check_size(folder, name, entry)
-    body = msgspec.to_builtins(msgspec.structs.replace(manifest, checksum=""))
+    body = msgspec.to_builtins(msgspec.structs.replace(manifest, mac="", checksum=""))
+    body["mac"] = _mac(body, key) if key else ""
     body["checksum"] = _checksum(body)
     write_new(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(body)))
     sync_folder(folder)
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path, key: bytes | None = None) -> Manifest:
     """Return a folder's manifest, unharmed and about this folder.
+
+    Args:
+        folder: the checkpoint's.
+        key: with which it must be signed; None where nothing has to prove whose it is.
 
     Raises:
         CheckpointCorruptError: it is missing, torn, changed, another folder's, or names a file that
             is none of a checkpoint: a path, say.
+        InsecurePathError: it is not signed with the key.
         NewerVersionError: a newer Vitals wrote it.
     """
     name = folder.name
@@ -157,6 +169,8 @@ def read(folder: Path) -> Manifest:
         )
     if body.get("checksum") != _checksum(body):
         raise CheckpointCorruptError(f"{name}: {MANIFEST} does not match its own checksum")
+    if key is not None and not _is_signed(body, key):
+        raise InsecurePathError(f"{name} is not signed with this run's key")
     try:
         manifest = msgspec.convert(body, Manifest)
     except msgspec.ValidationError as error:
@@ -177,14 +191,14 @@ def peek(folder: Path) -> Header:
         return Header()
 
 
-def glance(folder: Path) -> Manifest:
+def glance(folder: Path, key: bytes | None = None) -> Manifest:
     """Return the manifest once every file has its size: what can be seen without reading them.
 
     Raises:
         CheckpointCorruptError: as ``read``, or a file is missing or of another size.
-        NewerVersionError: as ``read``.
+        InsecurePathError, NewerVersionError: as ``read``.
     """
-    manifest = read(folder)
+    manifest = read(folder, key)
     for name, entry in manifest.files.items():
         _check_size(folder, name, entry)
     return manifest
@@ -208,14 +222,14 @@ def _check_names(folder: Path, manifest: Manifest) -> None:
         raise CheckpointCorruptError(f"{folder.name}: the manifest and the folder differ in {odd}")
 
 
-def check(folder: Path) -> Manifest:
+def check(folder: Path, key: bytes | None = None) -> Manifest:
     """Return the manifest once every file matches it and there is no other file.
 
     Raises:
         CheckpointCorruptError: a file is missing, more, a link, truncated or changed.
-        NewerVersionError: a newer Vitals wrote it.
+        InsecurePathError, NewerVersionError: as ``read``.
     """
-    manifest = examine(folder)
+    manifest = examine(folder, key)
     try:
         check_files(folder, manifest, manifest.files)
     except OSError as error:
@@ -225,14 +239,14 @@ def check(folder: Path) -> Manifest:
     return manifest
 
 
-def examine(folder: Path) -> Manifest:
+def examine(folder: Path, key: bytes | None = None) -> Manifest:
     """Return the manifest once the folder holds its files, each of its size, and no other.
 
     Raises:
         CheckpointCorruptError: a file is missing, more or of another size.
-        NewerVersionError: a newer Vitals wrote it.
+        InsecurePathError, NewerVersionError: as ``read``.
     """
-    manifest = glance(folder)
+    manifest = glance(folder, key)
     _check_names(folder, manifest)
     return manifest
 
@@ -268,47 +282,23 @@ def share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
     return sorted(name for name, by in writers if by is not None and by % world_size == rank)
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose files a folder's file system says are ours, and whether it knows modes at all.
+def check_owner(folder: Path, owner: Owner) -> None:
+    """Refuse a checkpoint that another user made.
 
-    A network file system may give root's files to nobody, and another may show every mode as 0777.
+    Raises:
+        InsecurePathError: it or a file in it is another user's.
+        OSError: it cannot be looked at.
     """
-
-    uid: int
-    writable: int = 0
-    """Bits of ``_WRITABLE`` that it shows on a folder which was made with 0700."""
-
-    @classmethod
-    def of(cls, probe: Path) -> Self:
-        """Return what the file system says of a folder that we made with mode 0700."""
-        status = probe.stat()
-        return cls(status.st_uid, status.st_mode & _WRITABLE)
-
-    def check(self, folder: Path) -> None:
-        """Refuse a checkpoint that another user made or could have changed.
-
-        Raises:
-            InsecurePathError: it or a file in it is another user's, or others may write there.
-            OSError: it cannot be looked at.
-        """
-        if not stat.S_ISDIR(folder.lstat().st_mode):
-            return  # a link, which ``read`` refuses
-        for path in chain((folder,), _inside(folder)):  # its owner first: it may be closed to us
-            owner = path.lstat().st_uid
-            if owner not in (self.uid, os.geteuid(), 0):  # root may change anything anyway
-                raise InsecurePathError(
-                    f"{path} belongs to user {owner}; it must belong to {self.uid}: weights that "
-                    "another user can change cannot be trusted",
-                    hint=f"if you trust it, make it yours: chown -R {self.uid} {folder}, or copy "
-                    "the folder",
-                )
-        mode = folder.lstat().st_mode & _WRITABLE & ~self.writable
-        if mode:
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        return  # a link, which ``read`` refuses
+    for path in chain((folder,), _inside(folder)):  # its owner first: it may be closed to us
+        status = path.lstat()
+        if not owner.owns(status):
             raise InsecurePathError(
-                f"{folder} has mode {stat.S_IMODE(folder.lstat().st_mode):04o}; other users can "
-                "write there, so its weights cannot be trusted",
-                hint=f"if you trust it: chmod -R go-w {folder}",
+                f"{path} belongs to user {status.st_uid}; it must belong to {owner.uid}: weights "
+                "that another user can change cannot be trusted",
+                hint=f"if you trust it, make it yours: chown -R {owner.uid} {folder}, or copy "
+                "the folder",
             )
 
 
@@ -316,9 +306,22 @@ def _inside(folder: Path) -> Iterator[Path]:
     yield from folder.iterdir()
 
 
+def open_to_others(folder: Path, owner: Owner) -> Path | None:
+    """Return the folder in which others may change a checkpoint, as far as modes say; else None.
+
+    Where they may write the folder that it lies in, they can put another in its place; not so in
+    one like /tmp, where only its owner may rename a file.
+    """
+    if owner.is_writable_by_others(folder.lstat()):
+        return folder
+    around = folder.parent.stat()
+    is_open = owner.is_writable_by_others(around) and not around.st_mode & stat.S_ISVTX
+    return folder.parent if is_open or not owner.owns(around) else None
+
+
 def write_new(path: Path, raw: bytes) -> None:
     """Write a file that is not there yet; its bytes are on disk after, its name is not."""
-    with path.open("xb") as file:
+    with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())
@@ -374,12 +377,21 @@ def read_small(path: Path) -> bytes:
 
 
 def _open(path: Path) -> int:
-    """Return a descriptor of a regular file; a link is an OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(0, "is no regular file", str(path))
-    return fd
+    """Return a descriptor of a regular file of the folder's owner; anything else is an OSError."""
+    try:
+        return open_own(path, owner=Owner.whose(path.parent))
+    except InsecurePathError as error:
+        raise OSError(errno.EPERM, error.text, str(path)) from error
+
+
+def _is_signed(body: dict[str, Any], key: bytes) -> bool:
+    mac = body.get("mac")
+    return bool(key) and isinstance(mac, str) and hmac.compare_digest(mac, _mac(body, key))
+
+
+def _mac(body: dict[str, Any], key: bytes) -> str:
+    unsigned = msgspec.json.encode(body | {"mac": "", "checksum": ""})
+    return mac_of(key, b"checkpoint", unsigned)
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -96,9 +96,12 @@ class CheckpointStore:
         keep: int = 3,
         keep_every: int = 0,
         on_branch: OnBranch | None = None,
+        key: bytes = b"",
     ) -> None:
         self._state = state
-        self.folder = CheckpointFolder(directory, run_id=run_id, keep=keep, keep_every=keep_every)
+        self.folder = CheckpointFolder(
+            directory, run_id=run_id, keep=keep, keep_every=keep_every, key=key
+        )
         self._on_branch = on_branch
         self._run_id = run_id
         self._ranks = ranks
@@ -286,7 +289,12 @@ class CheckpointStore:
                 self._check_finite(box.name, box.tensor)
             content = self._manifest(snapshot)
             emergency_save.write_part(
-                self.folder.path, content, self._ranks.rank, boxes, snapshot.check_whole
+                self.folder.path,
+                content,
+                self._ranks.rank,
+                boxes,
+                snapshot.check_whole,
+                self.folder.key,
             )
         except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
             self._tell_failure(snapshot, error)
