@@ -242,7 +242,10 @@ class _Walk:
                 kept[name] = REDACTED if hidden else self.redact(part, depth + 1)
             return kept
         parts = self._parts(list(islice(cast("Iterable[object]", value), self._num_left)), depth)
-        return type(value)(parts) if type(value) in (tuple, set, frozenset) else parts
+        for kind in (tuple, set, frozenset):
+            if type(value) is kind:
+                return kind(parts)
+        return parts
 
     def _parts(self, values: list[object], depth: int) -> list[object]:
         parts: list[object] = []

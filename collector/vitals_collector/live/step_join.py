@@ -189,7 +189,8 @@ def _merge_block(
         for place, row in zip(at.tolist(), _run_rows(rows, root), strict=True):
             run[place] = row
     times = np.where(of_root > _NO_TIME, of_root, times)
-    is_measured, is_whole = valid.any(axis=(1, 2)).tolist(), valid.all(axis=(1, 2)).tolist()
+    is_measured: list[bool] = np.any(valid, axis=(1, 2)).tolist()
+    is_whole: list[bool] = np.all(valid, axis=(1, 2)).tolist()
     names = [name for name, ok in zip(RANK_COLUMNS, is_measured, strict=True) if ok]
     columns = [
         values[i].tolist() if is_whole[i] else _with_gaps(values[i], valid[i])
