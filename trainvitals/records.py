@@ -151,7 +151,10 @@ COMMAND_CODES: dict[str, int] = {"halt": 1, "rollback": 2, "skip": 3, "lr": 4, "
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """A proposal to the ladder, signed with the run's key; takes effect at most once.
+    """A proposal to the ladder; takes effect at most once.
+
+    On its way through a collector it carries the signature of a person's control key over all of it
+    (``io.control_key``); in the mailbox one by the run's own key as well.
 
     ``number`` is the microsecond of issue: strictly growing, exact in a float64, and comparable
     without memory of earlier commands. ``checkpoint_id`` is a name in the run's own store.
@@ -166,7 +169,10 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     expires_unix_ns: int
     checkpoint_id: str = ""
     argument: float = 0.0
+    control_signature: str = ""
+    """By the control key; "" where the run's owner left it in the run's own folder."""
     signature: str = ""
+    """By the run's key, over everything else."""
 
 
 class CommandAck(msgspec.Struct, frozen=True, kw_only=True):

@@ -191,9 +191,9 @@ class CollectorEndpoint:
         """Return the collector's answer."""
         return self._call(lambda client: client.ask(question))
 
-    def mark_delivered(self, run_id: str, number: int) -> None:
+    def mark_delivered(self, run_id: str, number: int, incarnation: str) -> None:
         """Say that a command lies in the mailbox."""
-        self._call(lambda client: client.mark_delivered(run_id, number))
+        self._call(lambda client: client.mark_delivered(run_id, number, incarnation))
 
     def close(self) -> None:
         """Close the connections."""

@@ -20,7 +20,6 @@ from vitals_dashboard.source import Source
 from vitals_dashboard.theme import ACTIONS
 
 MAX_REASON = 300
-TTL_SECONDS = 300.0
 LAST_WORD = (
     "The run answers at its next step; a manual command spends no rollback budget. The answer is"
     " listed on the Decisions page."
@@ -135,9 +134,8 @@ def command(
                     reason=reason.strip(),
                     checkpoint_id=checkpoint_id,
                     argument=float(step) if action == "accept" else None,
-                    ttl_seconds=TTL_SECONDS,
                 )
-                answer = _send(source.control, run, request)
+                answer = _send(source, source.control, run, request)
         layout.answer(key, answer)
 
 
@@ -147,9 +145,12 @@ def accept(source: Source, run: RunSummary, step: int, *, key: str) -> None:
         command(source, run, "accept", label=HEALTHY, key=key, step=step)
 
 
-def _send(control: CollectorClient, run: RunSummary, request: CommandRequest) -> str:
+def _send(
+    source: Source, control: CollectorClient, run: RunSummary, request: CommandRequest
+) -> str:
+    who = layout.person() or "dashboard"
     try:
-        sent = control.send_command(run.run_id, request)
+        sent = control.send_command(run.run_id, request, issued_by=who, keys=source.keys)
     except VitalsError as error:
         return f"Not sent: {error.text}. {error.hint}"
     message = f"Sent. Command {sent.command.number} is {sent.status}."

@@ -2,6 +2,7 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.collector.alerting import decision, started
@@ -9,6 +10,7 @@ from tests.collector.conftest import Served
 from tests.collector.rows import RUN, SECOND, START, Writer
 from tests.collector.test_replay import COURSE, columns
 from trainvitals.cli.main import main
+from trainvitals.errors import UnauthorizedError
 from trainvitals.io.mailbox import verify_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
@@ -30,6 +32,9 @@ def run_cli(*arguments: str) -> int:
         return main(arguments)
     except SystemExit as end:
         return int(end.code or 0)
+
+
+RANK0 = "c" * 16
 
 
 @pytest.fixture
@@ -69,6 +74,7 @@ def known(served: Served, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> S
     monkeypatch.setenv("VITALS_TOKEN_FILE", str(served.settings.data / "tokens.json"))
     with served.client("ingest") as client:
         writer = Writer()
+        writer.identity = msgspec.structs.replace(writer.identity, incarnation=RANK0)
         client.ingest(writer.steps([0]))
         client.ingest(writer.events(started(), decision(action="rollback", budget_left=2)))
     served.app.state.acting.engine.poll()
@@ -170,7 +176,9 @@ def test_a_command_through_the_collector_waits_for_the_agent(known: Served, caps
     assert "pending" == view["status"]
     with known.client("ingest") as agent:
         (waiting,) = agent.ask(CommandsQuestion(run_id=RUN, status="pending"))
-        agent.mark_delivered(RUN, waiting.command.number)
+        with pytest.raises(UnauthorizedError, match="beside rank 0"):
+            agent.mark_delivered(RUN, waiting.command.number, "f" * 16)
+        agent.mark_delivered(RUN, waiting.command.number, RANK0)
         assert () == agent.ask(CommandsQuestion(run_id=RUN, status="pending"))
     assert 0 == run_cli("command", RUN[:12], "list")
     assert "delivered" in capsys.readouterr().out

@@ -71,7 +71,7 @@ def state(client: CollectorClient, run_id: str) -> str:
 def steer(lab: Lab, client: CollectorClient) -> Steered:
     """Train; accept a step, roll back, halt; start again in vain; resume; start again."""
     seen = Steered()
-    environ = {"VITALS_AGENT": "off"}
+    environ = {"VITALS_AGENT": "off", "VITALS_TOKEN_FILE": str(lab.tokens)}
     training = lab.train(*RANKS, steps=100_000, mode="heal", **environ)
     run_id = lab.run_id()
     until(

@@ -201,6 +201,8 @@ class StepController:
         with self.faults.fail_open("mailbox"):
             refusal = inbox.poll(step=step)
             if refusal is not None:
+                if refusal.status == "expired":
+                    self.plan.add(self.judge.facts, expired=refusal.number)
                 self.acknowledge(refusal, step=step)
         if inbox.waiting is not None and inbox.waiting.number <= self.judge.facts.last_command:
             inbox.waiting = None

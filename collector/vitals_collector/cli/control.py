@@ -20,6 +20,7 @@ from trainvitals.io.client import (
     Tokens,
     read_tokens,
 )
+from trainvitals.io.control_key import control_folder
 from trainvitals.io.lookup import known_collector
 from trainvitals.records import Command
 from trainvitals.views import (
@@ -139,10 +140,11 @@ def command(
     if folder is not None:
         view = _leave(folder, run, request)
     else:
+        keys = control_folder(os.environ, token_file, collector)
         with _control(collector, token_file, needs="control") as client:
             summary = find_run(client, run)
             _check_open(summary)
-            view = client.send_command(summary.run_id, request)
+            view = client.send_command(summary.run_id, request, issued_by=_user(), keys=keys)
     _write_commands((view,), form)
 
 
@@ -152,12 +154,10 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
     from trainvitals.io.rundir import RunDir
     from vitals_collector.alerts.commands import (
         check_checkpoint,
-        check_request,
         check_step,
-        make_command,
     )
 
-    check_request(request)
+    request.check()
     with open_reader(folder) as opened:
         summary = choose_run(opened, run)
         announced = opened.reader.ask(CheckpointsQuestion(run_id=summary.run_id))
@@ -166,14 +166,7 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
     check_step(request, summary.last_step)
     path = folder.absolute()
     run_dir = RunDir.open(path if path.name == summary.run_id else path / summary.run_id)
-    now = time.time_ns()
-    unsigned = make_command(
-        summary.run_id,
-        request,
-        number=now // 1_000,
-        issued_by=_user(),
-        now_unix_ns=now,
-    )
+    unsigned = request.command(summary.run_id, issued_by=_user(), now_unix_ns=time.time_ns())
     signed = sign_command(unsigned, run_dir.command_key())
     run_dir.put_command(signed)
     return CommandView(command=signed, status="pending")
