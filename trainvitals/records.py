@@ -25,10 +25,11 @@ ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"
 
 
 BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
-WITHHELD, CLIPS, NONFINITE_STATE, SNAPSHOT_MISSED = 64, 128, 256, 512
+WITHHELD, CLIPS, NONFINITE_STATE, SNAPSHOT_MISSED, COMMANDED = 64, 128, 256, 512, 1024
 """Bits of the column ``steps.verdict``. The first two, OVERFLOW and WITHHELD keep the update from
 being applied; a finite outlier alone does not. CLIPS: the loop clips what an outlier brings.
-NONFINITE_STATE, SNAPSHOT_MISSED: what the ranks said of their state where they looked at it."""
+NONFINITE_STATE, SNAPSHOT_MISSED: what the ranks said of their state where they looked at it.
+COMMANDED: an operator had the update skipped."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     snapshots_missed: int = 0
     """Ranks that could not take the snapshot that was due."""
     skipped: bool = False
+    commanded: bool = False
+    """Whether an operator had the update skipped."""
     withheld: bool = False
     """Whether the rule of finite outliers kept the update back; in ``observe`` it would have."""
     overflow: bool = False
@@ -146,8 +149,12 @@ def decision_text(decision: Decision) -> str:
 # ---------------------------------------------------------------------------------- commands
 
 
-CommandAction = Literal["halt", "rollback", "skip", "lr", "accept"]
-COMMAND_CODES: dict[str, int] = {"halt": 1, "rollback": 2, "skip": 3, "lr": 4, "accept": 5}
+CommandAction = Literal[
+    "halt", "rollback", "skip", "lr", "accept", "lr_factor", "checkpoint",
+]  # fmt: skip
+COMMAND_CODES: dict[str, int] = {
+    "halt": 1, "rollback": 2, "skip": 3, "lr": 4, "accept": 5, "lr_factor": 6, "checkpoint": 7,
+}  # fmt: skip
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):

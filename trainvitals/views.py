@@ -424,7 +424,9 @@ CommandStatus = Literal["pending", "delivered", "done", "refused", "expired", "i
 _MAX_AHEAD_US = 3_600 * 1_000_000
 MAX_TTL_SECONDS = 3_600.0
 MAX_REASON = 500
-OFFERED: tuple[CommandAction, ...] = ("halt", "rollback", "accept")
+OFFERED: tuple[CommandAction, ...] = (
+    "halt", "rollback", "accept", "skip", "lr", "lr_factor", "checkpoint",
+)  # fmt: skip
 
 
 class CommandArgument(NamedTuple):
@@ -451,6 +453,15 @@ class CommandArgument(NamedTuple):
 COMMAND_ARGUMENTS: dict[str, CommandArgument] = {
     "accept": CommandArgument(
         "step", 0, 2**53, True, "say which step was healthy: vitals command RUN accept STEP"
+    ),
+    "skip": CommandArgument(
+        "number of steps", 1, 1000, True, "say how many updates: vitals command RUN skip 20"
+    ),
+    "lr": CommandArgument(
+        "learning rate", 1e-12, 1e3, False, "vitals command RUN lr 1e-4, or a factor: lr x0.5"
+    ),
+    "lr_factor": CommandArgument(
+        "factor", 1e-6, 100, False, "vitals command RUN lr x0.5; x1 is the schedule's own rate"
     ),
 }
 

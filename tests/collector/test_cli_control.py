@@ -171,7 +171,7 @@ def test_what_cannot_be_asked_is_said_in_words(run_dir: RunDir, arguments, said,
 
 
 def test_a_command_through_the_collector_waits_for_the_agent(known: Served, capsys):
-    assert 0 == run_cli("command", RUN, "halt", "--reason", "wrong data", "--format", "json")
+    assert 0 == run_cli("command", RUN, "halt", "--reason", "wrong data", "--format", "json", "--wait", "0")
     (view,) = json.loads(capsys.readouterr().out)
     assert "pending" == view["status"]
     with known.client("ingest") as agent:

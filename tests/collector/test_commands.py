@@ -95,11 +95,23 @@ def test_numbers_grow_though_the_clock_stands_or_falls_back(store: Store):
     assert [first, first + 1, first + 2] == numbers
 
 
-@pytest.mark.parametrize("action", ["skip", "lr"])
-def test_actions_of_later_versions_are_a_clear_not_yet(store: Store, action: str):
-    with pytest.raises(UsageError, match="not yet"):
-        ask(store, CommandRequest(action=action, reason="x"))
-    assert [] == statuses(store)
+@pytest.mark.parametrize(
+    ("action", "argument", "message"),
+    [
+        ("skip", None, "needs a number of steps"),
+        ("skip", 0.0, "1 to 1000"),
+        ("skip", 1.5, "whole number"),
+        ("skip", 1001.0, "1 to 1000"),
+        ("lr", None, "needs a learning rate"),
+        ("lr", 0.0, "learning rate 0"),
+        ("lr", float("nan"), "learning rate nan"),
+        ("lr_factor", 1000.0, "factor 1000"),
+        ("checkpoint", 1.0, "checkpoint takes none"),
+    ],
+)
+def test_a_number_that_no_run_can_take_is_refused_before_it_is_signed(action, argument, message):
+    with pytest.raises(UsageError, match=message):
+        signed(RUN, CommandRequest(action=action, reason="x", argument=argument), now_unix_ns=NOW)
 
 
 @pytest.mark.parametrize(

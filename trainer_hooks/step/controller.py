@@ -122,6 +122,8 @@ class StepController:
     """Looks at the state where no snapshot does."""
     turn_names: tuple[str, ...] = ("",)
     """Of the optimizers that may be stepped by themselves, behind that of all together."""
+    lacks: dict[str, str] = field(default_factory=dict)
+    """Commands that this loop cannot carry out, and why; equal on all ranks."""
     times: StepClock = field(init=False)
     """What the step's time is made of."""
     _begun: set[int] = field(default_factory=set)
@@ -133,6 +135,8 @@ class StepController:
 
     def __post_init__(self) -> None:
         self.times = StepClock(self.clock)
+        if self.recovery is None:
+            self.lacks["checkpoint"] = "the run makes no checkpoints: watch(checkpoints=...) does"
 
     @property
     def is_rank0(self) -> bool:
@@ -155,7 +159,7 @@ class StepController:
         number, action, target = 0, 0, -1.0
         if command is not None:
             number, action = command.number, COMMAND_CODES[command.action]
-            if command.action == "accept":
+            if command.action != "rollback":
                 target = command.argument
             elif command.checkpoint_id and self.recovery is not None:
                 target = float(self.recovery.step_of(command.checkpoint_id))
@@ -176,6 +180,7 @@ class StepController:
             clips=clips,
             withhold_first=withholding.first,
             withhold_left=withholding.left,
+            skips=self.judge.facts.is_skipped(step),
             command_number=number,
             command_action=action,
             command_argument=target,
@@ -297,6 +302,7 @@ class StepController:
             now_attempt_id=int(reduced.root["next_attempt"]),
             probe=self.probe.read if self.probe.is_on else None,
             evaluation=reduced.root["evaluation_ratio"] or None,
+            lacks=self.lacks,
         )
         if name:
             judgement = of_turn(judgement, name)
@@ -472,11 +478,18 @@ class StepController:
                 restored = self._go_back(decision)
         if self.terminal is not None and (decision is not None or self.terminal.in_row):
             self._tell_person(decision, restored)
+        if judgement.order is not None:
+            self._do(judgement.order)
         if ack is not None:
             self.acknowledge(ack, step=now_step)
         if deed == "halt" and decision is not None:
             self._halt(decision)
         return restored
+
+    def _do(self, order: Proposal) -> None:
+        """Begin what a command asks for beside the steps; on all ranks at the same step."""
+        if order.action == "checkpoint" and self.recovery is not None:
+            self.recovery.save_soon()
 
     def carry_out_at_end(self, judgement: Judgement) -> None:
         """Record what was judged after the loop's last step; a halt still leaves its marker.

@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -222,6 +223,8 @@ class Judgement(NamedTuple):
     decision: Decision | None = None
     ack: CommandAck | None = None
     readings: tuple[StateRead, ...] = ()
+    order: Proposal | None = None
+    """A command that is carried out."""
 
 
 class _Turn:
@@ -306,6 +309,7 @@ class Judge:
         now_attempt_id: int = 0,
         probe: Callable[[Ask], Reading] | None = None,
         evaluation: float | None = None,
+        lacks: Mapping[str, str] = MappingProxyType({}),
     ) -> Judgement:
         """Take one step in and return what is to be said and done about it.
 
@@ -322,6 +326,7 @@ class Judge:
             now_attempt_id: id of the branch that a rollback would open.
             probe: asks the state; called in the middle of judging, on all ranks alike.
             evaluation: an evaluation's loss over the one before, if there was one with this step.
+            lacks: commands that this loop cannot carry out, and why.
         """
         if record.turn != self._turn:
             self._take_turn(record.turn)
@@ -354,6 +359,7 @@ class Judge:
             evaluation=evaluation,
             usual=usual,
             course=self._course,
+            lacks=lacks,
         )
         self._ladder, self._last_step = verdict.state, record.step
         if verdict.accepted:
@@ -364,8 +370,13 @@ class Judge:
             own.detectors.accept(losses, norms)
         elif verdict.decision is not None and verdict.decision.rule == "operator_accepted":
             own.detectors.rebaseline(0)
+        is_done = verdict.ack is not None and verdict.ack.status == "done"
         return Judgement(
-            findings + verdict.findings, verdict.decision, verdict.ack, verdict.readings
+            findings + verdict.findings,
+            verdict.decision,
+            verdict.ack,
+            verdict.readings,
+            command if is_done else None,
         )
 
     def _usual_limits(self, accepted: Level) -> Limits:

@@ -9,7 +9,8 @@ numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from msgspec.structs import replace
@@ -72,6 +73,7 @@ def decide(
     evaluation: float | None = None,
     usual: Limits | None = None,
     course: Callable[[], Course] = lambda: Course(0.0, 0.0, 0.0),
+    lacks: Mapping[str, str] = MappingProxyType({}),
 ) -> Verdict:
     """Return the next state and what to do about one step.
 
@@ -94,12 +96,13 @@ def decide(
             none with this step.
         usual: the limits without a recurring level in them.
         course: where the loss has been.
+        lacks: commands that this loop cannot carry out, and why.
     """
     if state.rolling_back or (state.facts.halted and mode != "observe"):
         return Verdict(state)
     case = Case(
         record, decided_at_step, checkpoints, mode, config or LadderConfig(), now_attempt_id,
-        loss_kind, probe, course,
+        loss_kind, probe, course, lacks,
     )  # fmt: skip
     before = state
     state = _tick(state, case)
@@ -147,6 +150,8 @@ def _judge_step(
     spike = bad.get("spike")
     if spike is not None and is_outlier(record):
         return _outlier(state, spike, case)
+    if record.skipped and record.commanded:
+        return skip(state, None, "manual command: skip", "command", case)
     if record.overflow or record.failed_ranks:
         return _device_skip(state, findings, case)  # neither counts in a row nor ends it
     if state.row or state.nonfinite:

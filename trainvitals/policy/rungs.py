@@ -11,7 +11,8 @@ onset, and never halts a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -96,6 +97,8 @@ class Case(NamedTuple):
     loss_kind: LossKind = "minimize"
     probe: Callable[[Ask], Reading] | None = None
     course: Callable[[], Course] = lambda: Course(0.0, 0.0, 0.0)
+    lacks: Mapping[str, str] = MappingProxyType({})
+    """Commands that this loop cannot carry out, and why."""
 
     @property
     def heals(self) -> bool:
@@ -584,6 +587,8 @@ def answer(verdict: Verdict, before: LadderState, command: Proposal, case: Case)
         return _acked(verdict, command, "refused", refusal, case)
     if command.action == "accept":
         return _accept(verdict, command, case)
+    if command.action not in ("halt", "rollback"):
+        return _set(verdict, command, case)
     # The step's skip is part of the command's entry: one ledger entry a step.
     state = replace(before, facts=replace(before.facts, num_skips=verdict.state.facts.num_skips))
     also = f"; this step: {own.reason}" if own else ""
@@ -604,6 +609,30 @@ def answer(verdict: Verdict, before: LadderState, command: Proposal, case: Case)
         command_number=command.number,
     )
     return _acked(done, command, "done", words, case)
+
+
+def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
+    """Take what changes the steps to come, or what is done beside them; the step's own stays."""
+    state, argument, first = verdict.state, command.argument, case.decided_at_step + 1
+    facts, detail = state.facts, ""
+    if command.action == "skip":
+        last = first + int(argument) - 1
+        facts = replace(facts, skip_attempt=facts.attempt, skip_first=first, skip_last=last)
+        detail = f"the updates of steps {first} to {last} are skipped"
+    elif command.action == "lr":
+        facts = replace(facts, lr_held=argument, lr_scale=1.0)
+        detail = f"the learning rate is {argument:.4g} from step {first} on"
+    elif command.action == "lr_factor":
+        facts = replace(facts, lr_held=0.0, lr_scale=argument)
+        detail = f"the schedule's learning rate times {argument:.4g} from step {first} on"
+    elif command.action == "checkpoint":
+        detail = "the newest healthy snapshot is written to disk as soon as none is being written"
+    if command.action in ("lr", "lr_factor"):  # announced by it: a jump that is meant
+        until = max(state.announced_until, first + case.config.lr_jump_steps)
+        state = replace(state, announced_until=until, lr_jump=None)
+    return _acked(
+        verdict._replace(state=replace(state, facts=facts)), command, "done", detail, case
+    )
 
 
 def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
@@ -667,12 +696,18 @@ def _refusal(verdict: Verdict, command: Proposal, case: Case) -> str:
         return ""
     if command.action == "accept":
         return "" if command.argument >= 0 else f"there is no step {command.argument:.0f}"
-    if command.action != "rollback":
-        return f"action {command.action!r} is not offered by this version"
-    if case.mode != "heal":
-        return f"mode is {case.mode!r}: a rollback needs mode 'heal' and checkpoints"
     if own is not None and own.action == "rollback":
         return f"this step already leads to a rollback: {own.reason}"
+    if command.action in case.lacks:
+        return case.lacks[command.action]
+    if command.action == "skip":
+        return "" if 1 <= command.argument <= FOREVER else "it takes a number of steps above 0"
+    if command.action in ("lr", "lr_factor"):
+        return "" if 0 < command.argument < FOREVER else "it takes a number above 0"
+    if command.action != "rollback":
+        return ""
+    if case.mode != "heal":
+        return f"mode is {case.mode!r}: a rollback needs mode 'heal' and checkpoints"
     if commanded_checkpoint(command, case.checkpoints) is None:
         named = command.checkpoint_id
         if not named and command.argument != NEWEST:

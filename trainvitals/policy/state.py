@@ -208,8 +208,21 @@ class LadderMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The rate before a jump, held while the schedule asks for ``lr_jump`` times it; 0: none."""
     lr_cap_from: int = 0
     """Step of that jump: before it, a lower rate does not end the hold."""
+    lr_scale: float = 1.0
+    """An operator's factor on the schedule's learning rate, until the next one."""
+    lr_held: float = 0.0
+    """The learning rate that an operator holds; 0: the schedule's."""
+    skip_attempt: int = 0
+    """The branch on which an operator has updates skipped: none of it holds on another one."""
+    skip_first: int = 0
+    skip_last: int = -1
+    """First and last of those steps."""
     halted: str = ""
     """Why the ladder gave up, or empty."""
+
+    def is_skipped(self, step: int) -> bool:
+        """Return whether an operator has the update of this step of the present branch skipped."""
+        return self.skip_first <= step <= self.skip_last and self.skip_attempt == self.attempt
 
 
 class Outlier(msgspec.Struct, frozen=True, array_like=True):
@@ -363,7 +376,9 @@ def lr_factor_at(
         rate: what the schedule asks for; where it is above a hold, the factor brings it down.
         jump: multiple of the held rate from which it is held.
     """
-    factor = _cut_at(facts, step)
+    factor = _cut_at(facts, step) * facts.lr_scale
+    if facts.lr_held and rate:
+        return facts.lr_held / rate  # what a person set is what is applied
     if facts.lr_cap and rate is not None and rate >= jump * facts.lr_cap:
         factor *= facts.lr_cap / rate
     return factor
