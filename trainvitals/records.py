@@ -150,10 +150,12 @@ def decision_text(decision: Decision) -> str:
 
 
 CommandAction = Literal[
-    "halt", "rollback", "skip", "lr", "accept", "lr_factor", "checkpoint",
+    "halt", "rollback", "skip", "lr", "accept", "lr_factor", "checkpoint", "approve",
+    "veto",
 ]  # fmt: skip
 COMMAND_CODES: dict[str, int] = {
     "halt": 1, "rollback": 2, "skip": 3, "lr": 4, "accept": 5, "lr_factor": 6, "checkpoint": 7,
+    "approve": 8, "veto": 9,
 }  # fmt: skip
 
 

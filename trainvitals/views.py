@@ -425,7 +425,7 @@ _MAX_AHEAD_US = 3_600 * 1_000_000
 MAX_TTL_SECONDS = 3_600.0
 MAX_REASON = 500
 OFFERED: tuple[CommandAction, ...] = (
-    "halt", "rollback", "accept", "skip", "lr", "lr_factor", "checkpoint",
+    "halt", "rollback", "accept", "skip", "lr", "lr_factor", "checkpoint", "approve", "veto",
 )  # fmt: skip
 
 
@@ -437,9 +437,12 @@ class CommandArgument(NamedTuple):
     most: float
     is_whole: bool
     hint: str
+    is_optional: bool = False
 
     def check(self, action: str, argument: float | None) -> None:
         """Refuse what it cannot be."""
+        if argument is None and self.is_optional:
+            return
         if argument is None:
             raise UsageError(f"{action} needs a {self.name}", hint=self.hint)
         if self.is_whole and not (argument >= 0 and argument == math.floor(argument)):
@@ -460,6 +463,12 @@ COMMAND_ARGUMENTS: dict[str, CommandArgument] = {
     "lr": CommandArgument(
         "learning rate", 1e-12, 1e3, False, "vitals command RUN lr 1e-4, or a factor: lr x0.5"
     ),
+    **{
+        action: CommandArgument(
+            "decision's number", 0, 2**53, True, f"vitals command RUN {action} [NUMBER]", True
+        )
+        for action in ("approve", "veto")
+    },
     "lr_factor": CommandArgument(
         "factor", 1e-6, 100, False, "vitals command RUN lr x0.5; x1 is the schedule's own rate"
     ),

@@ -22,6 +22,8 @@ from trainvitals.policy.rungs import (
     Course,
     Verdict,
     accept,
+    after_silence,
+    after_yes,
     answer,
     for_certain,
     for_finite,
@@ -106,6 +108,9 @@ def decide(
     )  # fmt: skip
     before = state
     state = _tick(state, case)
+    is_yes = False
+    if state.facts.waiting is not None:
+        state, is_yes = after_silence(state, case.config)
     verdict = _judge_step(state, findings, case, usual or Limits())
     if record.learning_rate is not None:
         verdict = _look_at_rate(verdict, before, case)
@@ -113,6 +118,17 @@ def decide(
         verdict = _look_at_evaluation(verdict, before, evaluation, case)
     if record.nonfinite_state or record.snapshots_missed:
         verdict = _look_at_snapshot(verdict, case)
+    if is_yes and not (verdict.decision and verdict.decision.action in ("rollback", "halt")):
+        gone = after_yes(without_entry(verdict), case)
+        if gone.decision is None:
+            gone = gone._replace(decision=verdict.decision)
+            facts = replace(gone.state.facts, ledger_seq=verdict.state.facts.ledger_seq)
+            gone = gone._replace(state=replace(gone.state, facts=facts))
+        verdict = gone._replace(
+            findings=(*verdict.findings, *gone.findings),
+            readings=verdict.readings,
+            accepted=verdict.accepted,
+        )
     if command is None or command.number <= state.facts.last_command:
         return verdict
     return answer(verdict, state, command, case)

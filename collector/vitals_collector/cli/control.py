@@ -73,11 +73,13 @@ class Action(StrEnum):
     SKIP = "skip"
     LR = "lr"
     CHECKPOINT = "checkpoint"
+    APPROVE = "approve"
+    VETO = "veto"
     ACCEPT = "accept"
     LIST = "list"
 
 
-_NEED_A_REASON = (Action.HALT, Action.ROLLBACK, Action.SKIP, Action.LR, Action.ACCEPT)
+_NEED_A_REASON = (Action.HALT, Action.ROLLBACK, Action.SKIP, Action.LR, Action.ACCEPT, Action.VETO)
 _ANSWERED = ("done", "refused", "expired", "invalid")
 _LOOK_SECONDS = 0.25
 
@@ -117,7 +119,8 @@ def command(
         str,
         typer.Argument(
             help="For skip: number of updates; for lr: the learning rate, or xFACTOR of the "
-            "schedule's (x1 is the schedule again); for accept: the step that was healthy."
+            "schedule's (x1 is the schedule again); for accept: the step that was healthy; for "
+            "approve and veto: the decision's number, where it is not the one that waits."
         ),
     ] = "",
     reason: Annotated[str, typer.Option(help="Reason, recorded in the run.")] = "",
