@@ -151,11 +151,11 @@ def decision_text(decision: Decision) -> str:
 
 CommandAction = Literal[
     "halt", "rollback", "skip", "lr", "accept", "lr_factor", "checkpoint", "approve",
-    "veto",
+    "veto", "pause", "resume", "profile",
 ]  # fmt: skip
 COMMAND_CODES: dict[str, int] = {
     "halt": 1, "rollback": 2, "skip": 3, "lr": 4, "accept": 5, "lr_factor": 6, "checkpoint": 7,
-    "approve": 8, "veto": 9,
+    "approve": 8, "veto": 9, "pause": 10, "resume": 11, "profile": 12,
 }  # fmt: skip
 
 
@@ -290,6 +290,13 @@ class CommandAcknowledged(_Event, frozen=True, kw_only=True):
     ack: CommandAck
 
 
+class TrainingPaused(_Event, frozen=True, kw_only=True):
+    """All ranks wait between two steps since a person asked for it, or do so no more."""
+
+    is_paused: bool
+    reason: str = ""
+
+
 class CheckpointChanged(_Event, frozen=True, kw_only=True):
     """A checkpoint or snapshot changed state."""
 
@@ -355,6 +362,7 @@ Event = (
     | DecisionMade
     | StateRead
     | CommandAcknowledged
+    | TrainingPaused
     | CheckpointChanged
     | DataWindowSkipped
     | BatchNoted

@@ -426,6 +426,7 @@ MAX_TTL_SECONDS = 3_600.0
 MAX_REASON = 500
 OFFERED: tuple[CommandAction, ...] = (
     "halt", "rollback", "accept", "skip", "lr", "lr_factor", "checkpoint", "approve", "veto",
+    "pause", "resume", "profile",
 )  # fmt: skip
 
 
@@ -459,6 +460,9 @@ COMMAND_ARGUMENTS: dict[str, CommandArgument] = {
     ),
     "skip": CommandArgument(
         "number of steps", 1, 1000, True, "say how many updates: vitals command RUN skip 20"
+    ),
+    "profile": CommandArgument(
+        "number of steps", 1, 100, True, "vitals command RUN profile --steps 10"
     ),
     "lr": CommandArgument(
         "learning rate", 1e-12, 1e3, False, "vitals command RUN lr 1e-4, or a factor: lr x0.5"

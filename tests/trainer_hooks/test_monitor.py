@@ -1,9 +1,13 @@
 """One process: what the monitor changes in a loop (nothing), skips, and brings back."""
 
 import copy
+import gzip
+import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import msgspec
 import pytest
@@ -201,6 +205,13 @@ def test_an_operator_s_halt_stops_the_run_at_a_step_boundary():
     assert monitor.step_index <= 13
 
 
+def until(condition, seconds=20.0):
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, "it did not happen"
+        time.sleep(0.005)
+
+
 def _acks(monitor):
     """Collect what becomes of commands."""
     acks, emitter = [], monitor._controller.emitter
@@ -254,6 +265,76 @@ def test_an_operator_s_learning_rate_is_what_the_optimizer_takes_until_the_next_
     assert ["done"] * 3 == [status for status, _ in acks()]
     assert [1.0, 0.5, 1.0] == [seen[i][0] for i in (9, 25, 35)]
     assert rate / 4 == pytest.approx(seen[15][1])
+
+
+def test_an_operator_s_pause_holds_the_step_until_a_resume_and_answers_meanwhile(monkeypatch):
+    monkeypatch.setattr("trainer_hooks.step.beside.ROUND_SECONDS", 0.01)
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        acks = _acks(monitor)
+        done = threading.Event()
+
+        def operator():
+            until(lambda: monitor._controller.is_paused)
+            _send(monitor, action="lr_factor", argument=0.5)
+            until(lambda: len(acks()) == 2)
+            _send(monitor, action="resume")
+            done.set()
+
+        person = threading.Thread(target=operator)
+        person.start()
+        for step in range(12):
+            if step == 5:
+                _send(monitor, action="pause")
+            monitor.step(loop.forward())
+        person.join()
+        assert done.is_set()
+        steps = monitor._controller.last_step
+    assert ["done"] * 3 == [status for status, _ in acks()]
+    assert "until `vitals command RUN resume`" in acks()[0][1]
+    assert steps >= 10
+
+
+def test_a_halt_ends_a_pause(monkeypatch):
+    monkeypatch.setattr("trainer_hooks.step.beside.ROUND_SECONDS", 0.01)
+    loop = Loop(mode="guard")
+    with pytest.raises(TrainingHalted, match="command"), loop.monitor as monitor:
+        _send(monitor, action="pause")
+        person = threading.Thread(
+            target=lambda: (
+                until(lambda: monitor._controller.is_paused), _send(monitor, action="halt")
+            )
+        )  # fmt: skip
+        person.start()
+        for _ in range(12):
+            monitor.step(loop.forward())
+    person.join()
+
+
+def test_a_resume_of_a_run_that_is_not_paused_is_refused():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        acks = _acks(monitor)
+        _send(monitor, action="resume")
+        for _ in range(3):
+            monitor.step(loop.forward())
+    assert [("refused", "the run is not paused")] == acks()
+
+
+def test_an_operator_s_profile_is_a_trace_in_the_run_s_folder():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        acks, folder = _acks(monitor), monitor._controller.run_dir.path / "profiles"
+        for step in range(12):
+            if step == 3:
+                _send(monitor, action="profile", argument=3.0)
+            monitor.step(loop.forward())
+        until(lambda: list(folder.glob("step-*.json.gz")))
+    (trace,) = folder.glob("step-*.json.gz")
+    assert ["done"] == [status for status, _ in acks()]
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any("aten::" in str(event.get("name")) for event in events)
+    assert 0o700 == folder.stat().st_mode & 0o777
 
 
 def test_an_operator_s_checkpoint_is_written_long_before_it_is_due():

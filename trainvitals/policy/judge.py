@@ -52,7 +52,7 @@ from trainvitals.detect.spike import (
 from trainvitals.detect.user_alerts import Rule, load_rules
 from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.ladder import decide
-from trainvitals.policy.rungs import Course
+from trainvitals.policy.rungs import Case, Course, Verdict, answer
 from trainvitals.policy.state import (
     CheckpointRef,
     LadderConfig,
@@ -378,6 +378,25 @@ class Judge:
             verdict.readings,
             command if is_done else None,
         )
+
+    def command(
+        self, command: Proposal, *, decided_at_step: int, lacks: Mapping[str, str]
+    ) -> Judgement:
+        """Answer a command between two steps, where the run is paused.
+
+        Args:
+            command: one that leads to no entry in the ledger.
+            decided_at_step: the step that was made last.
+            lacks: commands that this loop cannot carry out, and why.
+        """
+        if command.number <= self._ladder.facts.last_command:
+            return Judgement()
+        record = StepRecord(step=self._last_step, attempt=self.attempt)
+        case = Case(record, decided_at_step, (), self.mode, self.config.ladder, 0, lacks=lacks)
+        verdict = answer(Verdict(self._ladder), self._ladder, command, case)
+        self._ladder = verdict.state
+        is_done = verdict.ack is not None and verdict.ack.status == "done"
+        return Judgement(ack=verdict.ack, order=command if is_done else None)
 
     def _usual_limits(self, accepted: Level) -> Limits:
         limits = self._own.outliers.limits()

@@ -786,6 +786,14 @@ def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
         detail = f"the schedule's learning rate times {argument:.4g} from step {first} on"
     elif command.action == "checkpoint":
         detail = "the newest healthy snapshot is written to disk as soon as none is being written"
+    elif command.action == "pause":
+        detail = f"all ranks wait before step {first} until `vitals command RUN resume`"
+    elif command.action == "resume":
+        detail = f"training goes on with step {first}"
+    elif command.action == "profile":
+        last = first + int(argument) - 1
+        detail = f"steps {first} to {last} of rank 0 are profiled; the trace comes into the run's "
+        detail += "folder, below profiles"
     elif command.action == "veto" and facts.waiting is not None:
         detail = f"the rollback {facts.waiting.number} is not done; the same is asked again after "
         detail += f"{case.config.ask_steps} steps at the earliest"
@@ -863,7 +871,7 @@ def _refusal(verdict: Verdict, command: Proposal, case: Case) -> str:
         return f"this step already leads to a rollback: {own.reason}"
     if command.action in case.lacks:
         return case.lacks[command.action]
-    if command.action == "skip":
+    if command.action in ("skip", "profile"):
         return "" if 1 <= command.argument <= FOREVER else "it takes a number of steps above 0"
     if command.action in ("approve", "veto"):
         return _not_asked(verdict.state.facts.waiting, command)

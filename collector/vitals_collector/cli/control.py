@@ -73,6 +73,9 @@ class Action(StrEnum):
     SKIP = "skip"
     LR = "lr"
     CHECKPOINT = "checkpoint"
+    PAUSE = "pause"
+    RESUME = "resume"
+    PROFILE = "profile"
     APPROVE = "approve"
     VETO = "veto"
     ACCEPT = "accept"
@@ -127,6 +130,7 @@ def command(
     checkpoint: Annotated[
         str, typer.Option(help="Checkpoint to roll back to [default: the newest healthy one].")
     ] = "",
+    steps: Annotated[int, typer.Option(help="For profile: number of steps, at most 100.")] = 10,
     ttl: Annotated[float, typer.Option(help="Seconds until the command expires.")] = 60.0,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait for the run's answer; through a collector.")
@@ -136,7 +140,7 @@ def command(
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Ask a run to halt, roll back, skip updates, change its learning rate or save a checkpoint.
+    """Ask a run to halt, roll back, pause, skip updates, change its rate, save or be profiled.
 
     The run's escalation policy accepts or refuses, and its answer is printed; refused is exit code
     1. It takes effect at one step on all ranks, at most once. `accept STEP` says that what Vitals
@@ -150,6 +154,8 @@ def command(
             command_views = client.ask(CommandsQuestion(run_id=find_run(client, run).run_id))
         _write_commands(command_views, form)
         return
+    if action is Action.PROFILE and not value:
+        value = str(steps)
     by_factor = action is Action.LR and value.startswith("x")
     request = CommandRequest(
         action="lr_factor" if by_factor else action.value,  # type: ignore[arg-type]
