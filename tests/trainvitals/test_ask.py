@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from tests.trainvitals.ladder_run import STORM, Run
+from trainvitals.alerting import alerts_for_decision, alerts_for_finding
 from trainvitals.policy import LadderState, Proposal
 from trainvitals.policy.state import LadderMemory
 
@@ -138,6 +139,14 @@ def test_who_asks_for_a_rollback_himself_is_not_asked() -> None:
     run = asking()
     (decision,) = run.feed("ok", command=Proposal(number=7, action="rollback"))
     assert decision.acted
+
+
+def test_what_waits_pages_once_and_by_what_asks_for_it() -> None:
+    run = asking()
+    proposed = run.feed(*STORM)[-1]
+    assert () == alerts_for_decision(proposed, run_id="r")
+    (alert,) = alerts_for_finding(run.told[0], run_id="r")
+    assert ("ApprovalNeeded", "page") == (alert.name, alert.severity)
 
 
 def test_what_waits_is_in_the_plan_and_comes_back_from_it() -> None:

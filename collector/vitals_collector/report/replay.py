@@ -371,6 +371,8 @@ def _proposal(decision: Decision) -> Proposal:
     if decision.action == "accept_level":
         step = decision.evidence.get("accepted_step", float(decision.step))
         return Proposal(number=decision.command_number, action="accept", argument=step)
+    if is_rollback and decision.rule != "command":  # it had waited for this yes
+        return Proposal(number=decision.command_number, action="approve")
     return Proposal(
         number=decision.command_number,
         action="rollback" if is_rollback else "halt",
