@@ -21,11 +21,10 @@ from trainvitals.io.client import (
     CollectorAddress,
     CollectorClient,
     Tokens,
-    default_data_dir,
     read_tokens,
     refusal,
 )
-from trainvitals.io.setting_paths import collector_folder, collector_urls
+from trainvitals.io.setting_paths import collector_folder, collector_urls, default_data_dir
 from trainvitals.question import Question
 from trainvitals.wire import IngestReply
 

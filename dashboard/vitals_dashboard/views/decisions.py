@@ -134,7 +134,11 @@ def _acts(source: Source, run: RunSummary, view: DecisionView) -> None:
             return
         if commands.waits(view):
             number = view.decision.ledger_seq
-            for answer, label in (("approve", "Approve"), ("veto", "Veto")):
+            answers: tuple[tuple[commands.Action, str], ...] = (
+                ("approve", "Approve"),
+                ("veto", "Veto"),
+            )
+            for answer, label in answers:
                 commands.command(
                     source, run, answer, label=label, key=f"{answer}_{key}", step=number,
                     why=f"asked at step {view.decision.step}",
