@@ -267,6 +267,8 @@ class Attached(Loop):
             judgement = controller.handle(*ready, now_step=attempted)
             controller.carry_out(judgement, now_step=attempted)
             ready = None
+        if controller.has_work_beside:
+            self._work_beside(attempted)
 
     def _say_what_is_not_judged(self) -> None:
         if not self._controller.owns_clip and self._norm is None:

@@ -186,7 +186,7 @@ def set_up(given: Arguments) -> Made | None:
     with ExitStack() as undo:
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
         place = open_run(ranks, environ, given.dir, clock, faults)
-        controller = _controller(mode, given, ranks, device, place, faults, clock)
+        controller = _controller(mode, given, ranks, device, place, environ, faults, clock)
         undo.callback(controller.emitter.close)
         info = run_info(
             name=given.run or "",
@@ -262,6 +262,7 @@ def _controller(
     ranks: Ranks,
     device: Device,
     place: RunPaths,
+    environ: Mapping[str, str],
     faults: FaultCounter,
     clock: Clock,
 ) -> StepController:
@@ -299,7 +300,7 @@ def _controller(
         judge=judge,
         recovery=recovery,
         emitter=emitter,
-        inbox=open_inbox(place, ranks, clock),
+        inbox=open_inbox(place, ranks, environ, clock),
         run_dir=place.run_dir,
         plan=plan,
         faults=faults,

@@ -252,6 +252,8 @@ class Monitor(Loop):
         decision, restored = self._host_side(ready, attempted)
         if self._device.sampler is not None:
             self._device.sampler.begin(self._step)
+        if controller.has_work_beside:
+            self._work_beside(attempted)
         if restored is not None:
             self._leave_out_rest(turn)
         # Others may take their turn on this batch: a state to go back to lies between two batches.

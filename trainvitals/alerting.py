@@ -213,6 +213,14 @@ ALERTS: tuple[AlertSpec, ...] = (
         to_do="Read the reason in the event `snapshot_missed`, and free what it names.",
     ),
     AlertSpec(
+        name="ApprovalNeeded",
+        severity="page",
+        point=True,
+        did="waits for a yes before it rolls back; without an answer it does the default.",
+        help="A rollback that `[ladder] ask` names is proposed, with its evidence.",
+        to_do="`vitals command RUN approve` or `veto`, or the Decisions page.",
+    ),
+    AlertSpec(
         name="WithholdingSpent",
         severity="notify",
         point=True,
@@ -469,6 +477,8 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]
         if decision.action not in ("rollback", "halt"):
             return ()
         return (_raise("TroubleObserved", run_id, f"would {decision.action}: {reason}", step),)
+    if not decision.acted:
+        return ()  # it waits for a yes, which a finding tells, or the loop had ended
     if decision.action == "halt":
         return (_raise("TrainingHalted", run_id, reason, step),)
     if decision.action == "accept_level":

@@ -26,10 +26,11 @@ ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"
 
 
 BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
-WITHHELD, CLIPS, NONFINITE_STATE, SNAPSHOT_MISSED = 64, 128, 256, 512
+WITHHELD, CLIPS, NONFINITE_STATE, SNAPSHOT_MISSED, COMMANDED = 64, 128, 256, 512, 1024
 """Bits of the column ``steps.verdict``. The first two, OVERFLOW and WITHHELD keep the update from
 being applied; a finite outlier alone does not. CLIPS: the loop clips what an outlier brings.
-NONFINITE_STATE, SNAPSHOT_MISSED: what the ranks said of their state where they looked at it."""
+NONFINITE_STATE, SNAPSHOT_MISSED: what the ranks said of their state where they looked at it.
+COMMANDED: an operator had the update skipped."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +55,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     snapshots_missed: int = 0
     """Ranks that could not take the snapshot that was due."""
     skipped: bool = False
+    commanded: bool = False
+    """Whether an operator had the update skipped."""
     withheld: bool = False
     """Whether the rule of finite outliers kept the update back; in ``observe`` it would have."""
     overflow: bool = False
@@ -147,12 +150,21 @@ def decision_text(decision: Decision) -> str:
 # ---------------------------------------------------------------------------------- commands
 
 
-CommandAction = Literal["halt", "rollback", "skip", "lr", "accept"]
-COMMAND_CODES: dict[str, int] = {"halt": 1, "rollback": 2, "skip": 3, "lr": 4, "accept": 5}
+CommandAction = Literal[
+    "halt", "rollback", "skip", "lr", "accept", "lr_factor", "checkpoint", "approve",
+    "veto", "pause", "resume", "profile",
+]  # fmt: skip
+COMMAND_CODES: dict[str, int] = {
+    "halt": 1, "rollback": 2, "skip": 3, "lr": 4, "accept": 5, "lr_factor": 6, "checkpoint": 7,
+    "approve": 8, "veto": 9, "pause": 10, "resume": 11, "profile": 12,
+}  # fmt: skip
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """A proposal to the ladder, signed with the run's key; takes effect at most once.
+    """A proposal to the ladder; takes effect at most once.
+
+    On its way through a collector it carries the signature of a person's control key over all of it
+    (``io.control_key``); in the mailbox one by the run's own key as well.
 
     ``number`` is the microsecond of issue: strictly growing, exact in a float64, and comparable
     without memory of earlier commands. ``checkpoint_id`` is a name in the run's own store.
@@ -167,7 +179,10 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     expires_unix_ns: int
     checkpoint_id: str = ""
     argument: float = 0.0
+    control_signature: str = ""
+    """By the control key; "" where the run's owner left it in the run's own folder."""
     signature: str = ""
+    """By the run's key, over everything else."""
 
 
 class CommandAck(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,6 +291,13 @@ class CommandAcknowledged(_Event, frozen=True, kw_only=True):
     ack: CommandAck
 
 
+class TrainingPaused(_Event, frozen=True, kw_only=True):
+    """All ranks wait between two steps since a person asked for it, or do so no more."""
+
+    is_paused: bool
+    reason: str = ""
+
+
 class CheckpointChanged(_Event, frozen=True, kw_only=True):
     """A checkpoint or snapshot changed state."""
 
@@ -341,6 +363,7 @@ Event = (
     | DecisionMade
     | StateRead
     | CommandAcknowledged
+    | TrainingPaused
     | CheckpointChanged
     | DataWindowSkipped
     | BatchNoted

@@ -8,10 +8,12 @@ finite travels as a word (``trainvitals.jsonable``). Fields of bytes are base64.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from trainvitals.errors import UsageError
 from trainvitals.question import Question, route
 from trainvitals.records import (
     BatchNoted,
@@ -419,6 +421,64 @@ CommandStatus = Literal["pending", "delivered", "done", "refused", "expired", "i
 """What can become of a command."""
 
 
+_MAX_AHEAD_US = 3_600 * 1_000_000
+MAX_TTL_SECONDS = 3_600.0
+MAX_REASON = 500
+OFFERED: tuple[CommandAction, ...] = (
+    "halt", "rollback", "accept", "skip", "lr", "lr_factor", "checkpoint", "approve", "veto",
+    "pause", "resume", "profile",
+)  # fmt: skip
+
+
+class CommandArgument(NamedTuple):
+    """The number that an action takes. It travels between ranks as a float64."""
+
+    name: str
+    least: float
+    most: float
+    is_whole: bool
+    hint: str
+    is_optional: bool = False
+
+    def check(self, action: str, argument: float | None) -> None:
+        """Refuse what it cannot be."""
+        if argument is None and self.is_optional:
+            return
+        if argument is None:
+            raise UsageError(f"{action} needs a {self.name}", hint=self.hint)
+        if self.is_whole and not (argument >= 0 and argument == math.floor(argument)):
+            text = f"{action} is given {self.name} {argument:g}; it must be a whole number"
+            raise UsageError(text, hint=self.hint)
+        if not self.least <= argument <= self.most:
+            text = f"{action} is given {self.name} {argument:g}; it must be {self.least:g} to"
+            raise UsageError(f"{text} {self.most:g}", hint=self.hint)
+
+
+COMMAND_ARGUMENTS: dict[str, CommandArgument] = {
+    "accept": CommandArgument(
+        "step", 0, 2**53, True, "say which step was healthy: vitals command RUN accept STEP"
+    ),
+    "skip": CommandArgument(
+        "number of steps", 1, 1000, True, "say how many updates: vitals command RUN skip 20"
+    ),
+    "profile": CommandArgument(
+        "number of steps", 1, 100, True, "vitals command RUN profile --steps 10"
+    ),
+    "lr": CommandArgument(
+        "learning rate", 1e-12, 1e3, False, "vitals command RUN lr 1e-4, or a factor: lr x0.5"
+    ),
+    **{
+        action: CommandArgument(
+            "decision's number", 0, 2**53, True, f"vitals command RUN {action} [NUMBER]", True
+        )
+        for action in ("approve", "veto")
+    },
+    "lr_factor": CommandArgument(
+        "factor", 1e-6, 100, False, "vitals command RUN lr x0.5; x1 is the schedule's own rate"
+    ),
+}
+
+
 class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a person asks the ladder to do."""
 
@@ -426,8 +486,76 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     reason: str
     checkpoint_id: str = ""
     argument: float | None = None
-    """The step that ``accept`` says was healthy; the other actions take none."""
+    """What ``COMMAND_ARGUMENTS`` says of the action, where it takes one."""
     ttl_seconds: float = 60.0
+
+    def check(self) -> None:
+        """Refuse what no run could be asked, whatever its state.
+
+        Raises:
+            UsageError: it names the field, the value and what is expected.
+        """
+        if self.action not in OFFERED:
+            raise UsageError(
+                f"action is {self.action!r}; this version does not yet offer it",
+                hint=f"offered are {', '.join(OFFERED[:-1])} and {OFFERED[-1]}",
+            )
+        if not 0 < len(self.reason.strip()) <= MAX_REASON or not self.reason.isprintable():
+            raise UsageError(
+                f"reason has {len(self.reason)} characters; give 1 to {MAX_REASON} printable ones",
+                hint="say why, with --reason on the command line; it is recorded in the run",
+            )
+        if not (math.isfinite(self.ttl_seconds) and 0 < self.ttl_seconds <= MAX_TTL_SECONDS):
+            raise UsageError(
+                f"ttl_seconds is {self.ttl_seconds}; it must be above 0 and at most "
+                f"{MAX_TTL_SECONDS:g}"
+            )
+        if self.checkpoint_id and self.action != "rollback":
+            raise UsageError(f"checkpoint_id was given; {self.action} takes none")
+        rule = COMMAND_ARGUMENTS.get(self.action)
+        if rule is not None:
+            rule.check(self.action, self.argument)
+        elif self.argument not in (None, 0.0):
+            raise UsageError(f"argument is {self.argument:g}; {self.action} takes none")
+
+    def command(self, run_id: str, *, issued_by: str, now_unix_ns: int, after: int = 0) -> Command:
+        """Return it as a command that nobody has signed yet.
+
+        Args:
+            run_id: the run.
+            issued_by: who asks.
+            now_unix_ns: the time of issue.
+            after: the newest number of the run so far.
+
+        Raises:
+            UsageError: no run could be asked that, or that number is of a clock that is far ahead
+                of this one.
+        """
+        self.check()
+        now = now_unix_ns // 1_000
+        if after - now > _MAX_AHEAD_US:
+            raise UsageError(
+                f"the run's newest command has a number {(after - now) / 6e7:.0f} minutes ahead of"
+                " this machine's clock",
+                hint="set the clock of this machine, or of the one it was issued on",
+            )
+        return Command(
+            number=max(now, after + 1),
+            run_id=run_id,
+            action=self.action,
+            reason=self.reason,
+            issued_by=issued_by,
+            issued_unix_ns=now_unix_ns,
+            expires_unix_ns=now_unix_ns + int(self.ttl_seconds * 1e9),
+            checkpoint_id=self.checkpoint_id,
+            argument=float(self.argument or 0.0),
+        )
+
+
+class DeliveredRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who says that a command lies in the mailbox: the agent beside this rank 0."""
+
+    incarnation: str
 
 
 class CommandView(msgspec.Struct, frozen=True, kw_only=True):

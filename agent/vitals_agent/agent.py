@@ -80,6 +80,8 @@ class AgentConfig:
     """Where run directories lie."""
     base: Path
     """The private folder in shared memory where journals lie."""
+    keys: Path
+    """The folder of ``control.pub``: what verifies a person's commands."""
     node: str
     """This node's id; journals of other nodes are passed over."""
     run_id: str = ""
@@ -168,7 +170,9 @@ class Agent:
         # One backoff each: what one part cannot have says nothing of the other.
         ships, asks = Backoff(rng=chance), Backoff(rng=chance)
         self.shipper = Shipper(client, backoff=ships, faults=self.faults) if client else None
-        self.relay = CommandDelivery(client, backoff=asks, clock=self._clock, faults=self.faults)
+        self.relay = CommandDelivery(
+            client, keys=config.keys, backoff=asks, clock=self._clock, faults=self.faults
+        )
         self.io_loop = IoLoop(
             self.shipper,
             self.relay,

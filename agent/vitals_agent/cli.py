@@ -104,6 +104,7 @@ def agent(
 
     Run one agent per folder and node. It may start before any run, and serves all of them.
     """
+    from trainvitals.io.control_key import control_folder
     from trainvitals.io.private import private_base
     from vitals_agent.agent import Agent, AgentConfig
     from vitals_agent.daemon import (
@@ -122,6 +123,7 @@ def agent(
     config = AgentConfig(
         vitals_dir=directory.absolute(),
         base=private_base(os.environ),
+        keys=control_folder(os.environ, token_file, collector),
         node=_node_id(node, child=child),
         run_id=check_run_id(run_id) if run_id else "",
         host=host,

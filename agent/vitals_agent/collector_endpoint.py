@@ -21,11 +21,10 @@ from trainvitals.io.client import (
     CollectorAddress,
     CollectorClient,
     Tokens,
-    default_data_dir,
     read_tokens,
     refusal,
 )
-from trainvitals.io.setting_paths import collector_folder, collector_urls
+from trainvitals.io.setting_paths import collector_folder, collector_urls, default_data_dir
 from trainvitals.question import Question
 from trainvitals.wire import IngestReply
 
@@ -199,9 +198,9 @@ class CollectorEndpoint:
         """Return the collector's answer."""
         return self._call(lambda client: client.ask(question))
 
-    def mark_delivered(self, run_id: str, number: int) -> None:
+    def mark_delivered(self, run_id: str, number: int, incarnation: str) -> None:
         """Say that a command lies in the mailbox."""
-        self._call(lambda client: client.mark_delivered(run_id, number))
+        self._call(lambda client: client.mark_delivered(run_id, number, incarnation))
 
     def close(self) -> None:
         """Close the connections."""

@@ -1,11 +1,13 @@
-"""Carries commands into a run's mailbox, one at a time: signed, in order, each at most once."""
+"""Carries commands into a run's mailbox, one at a time: verified, in order, each at most once."""
 
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from trainvitals.clock import Clock
 from trainvitals.errors import TransportError, VitalsError
+from trainvitals.io.control_key import verify_order
 from trainvitals.io.mailbox import Mailbox, sign_command, verify_command
 from trainvitals.question import Question
 from trainvitals.records import Command, Note
@@ -16,6 +18,7 @@ from vitals_agent.run import ServedRun
 
 A = TypeVar("A")
 POLL_SECONDS = 1.0
+_MAX_REFUSED = 64
 
 
 class Commands(Protocol):
@@ -25,7 +28,7 @@ class Commands(Protocol):
         """Return the answer."""
         ...
 
-    def mark_delivered(self, run_id: str, number: int) -> object:
+    def mark_delivered(self, run_id: str, number: int, incarnation: str) -> object:
         """Say that a command lies in the mailbox."""
         ...
 
@@ -38,21 +41,38 @@ class _Desk:
     in_mailbox: Command | None = None
     newest: int = 0
     delivered: set[int] = field(default_factory=set)
+    refused: dict[int, Command] = field(default_factory=dict)
+    """Those that were not genuine: said once, and no bar to what comes after."""
     polled_at: float = -POLL_SECONDS
 
 
 class CommandDelivery:
     """Brings commands from the collector, and from files in the run directory, to rank 0.
 
-    The collector asked for a control token, so what comes from it is signed here with the run's
-    key; a file must carry that signature already: to write a folder is not to steer a run.
+    Whoever answers as the collector is not believed: what comes from it must carry the signature of
+    a person's control key, and only then it is signed here with the run's key. A file must carry
+    that signature already: to write a folder is not to steer a run.
+
+    Args:
+        client: the collector; None where there is none.
+        keys: the folder of ``control.pub``.
+        backoff: how often it is asked after a failure.
+        clock: when "now" is.
+        faults: counts what was refused.
     """
 
     def __init__(
-        self, client: Commands | None, *, backoff: Backoff, clock: Clock, faults: Faults
+        self,
+        client: Commands | None,
+        *,
+        keys: Path,
+        backoff: Backoff,
+        clock: Clock,
+        faults: Faults,
     ) -> None:
         self.num_delivered = 0
         self._client = client
+        self._keys = keys
         self._backoff = backoff
         self._clock = clock
         self._faults = faults
@@ -89,8 +109,8 @@ class CommandDelivery:
             try:
                 for view in self._client.ask(pending):
                     if view.command.number in desk.delivered:
-                        self._client.mark_delivered(run.run_id, view.command.number)
-                    else:
+                        self._say_delivered(run, view.command.number)
+                    elif view.command != desk.refused.get(view.command.number):
                         commands.append((view.command, False))
                 self._backoff.succeeded()
             except VitalsError as error:
@@ -104,12 +124,14 @@ class CommandDelivery:
     ) -> None:
         if command.number <= desk.newest:
             return  # dealt with before; the collector has not been told yet, or did not listen
-        desk.newest = command.number
         with Mailbox.open(run.folder / "mailbox") as mailbox:
             already_there = mailbox.number() == command.number
             try:
                 key = run.run_dir.command_key()
-                signed = command if must_be_signed else sign_command(command, key)
+                signed = command
+                if not must_be_signed:
+                    verify_order(command, self._keys)
+                    signed = sign_command(command, key)
                 if not already_there:
                     verify_command(
                         signed,
@@ -121,16 +143,24 @@ class CommandDelivery:
                     mailbox.put(signed)
                     self.num_delivered += 1
             except VitalsError as error:
+                if len(desk.refused) >= _MAX_REFUSED:
+                    desk.refused.clear()
+                desk.refused[command.number] = command
                 self._faults.record("relay.refused", error)
                 text = (
                     f"command {command.number} ({command.action}) was not delivered: {error.text}"
                 )
                 run.node_source.say(Note(code="command_refused", text=text, severity="warning"))
                 return
+        desk.newest = command.number
         desk.in_mailbox = signed
         desk.delivered.add(command.number)
-        if self._client is not None and not must_be_signed:
+        if not must_be_signed:
             try:
-                self._client.mark_delivered(run.run_id, command.number)
+                self._say_delivered(run, command.number)
             except VitalsError as error:
                 self._faults.record("relay", error)  # it is said again at the next poll
+
+    def _say_delivered(self, run: ServedRun, number: int) -> None:
+        if self._client is not None:
+            self._client.mark_delivered(run.run_id, number, run.rank0_incarnation)

@@ -345,7 +345,13 @@ class ServedRun:
     @property
     def holds_mailbox(self) -> bool:
         """Whether rank 0 lives here: a mailbox that it left behind elsewhere delivers nothing."""
-        return any(t.identity.rank == 0 and t.alive for t in self.tails.values())
+        return bool(self.rank0_incarnation)
+
+    @property
+    def rank0_incarnation(self) -> str:
+        """Which start of rank 0 lives here; "" where none does."""
+        here = [t.identity for t in self.tails.values() if t.identity.rank == 0 and t.alive]
+        return max(here, key=lambda who: who.started_unix_ns).incarnation if here else ""
 
     def acked_number(self) -> int:
         """Return the number of the newest command that a journal here acknowledged."""

@@ -7,6 +7,7 @@ import streamlit as st
 from trainvitals.detect.registry import KINDS
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
+from trainvitals.policy.rungs import WAITS_UNTIL
 from trainvitals.views import (
     AnnotationRequest,
     AnnotationView,
@@ -20,7 +21,6 @@ from vitals_dashboard.source import Source
 from vitals_dashboard.theme import ACTIONS
 
 MAX_REASON = 300
-TTL_SECONDS = 300.0
 LAST_WORD = (
     "The run answers at its next step; a manual command spends no rollback budget. The answer is"
     " listed on the Decisions page."
@@ -34,11 +34,13 @@ LOOK_ONLY = (
     "This dashboard is read-only: it was started without a control token. Give it the collector's"
     " token file with --token-file, or use `vitals command`."
 )
-Action = Literal["halt", "rollback", "accept"]
+Action = Literal["halt", "rollback", "accept", "approve", "veto"]
 ICONS: dict[Action, str] = {
     "halt": ":material/gavel:",
     "rollback": ":material/gavel:",
     "accept": ":material/check_circle:",
+    "approve": ":material/check:",
+    "veto": ":material/block:",
 }
 FINITE_RULES = frozenset({"outlier", "state_damaged", "evaluation", "lr_jump"})
 """Rules of decisions on finite numbers; who knows better may call those healthy."""
@@ -84,6 +86,11 @@ def proposed(view: DecisionView) -> Action | None:
     return "halt" if decision.action == "halt" else None
 
 
+def waits(view: DecisionView) -> bool:
+    """Say whether the run asked for a yes to a decision. Where it was answered, it says so."""
+    return WAITS_UNTIL in view.decision.evidence
+
+
 def veto_text(view: DecisionView, by: str, reason: str) -> str:
     """Return the note that says that a proposed decision is not to be carried out."""
     return f"{_head(view)}: vetoed by {by}: {reason}"
@@ -112,7 +119,10 @@ def command(
     step: int = -1,
     why: str = "",
 ) -> None:
-    """Draw the way to send a command; formatting, where the run would refuse it or we may not."""
+    """Draw the way to send a command; formatting, where the run would refuse it or we may not.
+
+    ``step`` is the number that the action takes: to accept a step, to answer a decision's.
+    """
     if source.control is None:
         st.caption(LOOK_ONLY)
         return
@@ -134,10 +144,9 @@ def command(
                     action=action,
                     reason=reason.strip(),
                     checkpoint_id=checkpoint_id,
-                    argument=float(step) if action == "accept" else None,
-                    ttl_seconds=TTL_SECONDS,
+                    argument=float(step) if step >= 0 else None,
                 )
-                answer = _send(source.control, run, request)
+                answer = _send(source, source.control, run, request)
         layout.answer(key, answer)
 
 
@@ -147,9 +156,12 @@ def accept(source: Source, run: RunSummary, step: int, *, key: str) -> None:
         command(source, run, "accept", label=HEALTHY, key=key, step=step)
 
 
-def _send(control: CollectorClient, run: RunSummary, request: CommandRequest) -> str:
+def _send(
+    source: Source, control: CollectorClient, run: RunSummary, request: CommandRequest
+) -> str:
+    who = layout.person() or "dashboard"
     try:
-        sent = control.send_command(run.run_id, request)
+        sent = control.send_command(run.run_id, request, issued_by=who, keys=source.keys)
     except VitalsError as error:
         return f"Not sent: {error.text}. {error.hint}"
     message = f"Sent. Command {sent.command.number} is {sent.status}."

@@ -24,9 +24,8 @@ import httpx
 
 from trainvitals.cli.supervise import stop_process
 from trainvitals.errors import StorageError, TransportError, UsageError
-from trainvitals.io.client import default_data_dir
 from trainvitals.io.private import ensure_private_dir
-from trainvitals.io.setting_paths import collector_folder
+from trainvitals.io.setting_paths import collector_folder, default_data_dir
 from vitals_dashboard.auth import HEALTH_PATH
 from vitals_dashboard.settings import (
     SETTINGS_VARIABLE,

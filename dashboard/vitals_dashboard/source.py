@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import streamlit as st
@@ -36,6 +37,8 @@ class Source:
     client: CollectorClient
     control: CollectorClient | None
     """None: no control token was given, so the page can only look."""
+    keys: Path
+    """The folder of ``control.key``, which signs commands."""
     clock: Clock
     of_folder: bool = False
     """What people say of alerts is kept in this dashboard's own temporary store."""
@@ -53,6 +56,7 @@ def connect() -> Source:
     return Source(
         client=_client(url, tokens.read or tokens.control),
         control=_client(url, tokens.control) if tokens.control else None,
+        keys=Path(settings.token_file).parent,
         clock=SystemClock(),
         of_folder=settings.of_folder,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.agent.fake_nvml import no_driver
 from trainvitals.catalog import steps_schema
 from trainvitals.identity import Identity, new_incarnation
+from trainvitals.io.control_key import make_control_key
 from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
 from trainvitals.io.mailbox import Mailbox
 from trainvitals.io.rundir import RunDir
@@ -92,6 +93,14 @@ class World:
     clock: ManualClock = field(default_factory=ManualClock)
     closers: list = field(default_factory=list)
 
+    @property
+    def keys(self) -> Path:
+        """A folder with a control key."""
+        folder = self.base.parent / "keys"
+        folder.mkdir(exist_ok=True)
+        make_control_key(folder)
+        return folder
+
     def rank(self, rank: int = 0, **who) -> Rank:
         who = {"pid": os.getpid(), **who}
         found = identity(rank=rank, **who)
@@ -112,7 +121,9 @@ class World:
         start=True,
         **config,
     ) -> Agent:
-        settings = {"vitals_dir": self.vitals_dir, "base": self.base, "node": NODE} | config
+        settings = {
+            "vitals_dir": self.vitals_dir, "base": self.base, "keys": self.keys, "node": NODE,
+        } | config  # fmt: skip
         agent = Agent(
             AgentConfig(**settings),
             client=client,

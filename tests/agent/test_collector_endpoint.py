@@ -110,7 +110,7 @@ def test_a_collector_that_is_gone_is_talked_to_no_more(tmp_path, stub):
         link.ingest_all([])
     assert not link.reachable(10.0)
     with pytest.raises(TransportError, match="no collector is known"):
-        link.mark_delivered(RUN, 1)
+        link.mark_delivered(RUN, 1, "a" * 16)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"])

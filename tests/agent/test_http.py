@@ -66,7 +66,7 @@ def test_one_connection_is_kept_and_the_token_goes_along_below_the_addresses_pat
     with serving(answer) as url, ours(f"{url}/vitals/") as client:
         for _ in range(3):
             assert () == client.ask(PENDING)
-        client.mark_delivered(RUN, 7)
+        client.mark_delivered(RUN, 7, "a" * 16)
     assert 1 == len({address for address, _, _ in seen})
     assert {"Bearer secret"} == {token for _, _, token in seen}
     asked = f"/vitals/v1/runs/{RUN}/commands"

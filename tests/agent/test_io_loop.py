@@ -26,7 +26,7 @@ class Stalled:
     def ask(self, question):
         return ()
 
-    def mark_delivered(self, run_id, number):
+    def mark_delivered(self, run_id, number, incarnation):
         raise TransportError("away")
 
 

@@ -44,7 +44,7 @@ class RealStore:
     def ask(self, question):
         return ()
 
-    def mark_delivered(self, run_id: str, number: int) -> None:
+    def mark_delivered(self, run_id: str, number: int, incarnation: str) -> None:
         pass
 
     def copy_to(self, folder: Path) -> None:

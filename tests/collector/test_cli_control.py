@@ -2,6 +2,7 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.collector.alerting import decision, started
@@ -9,6 +10,8 @@ from tests.collector.conftest import Served
 from tests.collector.rows import RUN, SECOND, START, Writer
 from tests.collector.test_replay import COURSE, columns
 from trainvitals.cli.main import main
+from trainvitals.errors import UnauthorizedError
+from trainvitals.io.client import CollectorClient
 from trainvitals.io.mailbox import verify_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
@@ -30,6 +33,9 @@ def run_cli(*arguments: str) -> int:
         return main(arguments)
     except SystemExit as end:
         return int(end.code or 0)
+
+
+RANK0 = "c" * 16
 
 
 @pytest.fixture
@@ -69,6 +75,7 @@ def known(served: Served, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> S
     monkeypatch.setenv("VITALS_TOKEN_FILE", str(served.settings.data / "tokens.json"))
     with served.client("ingest") as client:
         writer = Writer()
+        writer.identity = msgspec.structs.replace(writer.identity, incarnation=RANK0)
         client.ingest(writer.steps([0]))
         client.ingest(writer.events(started(), decision(action="rollback", budget_left=2)))
     served.app.state.acting.engine.poll()
@@ -130,6 +137,61 @@ def test_a_step_is_accepted_as_healthy_in_a_folder(run_dir: RunDir, capsys):
     assert ("accept", 3.0) == (left.action, left.argument)
 
 
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (("lr", "x0.5", "--reason", "r"), ("lr_factor", 0.5)),
+        (("lr", "1e-4", "--reason", "r"), ("lr", 1e-4)),
+        (("skip", "20", "--reason", "r"), ("skip", 20.0)),
+        (("checkpoint",), ("checkpoint", 0.0)),
+        (("pause",), ("pause", 0.0)),
+        (("profile", "--steps", "5"), ("profile", 5.0)),
+        (("profile",), ("profile", 10.0)),
+        (("approve",), ("approve", 0.0)),
+        (("veto", "12", "--reason", "r"), ("veto", 12.0)),
+    ],
+)
+def test_what_a_person_types_is_what_the_run_is_asked(run_dir: RunDir, words, left):
+    run_dir.command_key(create=True)
+    assert 0 == run_cli("command", str(run_dir.path), *words)
+    (command,) = run_dir.take_commands()
+    assert left == (command.action, command.argument)
+    assert command.reason
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("lr", "fast", "--reason", "r"), "lr is given 'fast'; it must be a number"),
+        (("skip", "--reason", "r"), "vitals command RUN skip 20"),
+        (("profile", "--steps", "500"), "it must be 1 to 100"),
+        (("skip", "20"), "give 1 to 500 printable ones"),
+    ],
+)
+def test_what_cannot_be_asked_is_said_before_it_is_signed(run_dir: RunDir, words, said, capsys):
+    run_dir.command_key(create=True)
+    assert 2 == run_cli("command", str(run_dir.path), *words)
+    assert said in capsys.readouterr().err
+    assert [] == run_dir.take_commands()
+
+
+def test_a_refusal_is_printed_with_its_reason_and_is_exit_code_1(
+    known: Served, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    whole = CollectorClient.ask
+
+    def answered(client: CollectorClient, question):
+        views = whole(client, question)
+        if isinstance(question, CommandsQuestion):
+            refused = {"status": "refused", "detail": "the run makes no checkpoints"}
+            views = tuple(msgspec.structs.replace(view, **refused) for view in views)
+        return views
+
+    monkeypatch.setattr(CollectorClient, "ask", answered)
+    assert 1 == run_cli("command", RUN, "checkpoint")
+    assert "the run makes no checkpoints" in capsys.readouterr().out
+
+
 def test_nobody_is_told_that_an_ended_run_will_take_a_command(run_dir: RunDir, capsys):
     relaunch = Writer(started=START + 60 * SECOND)
     spool_of(run_dir, [relaunch.events(RunEnded(state="finished"))])
@@ -165,12 +227,16 @@ def test_what_cannot_be_asked_is_said_in_words(run_dir: RunDir, arguments, said,
 
 
 def test_a_command_through_the_collector_waits_for_the_agent(known: Served, capsys):
-    assert 0 == run_cli("command", RUN, "halt", "--reason", "wrong data", "--format", "json")
+    assert 0 == run_cli(
+        "command", RUN, "halt", "--reason", "wrong data", "--format", "json", "--wait", "0"
+    )
     (view,) = json.loads(capsys.readouterr().out)
     assert "pending" == view["status"]
     with known.client("ingest") as agent:
         (waiting,) = agent.ask(CommandsQuestion(run_id=RUN, status="pending"))
-        agent.mark_delivered(RUN, waiting.command.number)
+        with pytest.raises(UnauthorizedError, match="beside rank 0"):
+            agent.mark_delivered(RUN, waiting.command.number, "f" * 16)
+        agent.mark_delivered(RUN, waiting.command.number, RANK0)
         assert () == agent.ask(CommandsQuestion(run_id=RUN, status="pending"))
     assert 0 == run_cli("command", RUN[:12], "list")
     assert "delivered" in capsys.readouterr().out

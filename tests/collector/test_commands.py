@@ -6,7 +6,8 @@ import pytest
 from sqlalchemy import select
 
 from tests.collector.rows import Writer
-from trainvitals.errors import UsageError
+from tests.orders import keys, signed
+from trainvitals.errors import UnauthorizedError, UsageError
 from trainvitals.identity import Identity, new_run_id
 from trainvitals.io.mailbox import verify_command
 from trainvitals.io.rundir import RunDir
@@ -68,7 +69,9 @@ def known_run(store: Store) -> None:
 
 
 def ask(store: Store, request: CommandRequest = HALT, *, now: int = NOW, **kwargs):
-    return issue(store, RUN, request, issued_by="alice", now_unix_ns=now, **kwargs)
+    newest = max((v.command.number for v in listed(store, RUN, now_unix_ns=now)), default=0)
+    command = signed(RUN, request, now_unix_ns=now, after=newest)
+    return issue(store, RUN, command, keys=keys(), now_unix_ns=now, **kwargs)
 
 
 def statuses(store: Store, now: int = NOW) -> list[str]:
@@ -92,10 +95,23 @@ def test_numbers_grow_though_the_clock_stands_or_falls_back(store: Store):
     assert [first, first + 1, first + 2] == numbers
 
 
-@pytest.mark.parametrize("action", ["skip", "lr"])
-def test_actions_of_later_versions_are_a_clear_not_yet(store: Store, action: str):
-    with pytest.raises(UsageError, match="not yet"):
-        ask(store, CommandRequest(action=action, reason="x"))
+@pytest.mark.parametrize(
+    ("action", "argument", "message"),
+    [
+        ("skip", None, "needs a number of steps"),
+        ("skip", 0.0, "1 to 1000"),
+        ("skip", 1.5, "whole number"),
+        ("skip", 1001.0, "1 to 1000"),
+        ("lr", None, "needs a learning rate"),
+        ("lr", 0.0, "learning rate 0"),
+        ("lr", float("nan"), "learning rate nan"),
+        ("lr_factor", 1000.0, "factor 1000"),
+        ("checkpoint", 1.0, "checkpoint takes none"),
+    ],
+)
+def test_a_number_that_no_run_can_take_is_refused_before_it_is_signed(action, argument, message):
+    with pytest.raises(UsageError, match=message):
+        signed(RUN, CommandRequest(action=action, reason="x", argument=argument), now_unix_ns=NOW)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +163,9 @@ def test_only_a_step_of_the_run_can_be_accepted(store: Store, argument: float | 
 
 @pytest.mark.parametrize("run_id", ["01HF7YATZ8VYW6G08PMYVT7WNM", "../../etc", "x", ""])
 def test_a_run_that_is_not_known_gets_no_command(store: Store, run_id: str):
+    command = signed(run_id, HALT, now_unix_ns=NOW)
     with pytest.raises(UsageError):
-        issue(store, run_id, HALT, issued_by="alice", now_unix_ns=NOW)
+        issue(store, run_id, command, keys=keys(), now_unix_ns=NOW)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +220,60 @@ def test_a_command_that_is_not_known_cannot_be_delivered(store: Store):
     with pytest.raises(UsageError) as caught:
         mark_delivered(store, RUN, 1, by="agent", now_unix_ns=NOW)
     assert caught.value.code == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"action": "rollback"},
+        {"reason": "something else"},
+        {"number": NOW // 1_000 + 1},
+        {"expires_unix_ns": NOW + 3600 * SECOND},
+        {"issued_by": "bob"},
+        {"control_signature": ""},
+    ],
+)
+def test_what_the_control_key_did_not_sign_is_refused_and_leaves_nothing(store: Store, change):
+    forged = msgspec.structs.replace(signed(RUN, HALT, now_unix_ns=NOW), **change)
+    with pytest.raises(UnauthorizedError, match="not signed with the control key"):
+        issue(store, RUN, forged, keys=keys(), now_unix_ns=NOW)
+    assert [] == statuses(store)
+
+
+def test_a_command_that_is_sent_again_or_to_another_run_is_refused(store: Store):
+    command = signed(RUN, HALT, now_unix_ns=NOW)
+    issue(store, RUN, command, keys=keys(), now_unix_ns=NOW)
+    with pytest.raises(UsageError, match="not newer"):
+        issue(store, RUN, command, keys=keys(), now_unix_ns=NOW)
+    other = new_run_id(NOW + SECOND)
+    send(store, RunStarted(info=RunInfo()), run_id=other)
+    with pytest.raises(UsageError, match=f"for run {RUN}"):
+        issue(store, other, command, keys=keys(), now_unix_ns=NOW)
+
+
+def test_clocks_that_differ_are_told(store: Store):
+    command = signed(RUN, HALT, now_unix_ns=NOW)
+    with pytest.raises(UsageError, match=r"issued 90\.0 seconds in the future"):
+        issue(store, RUN, command, keys=keys(), now_unix_ns=NOW - 90 * SECOND)
+    with pytest.raises(UsageError, match=r"issued 90\.0 seconds ago, for 60 seconds") as caught:
+        issue(store, RUN, command, keys=keys(), now_unix_ns=NOW + 90 * SECOND)
+    assert "the clocks of the machines differ" in caught.value.hint
+
+
+def test_the_audit_names_who_signed(store: Store):
+    ask(store)
+    with store.read() as connection:
+        assert "alice (control key)" == connection.execute(select(audit.c.actor)).scalar_one()
+
+
+def test_only_the_agent_beside_rank_0_marks_a_delivery(store: Store):
+    number = ask(store).command.number
+    for stranger in ("", "b" * 16):
+        with pytest.raises(UnauthorizedError, match="beside rank 0"):
+            mark_delivered(store, RUN, number, by="x", now_unix_ns=NOW, incarnation=stranger)
+    assert ["pending"] == statuses(store)
+    view = mark_delivered(store, RUN, number, by="x", now_unix_ns=NOW, incarnation="a" * 16)
+    assert "delivered" == view.status
 
 
 def test_an_expired_command_is_not_handed_out(store: Store):

@@ -6,6 +6,7 @@ import pytest
 
 from tests.collector.alerting import Heard, Job, Place, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, START, Writer
+from tests.orders import keys, signed
 from trainvitals.errors import StorageError
 from trainvitals.records import Finding, FindingRaised, Note, RunEnded
 from trainvitals.views import AckRequest, RunQuestion
@@ -302,7 +303,9 @@ def test_pending_commands_expire_by_themselves(place: Place):
 
     place.send(Writer().events(started()))
     request = CommandRequest(action="halt", reason="x")
-    commands.issue(place.store, RUN, request, issued_by="alice", now_unix_ns=place.clock.time_ns())
+    now = place.clock.time_ns()
+    command = signed(RUN, request, now_unix_ns=now)
+    commands.issue(place.store, RUN, command, keys=keys(), now_unix_ns=now)
     place.clock.advance(60)
     place.look()
     assert {"expired": 1} == commands.counts(place.store)

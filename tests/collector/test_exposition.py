@@ -8,6 +8,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.collector.rows import RUN, SECOND, START, Writer
+from tests.orders import keys, signed
 from trainvitals.alerting import Alert, fingerprint
 from trainvitals.catalog import CATALOG, GPU_SCHEMA, STEP_METRICS
 from trainvitals.detect.registry import ACTED_CAUSES
@@ -88,7 +89,9 @@ def a_busy_run(page: Page, name: str = "a run") -> None:
     page.acting.engine.poll()
     page.acting.dispatcher.pump()
     request = CommandRequest(action="halt", reason="x")
-    commands.issue(page.store, RUN, request, issued_by="me", now_unix_ns=page.clock.time_ns())
+    now = page.clock.time_ns()
+    command = signed(RUN, request, now_unix_ns=now)
+    commands.issue(page.store, RUN, command, keys=keys(), now_unix_ns=now)
 
 
 def test_every_name_type_and_label_set_is_the_catalogs(page: Page):

@@ -12,7 +12,14 @@ from tests.collector.watched_again import watch_again
 from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.errors import StorageError
-from trainvitals.records import CheckpointChanged, Finding, FindingRaised, NamesDefined, RunEnded
+from trainvitals.records import (
+    CheckpointChanged,
+    Finding,
+    FindingRaised,
+    NamesDefined,
+    RunEnded,
+    TrainingPaused,
+)
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.live.live_monitor import LiveMonitor, LiveMonitorConfig, _Kept
 from vitals_collector.storage.schema import engine_state, findings
@@ -292,6 +299,31 @@ def test_a_stall_is_told_once_over_restarts(job: Job):
         if second > 2_100:
             job.place.restart()
     assert ["TrainingStalled firing"] == job.look()
+    assert [("stalled", 39)] == job.found()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_run_that_a_person_paused_does_not_stall_nor_once_it_goes_on(job: Job, restarts: bool):
+    job.train(range(40))
+    job.look()
+    job.place.send(job.ranks[0].events(TrainingPaused(is_paused=True), step=39))
+    agent = Writer("node:node-a")
+
+    def wait(seconds: int) -> None:
+        for second in range(0, seconds, 30):
+            job.place.clock.advance(30)
+            job.place.send(agent.node_rows([second]))
+            job.look()
+
+    wait(1_500)
+    if restarts:
+        job.place.restart()
+    wait(1_500)
+    assert [] == job.found()
+    job.place.send(job.ranks[0].events(TrainingPaused(is_paused=False), step=39))
+    wait(90)
+    assert [] == job.found()
+    wait(3_000)  # it does not go on, though it was let
     assert [("stalled", 39)] == job.found()
 
 

@@ -11,6 +11,7 @@ from streamlit.testing.v1 import AppTest
 
 import vitals_dashboard
 from tests.dashboard.stub import CONTROL, READ, Stub, StubServer
+from trainvitals.io.control_key import make_control_key
 from vitals_dashboard.settings import SETTINGS_VARIABLE, DashboardSettings, write_settings
 
 PAGES = Path(vitals_dashboard.__file__).parent / "entry" / "vitals_pages.py"
@@ -31,6 +32,7 @@ def stub() -> Iterator[Stub]:
 def write_tokens(path: Path, *, read: str = READ, control: str = "") -> Path:
     path.touch(mode=0o600)
     path.write_bytes(msgspec.json.encode({"read": read, "control": control}))
+    make_control_key(path.parent)
     return path
 
 

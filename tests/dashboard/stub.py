@@ -23,7 +23,6 @@ from trainvitals.views import (
     AnnotationView,
     CellsQuestion,
     CellsReply,
-    CommandRequest,
     CommandView,
     DifferenceQuestion,
     DifferenceReply,
@@ -51,7 +50,7 @@ class Stub:
     samples: dict[str, SampleRun] = field(default_factory=dict)
     alerts: list[AlertView] = field(default_factory=list)
     acks: list[tuple[str, AckRequest]] = field(default_factory=list)
-    commands: list[tuple[str, CommandRequest]] = field(default_factory=list)
+    commands: list[tuple[str, Command]] = field(default_factory=list)
     questions: list[TableQuestion] = field(default_factory=list)
     table: TableReply | Problem = field(
         default_factory=lambda: TableReply(columns=(), data=(), num_total=0)
@@ -114,9 +113,9 @@ class Stub:
             return next(a for a in self.alerts if a.fingerprint == parts[1])
         if parts[-1] == "annotations":
             return self.annotate(parts[1], raw)
-        asked = msgspec.json.decode(raw, type=CommandRequest)
+        asked = msgspec.json.decode(raw, type=Command)
         self.commands.append((parts[1], asked))
-        return _sent(parts[1], asked, len(self.commands))
+        return CommandView(command=asked, status="pending")
 
 
 def question_of(method: str, url: str, raw: bytes) -> Question[Any] | None:
@@ -154,21 +153,6 @@ def _difference(base: SampleRun, other: SampleRun, asked: DifferenceQuestion) ->
         x=tuple(np.rint(found.x).astype(int).tolist()),
         value=tuple(v if math.isfinite(v) else None for v in found.value.tolist()),
     )
-
-
-def _sent(run_id: str, asked: CommandRequest, number: int) -> CommandView:
-    command = Command(
-        number=number,
-        run_id=run_id,
-        action=asked.action,
-        reason=asked.reason,
-        issued_by="test",
-        issued_unix_ns=1,
-        expires_unix_ns=2,
-        checkpoint_id=asked.checkpoint_id,
-        argument=asked.argument or 0.0,
-    )
-    return CommandView(command=command, status="pending")
 
 
 def _cells(sample: SampleRun, asked: CellsQuestion) -> CellsReply | Problem:

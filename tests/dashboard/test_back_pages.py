@@ -156,6 +156,24 @@ def test_what_was_taken_for_an_outlier_can_be_called_healthy(stub: Stub, open_pa
     assert ("accept", 262.0) == (stub.commands[1][1].action, stub.commands[1][1].argument)
 
 
+def test_a_rollback_that_waits_for_a_yes_is_approved_or_vetoed(stub: Stub, open_page: Open) -> None:
+    sample = proposed(with_look_back(samples.sample_run()))
+    last = sample.decisions[-1]
+    evidence = {**last.decision.evidence, "waits_until_step": 800.0}
+    decision = msgspec.structs.replace(last.decision, evidence=evidence)
+    sample.decisions[-1] = msgspec.structs.replace(last, decision=decision)
+    stub.add(sample)
+    app = open_page("decisions", control=True)
+    number = decision.ledger_seq
+    app.text_input(key=f"reason_veto_{number}").set_value("the data are meant")
+    shown(press(app, "Send: veto"))
+    shown(press(app, "Send: approve"))
+    assert [("veto", number), ("approve", number)] == [
+        (sent.action, int(sent.argument)) for _, sent in stub.commands
+    ]
+    assert all(sent.control_signature for _, sent in stub.commands)
+
+
 def test_nan_cannot_be_called_healthy(stub: Stub, open_page: Open) -> None:
     stub.add(of_rule(proposed(with_look_back(samples.sample_run())), "nonfinite_params"))
     for page in ("decisions", "incident"):

@@ -1,19 +1,30 @@
 """A person steers a training from the command line, through collector, agent and mailbox."""
 
 import json
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from tests.agent.stub_collector import StubCollector
 from tests.e2e.lab import Lab, free_port, open_lab, until
 from trainvitals.io.client import CollectorClient
+from trainvitals.io.control_key import make_control_key, sign_order
+from trainvitals.io.mailbox import Mailbox, sign_command
+from trainvitals.io.private import private_base
+from trainvitals.io.rundir import RunDir
+from trainvitals.records import Command
 from trainvitals.views import (
     AlertsQuestion,
     AlertView,
+    CommandRequest,
     CommandsQuestion,
     CommandView,
     DecisionsQuestion,
     DecisionView,
+    EventsQuestion,
     RunDetail,
     RunQuestion,
     RunsQuestion,
@@ -30,10 +41,13 @@ class Steered:
     """What was seen of a run that was rolled back, halted, kept from starting, and resumed."""
 
     accepted: CommandView | None = None
+    others: dict[str, CommandView] = field(default_factory=dict)
     rolled_back: CommandView | None = None
     halted: CommandView | None = None
     states: list[str] = field(default_factory=list)
     decisions: tuple[DecisionView, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    profiles: list[Path] = field(default_factory=list)
     alerts: tuple[AlertView, ...] = ()
     marker: dict = field(default_factory=dict)
     outputs: dict[str, str] = field(default_factory=dict)
@@ -71,7 +85,7 @@ def state(client: CollectorClient, run_id: str) -> str:
 def steer(lab: Lab, client: CollectorClient) -> Steered:
     """Train; accept a step, roll back, halt; start again in vain; resume; start again."""
     seen = Steered()
-    environ = {"VITALS_AGENT": "off"}
+    environ = {"VITALS_AGENT": "off", "VITALS_TOKEN_FILE": str(lab.tokens)}
     training = lab.train(*RANKS, steps=100_000, mode="heal", **environ)
     run_id = lab.run_id()
     until(
@@ -82,6 +96,11 @@ def steer(lab: Lab, client: CollectorClient) -> Steered:
         "some steps are trained",
     )
     seen.accepted = command(lab, client, "accept", "20", reason="a new task")
+    for words in (
+        ("pause",), ("lr", "x0.5"), ("checkpoint",), ("resume",), ("skip", "5"), ("profile",),
+        ("lr", "x1"),
+    ):  # fmt: skip
+        seen.others[" ".join(words)] = command(lab, client, *words, reason="to see")
     seen.rolled_back = command(lab, client, "rollback", reason="bad data since nine")
     seen.states.append(state(client, run_id))
     seen.halted = command(lab, client, "halt", reason="enough")
@@ -106,6 +125,9 @@ def steer(lab: Lab, client: CollectorClient) -> Steered:
     until(lambda: state(client, run_id) == "finished", "the run is seen to finish")
     seen.states.append(state(client, run_id))
     seen.decisions = client.ask(DecisionsQuestion(run_id=run_id))
+    events = client.ask(EventsQuestion(run_id=run_id, kind="Note"))
+    seen.notes = [event.text for event in events]
+    seen.profiles = [*(lab.runs / run_id / "profiles").glob("step-*.json.gz")]
     seen.detail = client.ask(RunQuestion(run_id=run_id))
     return seen
 
@@ -129,9 +151,32 @@ def test_a_step_that_a_person_accepts_reaches_the_ladder(steered):
     )  # fmt: skip
 
 
+def test_what_changes_the_steps_to_come_is_done_on_all_ranks_at_one_step(steered):
+    assert {"done"} == {view.status for view in steered.others.values()}, steered.others
+    paused, resumed = steered.others["pause"], steered.others["resume"]
+    # Nothing was trained in between, and the learning rate was set in the pause.
+    assert paused.step <= steered.others["lr x0.5"].step == resumed.step <= paused.step + 1
+    assert "training goes on with step" in resumed.detail
+    skipped = [
+        view.decision
+        for view in steered.decisions
+        if (view.decision.action, view.decision.rule) == ("skip_step", "command")
+    ]
+    assert 5 == len(skipped)
+    assert steered.others["skip 5"].detail == (
+        f"the updates of steps {skipped[0].step} to {skipped[-1].step} are skipped"
+    )
+    assert [] == [text for text in steered.notes if "disagree" in text]
+
+
+def test_a_profile_lies_in_the_runs_folder(steered):
+    assert steered.others["profile"].status == "done"
+    assert 1 == len(steered.profiles)
+
+
 def test_a_rollback_that_was_asked_for_is_done_and_in_the_ledger(steered):
     assert "done" == steered.rolled_back.status, steered.rolled_back
-    ledger = [view.decision for view in steered.decisions[1:]]
+    ledger = [v.decision for v in steered.decisions[1:] if v.decision.action != "skip_step"]
     assert [("rollback", "command", True), ("halt", "command", True)] == [
         (d.action, d.rule, d.acted) for d in ledger
     ]
@@ -144,7 +189,7 @@ def test_a_halt_ends_the_training_durably_and_says_why(steered):
     assert "done" == steered.halted.status, steered.halted
     assert 0 != steered.exit_codes["halted"]
     assert "TrainingHalted" in steered.outputs["halted"]
-    assert steered.decisions[2].decision.step == steered.marker["step"]
+    assert steered.decisions[-1].decision.step == steered.marker["step"]
     assert steered.marker["reason"]
     assert ["running", "halted", "finished"] == steered.states
 
@@ -166,3 +211,49 @@ def test_a_halted_run_does_not_start_again_until_it_is_resumed(steered):
 def test_no_row_is_lost_over_all_starts_of_the_run(steered):
     assert {0} == {source.num_lost_rows for source in steered.detail.sources}
     assert 3 == sum(s.source.startswith("rank:") for s in steered.detail.sources)
+
+
+# ---------------------------------------------------------------- who sits at the collector's port
+
+
+def test_who_answers_as_the_collector_cannot_act_on_the_run(tmp_path):
+    stub = StubCollector()
+    try:
+        with open_lab(tmp_path) as lab:
+            lab.data.mkdir(parents=True)
+            make_control_key(lab.data)
+            lab.tokens.touch(0o600)
+            lab.tokens.write_text('{"read": "r", "ingest": "i", "control": "c"}')
+            lab.agent(stub.port)
+            environ = {"VITALS_AGENT": "off", "VITALS_TOKEN_FILE": str(lab.tokens)}
+            training = lab.train(*RANKS, steps=100_000, mode="heal", **environ)
+            run_id = lab.run_id()
+            until(lambda: stub.batches, "rows are sent")
+            genuine, forged = _orders(lab, run_id)
+            stub.commands = [CommandView(command=forged, status="pending")]
+            until(lambda: "not signed with the control key" in _events(stub), "it is refused")
+            assert [] == stub.delivered
+            # Nor can who has the agent's run key on the node, but not the control key.
+            run_dir = RunDir.open(lab.runs / run_id)
+            with Mailbox.open(private_base(lab.environ()) / run_id / "mailbox") as mailbox:
+                mailbox.put(sign_command(forged, run_dir.command_key()))
+            until(lambda: "invalid" in _events(stub), "rank 0 refuses it")
+            assert training.poll() is None
+            stub.commands = [CommandView(command=genuine, status="pending")]
+            assert 0 != training.wait(60)
+            assert "TrainingHalted" in lab.log("training").read_text()
+    finally:
+        stub.close()
+
+
+def _orders(lab: Lab, run_id: str) -> tuple[Command, Command]:
+    """Return a halt as a person signs it, and one with a made-up number and the same signature."""
+    request = CommandRequest(action="halt", reason="enough")
+    genuine = sign_order(
+        request.command(run_id, issued_by="ada", now_unix_ns=time.time_ns()), lab.data
+    )
+    return genuine, msgspec.structs.replace(genuine, number=genuine.number - 1)
+
+
+def _events(stub: StubCollector) -> str:
+    return b"".join(stub.batches).decode(errors="replace")

@@ -22,6 +22,7 @@ NEVER_IN_A_RANK = {
     "rich",
     "typer",
     "httpx",
+    "cryptography",
 }
 
 

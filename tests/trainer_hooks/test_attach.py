@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,17 @@ import trainer_hooks
 from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.probing import ask
 from tests.trainer_hooks.test_attacks import Reads
-from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
+from tests.trainer_hooks.test_monitor import (
+    Loop,
+    _send,
+    assert_same,
+    own_place,  # noqa: F401
+    until,
+)
 from trainer_hooks.lifecycle import shutdown
 from trainer_hooks.step.reduce_vector import Reduced
 from trainvitals.errors import UsageError
-from trainvitals.records import CLIPS, NORM_OUTLIER, Note
+from trainvitals.records import CLIPS, NORM_OUTLIER, CommandAcknowledged, Note
 
 NAN, INF = float("nan"), float("inf")
 
@@ -444,3 +451,31 @@ def test_accumulated_losses_weigh_as_they_were_given():
     assert losses[:2] == [2.0, [2.0]]
     assert losses[3] == [None]  # none was given
     assert attached._controller.log.tokens.seen == 4
+
+
+def test_commands_work_in_a_loop_that_steps_by_itself(monkeypatch):
+    monkeypatch.setattr("trainer_hooks.step.beside.ROUND_SECONDS", 0.01)
+    loop = Own()
+
+    def acks():
+        return [event.ack for event in loop.said if isinstance(event, CommandAcknowledged)]
+
+    with loop.attach(mode="guard") as attached:
+        loop.run(30)
+
+        def resume():
+            until(lambda: attached._controller.is_paused)
+            _send(attached, action="resume")
+
+        person = threading.Thread(target=resume)
+        person.start()
+        _send(attached, action="pause")
+        loop.run(4)
+        person.join()
+        _send(attached, action="skip", argument=2.0)
+        loop.run(6)
+        _send(attached, action="profile", argument=2.0)
+        loop.run(6)
+        until(lambda: [*(attached._controller.run_dir.path / "profiles").glob("step*.gz")])
+    assert ["done"] * 4 == [ack.status for ack in acks()]
+    assert 2 == loop.skips()

@@ -1,9 +1,13 @@
 """One process: what the monitor changes in a loop (nothing), skips, and brings back."""
 
 import copy
+import gzip
+import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import msgspec
 import pytest
@@ -199,6 +203,162 @@ def test_an_operator_s_halt_stops_the_run_at_a_step_boundary():
                 _send(monitor, action="halt")
             monitor.step(loop.forward())
     assert monitor.step_index <= 13
+
+
+def until(condition, seconds=20.0):
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, "it did not happen"
+        time.sleep(0.005)
+
+
+def _acks(monitor):
+    """Collect what becomes of commands."""
+    acks, emitter = [], monitor._controller.emitter
+    whole = emitter.event
+    emitter.event = lambda e, **k: (acks.append(getattr(e, "ack", None)), whole(e, **k))
+    return lambda: [(ack.status, ack.detail) for ack in acks if ack is not None]
+
+
+def test_an_operator_s_skip_leaves_the_weights_as_they_are_for_its_steps():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        acks, moved, outcomes = _acks(monitor), [], []
+        for step in range(40):
+            if step == 30:
+                _send(monitor, action="skip", argument=3.0)
+            before = loop.model[0].weight.detach().clone()
+            outcomes.append(monitor.step(loop.forward()))
+            moved.append(not torch.equal(before, loop.model[0].weight.detach()))
+    (ack,) = acks()
+    first = moved.index(False)
+    assert ("done", f"the updates of steps {first} to {first + 2} are skipped") == ack
+    assert first in (31, 32, 33)
+    assert [first, first + 1, first + 2] == [i for i, m in enumerate(moved) if not m]
+    decisions = [o.decision for o in outcomes if o.decision is not None]
+    assert {("skip_step", "command")} == {(d.action, d.rule) for d in decisions}
+
+
+def test_an_operator_s_learning_rate_is_what_the_optimizer_takes_until_the_next_word():
+    loop = Loop(mode="guard")
+    seen = []
+    guard = loop.monitor._device.engine.guards[0]
+    whole = guard.apply
+    group = loop.monitor.optimizers[0].param_groups[0]
+    rate = group["lr"]
+
+    def apply(*args, lr_factor, **how):
+        seen.append((lr_factor, group["lr"] * lr_factor))
+        whole(*args, lr_factor=lr_factor, **how)
+
+    guard.apply = apply
+    with loop.monitor as monitor:
+        acks = _acks(monitor)
+        for step in range(40):
+            if step == 10:
+                _send(monitor, action="lr", argument=rate / 4)
+            if step == 20:
+                _send(monitor, action="lr_factor", argument=0.5)
+            if step == 30:
+                _send(monitor, action="lr_factor", argument=1.0)
+            monitor.step(loop.forward())
+    assert ["done"] * 3 == [status for status, _ in acks()]
+    assert [1.0, 0.5, 1.0] == [seen[i][0] for i in (9, 25, 35)]
+    assert rate / 4 == pytest.approx(seen[15][1])
+
+
+def test_an_operator_s_pause_holds_the_step_until_a_resume_and_answers_meanwhile(monkeypatch):
+    monkeypatch.setattr("trainer_hooks.step.beside.ROUND_SECONDS", 0.01)
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        acks = _acks(monitor)
+        done = threading.Event()
+
+        def operator():
+            until(lambda: monitor._controller.is_paused)
+            _send(monitor, action="lr_factor", argument=0.5)
+            until(lambda: len(acks()) == 2)
+            _send(monitor, action="resume")
+            done.set()
+
+        person = threading.Thread(target=operator)
+        person.start()
+        for step in range(12):
+            if step == 5:
+                _send(monitor, action="pause")
+            monitor.step(loop.forward())
+        person.join()
+        assert done.is_set()
+        steps = monitor._controller.last_step
+    assert ["done"] * 3 == [status for status, _ in acks()]
+    assert "until `vitals command RUN resume`" in acks()[0][1]
+    assert steps >= 10
+
+
+def test_a_halt_ends_a_pause(monkeypatch):
+    monkeypatch.setattr("trainer_hooks.step.beside.ROUND_SECONDS", 0.01)
+    loop = Loop(mode="guard")
+    with pytest.raises(TrainingHalted, match="command"), loop.monitor as monitor:
+        _send(monitor, action="pause")
+        person = threading.Thread(
+            target=lambda: (
+                until(lambda: monitor._controller.is_paused), _send(monitor, action="halt")
+            )
+        )  # fmt: skip
+        person.start()
+        for _ in range(12):
+            monitor.step(loop.forward())
+    person.join()
+
+
+def test_a_resume_of_a_run_that_is_not_paused_is_refused():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        acks = _acks(monitor)
+        _send(monitor, action="resume")
+        for _ in range(3):
+            monitor.step(loop.forward())
+    assert [("refused", "the run is not paused")] == acks()
+
+
+def test_an_operator_s_profile_is_a_trace_in_the_run_s_folder():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        acks, folder = _acks(monitor), monitor._controller.run_dir.path / "profiles"
+        for step in range(12):
+            if step == 3:
+                _send(monitor, action="profile", argument=3.0)
+            monitor.step(loop.forward())
+        until(lambda: list(folder.glob("step-*.json.gz")))
+    (trace,) = folder.glob("step-*.json.gz")
+    assert ["done"] == [status for status, _ in acks()]
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any("aten::" in str(event.get("name")) for event in events)
+    assert 0o700 == folder.stat().st_mode & 0o777
+
+
+def test_an_operator_s_checkpoint_is_written_long_before_it_is_due():
+    loop = Loop(mode="heal", checkpoints=True)
+    with loop.monitor as monitor:
+        acks, recovery = _acks(monitor), monitor._controller.recovery
+        for step in range(120):
+            if step == 60:
+                assert (0, 0) == recovery.newest_saved
+                _send(monitor, action="checkpoint")
+            monitor.step(loop.forward())
+            recovery._store.wait(None)
+        assert 0 < recovery.newest_saved[0] < 120
+    assert ["done"] == [status for status, _ in acks()]
+
+
+def test_a_checkpoint_is_refused_with_the_reason_where_there_can_be_none():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        acks = _acks(monitor)
+        _send(monitor, action="checkpoint")
+        for _ in range(3):
+            monitor.step(loop.forward())
+    assert [("refused", "the run makes no checkpoints: watch(checkpoints=...) does")] == acks()
 
 
 def test_an_operator_s_word_on_a_step_reaches_the_ladder_and_its_level_passes_from_then_on():

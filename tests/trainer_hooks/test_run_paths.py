@@ -51,5 +51,5 @@ def test_without_any_folder_a_run_has_no_journal_and_no_mailbox_and_begins_all_t
     assert (None, {"journal.folder": 2}) == (place.folder, dict(faults.counts))
     clock = SystemClock()
     assert open_journal(place, ALONE, faults, clock, torch.device("cpu")) is None
-    assert open_inbox(place, ALONE, clock) is None
+    assert open_inbox(place, ALONE, {}, clock) is None
     assert (place.run_dir.path / "command.key").exists()

@@ -1,11 +1,13 @@
 import math
 
+import msgspec
 import pytest
 
 from tests.trainvitals.ladder_run import Run
 from trainvitals.detect.outliers import Level
-from trainvitals.policy import Mode, Proposal
-from trainvitals.records import Command
+from trainvitals.policy import LadderState, Mode, Proposal, decide
+from trainvitals.policy.state import LadderMemory, lr_factor_at
+from trainvitals.records import Command, CommandAck, StepRecord
 
 
 def test_a_commanded_halt_is_done_and_acknowledged() -> None:
@@ -42,7 +44,8 @@ def test_a_commanded_rollback_goes_where_it_says(proposal: Proposal, target: str
         ("heal", Proposal(number=7, action="rollback", argument=7.0), "of step 7"),
         ("heal", Proposal(number=7, action="rollback", argument=-2.0), "of step -2"),
         ("heal", Proposal(number=7, action="rollback", argument=math.nan), "of step nan"),
-        ("heal", Proposal(number=7, action="lr"), "'lr' is not offered"),
+        ("heal", Proposal(number=7, action="lr", argument=0.0), "above 0"),
+        ("observe", Proposal(number=7, action="skip", argument=1.0), "mode is 'observe'"),
     ],
 )  # fmt: skip
 def test_a_command_that_cannot_be_done_is_refused_with_the_reason(
@@ -109,3 +112,73 @@ def test_a_proposal_takes_from_a_command_what_decides() -> None:
     )  # fmt: skip
     expected = Proposal(number=9, action="rollback", argument=-1.0, checkpoint_id="s100")
     assert expected == Proposal.of(command)
+
+
+# ------------------------------------------------------------- what changes the steps to come
+
+
+def answered(run: Run, action: str, argument: float = 0.0, number: int = 7) -> CommandAck:
+    run.feed("ok", command=Proposal(number=number, action=action, argument=argument))
+    assert run.ack is not None
+    return run.ack
+
+
+def test_a_skip_holds_for_its_steps_of_this_branch_alone() -> None:
+    run = Run(mode="guard")
+    run.state = LadderState(facts=LadderMemory(attempt=1))
+    ack = answered(run, "skip", 3)
+    assert ("done", "the updates of steps 202 to 204 are skipped") == (ack.status, ack.detail)
+    facts = run.state.facts
+    assert [202, 203, 204] == [step for step in range(400) if facts.is_skipped(step)]
+    elsewhere = msgspec.structs.replace(facts, attempt=2)
+    assert not any(map(elsewhere.is_skipped, range(400)))
+
+
+def test_a_skipped_update_is_in_the_ledger_and_keeps_no_snapshot_from_being_healthy() -> None:
+    run = Run(mode="guard")
+    run.state = LadderState(facts=LadderMemory(attempt=1))
+    answered(run, "skip", 1)
+    run.feed("ok")
+    record = StepRecord(step=202, attempt=1, loss=2.0, skipped=True, commanded=True)
+    verdict = decide(run.state, (), record=record, decided_at_step=203, mode="guard")
+    assert verdict.decision is not None
+    assert ("skip_step", "command", True) == (
+        verdict.decision.action, verdict.decision.rule, verdict.decision.acted,
+    )  # fmt: skip
+    assert -1 == verdict.state.last_unhealthy_step
+
+
+def test_a_learning_rate_is_held_and_a_factor_is_of_the_schedules() -> None:
+    run = Run()
+    assert "0.0001 from step 202" in answered(run, "lr", 1e-4).detail
+    for rate in (1e-3, 5e-2):
+        assert 1e-4 == pytest.approx(rate * lr_factor_at(run.state.facts, 300, rate))
+    assert "times 0.5" in answered(run, "lr_factor", 0.5, number=8).detail
+    assert 0.5 == lr_factor_at(run.state.facts, 300, 1e-3)
+    answered(run, "lr_factor", 1.0, number=9)
+    assert 1.0 == lr_factor_at(run.state.facts, 300, 1e-3)
+
+
+def test_a_rate_that_a_person_raises_is_no_jump() -> None:
+    run = Run()
+    run.state = LadderState(facts=LadderMemory(attempt=1, clock=500), learning_rate=1e-3)
+    answered(run, "lr_factor", 10.0)
+    record = StepRecord(step=202, attempt=1, loss=2.0, learning_rate=1e-2, lr_factor=10.0)
+    verdict = decide(run.state, (), record=record, decided_at_step=203, mode="heal")
+    assert () == verdict.findings and verdict.state.lr_jump is None
+
+
+def test_what_a_loop_cannot_do_is_refused_with_its_reason() -> None:
+    record = StepRecord(step=5, attempt=1, loss=2.0)
+    verdict = decide(
+        LadderState(), (), record=record, decided_at_step=6, mode="guard",
+        command=Proposal(number=7, action="checkpoint"), lacks={"checkpoint": "no disk"},
+    )  # fmt: skip
+    assert verdict.ack is not None
+    assert ("refused", "no disk") == (verdict.ack.status, verdict.ack.detail)
+
+
+@pytest.mark.parametrize("argument", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("action", ["skip", "lr", "lr_factor"])
+def test_a_number_that_cannot_be_is_refused(action: str, argument: float) -> None:
+    assert "refused" == answered(Run(), action, argument).status

@@ -223,6 +223,13 @@ class Loop:
             yield
         self._parts.counted(counter.get_total_flops())
 
+    def _work_beside(self, step: int) -> None:
+        """Do what a person asked for beside the steps; its time is no step's."""
+        was_paused = self._controller.is_paused
+        self._controller.work_beside(step, self._device.norms.device)
+        if was_paused:
+            self._parts.clock.restart()
+
     def _add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
         with self._controller.faults.fail_open("micro"):
             self._parts.add_loss(loss, weight)
@@ -295,6 +302,7 @@ class Loop:
             if self.shutdown.unanswered:
                 state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
                 self.shutdown.save_alone()
+            controller.close_profile()
             if controller.emitter.alerts is not None:
                 controller.emitter.alerts.close()
             with controller.faults.fail_open("close"):

@@ -30,6 +30,7 @@ from trainvitals.identity import (
     new_run_id,
     safe_node_id,
 )
+from trainvitals.io.control_key import control_folder
 from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
 from trainvitals.io.mailbox import CommandInbox, Mailbox
 from trainvitals.io.node import Spot, name_nodes, spot_of
@@ -185,7 +186,9 @@ def open_journal(
     return journal  # noqa: RET504 - the assignment may not have happened
 
 
-def open_inbox(place: RunPaths, ranks: Ranks, clock: Clock) -> CommandInbox | None:
+def open_inbox(
+    place: RunPaths, ranks: Ranks, environ: Mapping[str, str], clock: Clock
+) -> CommandInbox | None:
     """Open the run's mailbox on rank 0, which alone reads it; an error is raised on every rank."""
     opened: list[CommandInbox] = []
 
@@ -197,9 +200,10 @@ def open_inbox(place: RunPaths, ranks: Ranks, clock: Clock) -> CommandInbox | No
             inbox = CommandInbox(
                 mailbox=Mailbox.create(place.folder / "mailbox"),
                 key=key,
+                keys=control_folder(environ),
                 run_id=place.run_dir.run_id,
                 clock=clock,
-                last_number=place.plan.facts.last_command,
+                last_number=max(place.plan.facts.last_command, place.plan.expired),
             )
             opened.append(inbox)
 

@@ -1048,6 +1048,10 @@ class RecoveryManager:
         seconds = self.settings.save_seconds
         return 0 < seconds * 1e9 <= self._clock.monotonic_ns() - self._saved_ns
 
+    def save_soon(self) -> None:
+        """Have the next proven snapshot written. Call on all ranks with the same step's numbers."""
+        self._time_is_up = True
+
     def returned(self, reduced: Reduced, *, step: int, attempt: int) -> None:
         """Take in what all ranks said with ``step``: of its snapshot, and rank 0 of the disk."""
         # A rank that could not measure the step could not speak for its copy either.

@@ -20,11 +20,18 @@ class PlanJournal:
     faults: FaultCounter
 
     def add(
-        self, facts: LadderMemory, *, branch: Branch | None = None, window: Window | None = None
+        self,
+        facts: LadderMemory,
+        *,
+        branch: Branch | None = None,
+        window: Window | None = None,
+        expired: int = 0,
     ) -> None:
         """Take in what is about to be done; durable on rank 0 when this returns."""
-        self.plan = extend(self.plan, facts=facts, branch=branch, window=window)
+        self.plan = extend(self.plan, facts=facts, branch=branch, window=window, expired=expired)
         if self.is_rank0:
             # A full disk must not part rank 0 from the others, which go on with the deed.
             with self.faults.fail_open("plan"):
-                self.run_dir.append_plan(plan_line(facts, branch=branch, window=window))
+                self.run_dir.append_plan(
+                    plan_line(facts, branch=branch, window=window, expired=expired)
+                )

@@ -10,8 +10,10 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
+import torch
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import Meta, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.state import StateCheck
+from trainer_hooks.step.beside import StepProfile, paused_round
 from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
 from trainer_hooks.step.gradients import no_gradients
 from trainer_hooks.step.reduce_vector import (
@@ -59,6 +62,7 @@ from trainvitals.records import (
     Note,
     RunEnded,
     StepRecord,
+    TrainingPaused,
 )
 
 _LOG = logging.getLogger("trainvitals")
@@ -67,6 +71,8 @@ _NAMED = 4
 _IS_MEANT = "; no optimizer has it, so it counts as meant from now on: snapshots go on with it"
 _NO_CLIP = 100.0
 """Multiple of the norm's limit from which a clip is none."""
+_ENTERED = frozenset({"halt", "rollback", "approve", "accept"})
+"""Commands that lead to an entry in the ledger: they are judged with a step."""
 _ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
 
 
@@ -122,8 +128,15 @@ class StepController:
     """Looks at the state where no snapshot does."""
     turn_names: tuple[str, ...] = ("",)
     """Of the optimizers that may be stepped by themselves, behind that of all together."""
+    is_paused: bool = False
+    """Whether all ranks wait, before the next step, for a person's word."""
+    has_work_beside: bool = False
+    """Whether ``work_beside`` has anything to do."""
+    lacks: dict[str, str] = field(default_factory=dict)
+    """Commands that this loop cannot carry out, and why; equal on all ranks."""
     times: StepClock = field(init=False)
     """What the step's time is made of."""
+    _profile: StepProfile | None = None
     _begun: set[int] = field(default_factory=set)
     """Turns that have brought a step."""
     _was_announced: bool = False
@@ -133,6 +146,9 @@ class StepController:
 
     def __post_init__(self) -> None:
         self.times = StepClock(self.clock)
+        self._tell_pause()
+        if self.recovery is None:
+            self.lacks["checkpoint"] = "the run makes no checkpoints: watch(checkpoints=...) does"
 
     @property
     def is_rank0(self) -> bool:
@@ -151,14 +167,7 @@ class StepController:
         """
         if not self.is_rank0:
             return None
-        command = self._waiting_command(step)
-        number, action, target = 0, 0, -1.0
-        if command is not None:
-            number, action = command.number, COMMAND_CODES[command.action]
-            if command.action == "accept":
-                target = command.argument
-            elif command.checkpoint_id and self.recovery is not None:
-                target = float(self.recovery.step_of(command.checkpoint_id))
+        number, action, target = self._command_words(step)
         limits = self.judge.limits(turn) if not self.expecting else Limits()
         # A clip at a thousand times the usual norm takes nothing from an outlier.
         usual = limits.grad_norm
@@ -176,8 +185,9 @@ class StepController:
             clips=clips,
             withhold_first=withholding.first,
             withhold_left=withholding.left,
-            command_number=number,
-            command_action=action,
+            skips=self.judge.facts.is_skipped(step),
+            command_number=int(number),
+            command_action=int(action),
             command_argument=target,
             next_attempt=self._next_attempt,
             expect_steps=self.expecting,
@@ -190,6 +200,18 @@ class StepController:
             stepped_twice=self.stepped_twice is not None,
         )
 
+    def _command_words(self, step: int) -> tuple[float, float, float]:
+        """Return rank 0's waiting command as number, code and argument; zeros where none waits."""
+        command = self._waiting_command(step)
+        if command is None:
+            return 0.0, 0.0, -1.0
+        target = -1.0
+        if command.action != "rollback":
+            target = command.argument
+        elif command.checkpoint_id and self.recovery is not None:
+            target = float(self.recovery.step_of(command.checkpoint_id))
+        return float(command.number), float(COMMAND_CODES[command.action]), target
+
     def _waiting_command(self, step: int) -> Command | None:
         """Return the command that waits for its answer, a new one if there is one.
 
@@ -201,6 +223,8 @@ class StepController:
         with self.faults.fail_open("mailbox"):
             refusal = inbox.poll(step=step)
             if refusal is not None:
+                if refusal.status == "expired":
+                    self.plan.add(self.judge.facts, expired=refusal.number)
                 self.acknowledge(refusal, step=step)
         if inbox.waiting is not None and inbox.waiting.number <= self.judge.facts.last_command:
             inbox.waiting = None
@@ -295,6 +319,7 @@ class StepController:
             now_attempt_id=int(reduced.root["next_attempt"]),
             probe=self.probe.read if self.probe.is_on else None,
             evaluation=reduced.root["evaluation_ratio"] or None,
+            lacks=self.lacks,
         )
         if name:
             judgement = of_turn(judgement, name)
@@ -470,11 +495,86 @@ class StepController:
                 restored = self._go_back(decision)
         if self.terminal is not None and (decision is not None or self.terminal.in_row):
             self._tell_person(decision, restored)
+        if judgement.order is not None:
+            self._do(judgement.order, now_step)
         if ack is not None:
             self.acknowledge(ack, step=now_step)
         if deed == "halt" and decision is not None:
             self._halt(decision)
         return restored
+
+    def _do(self, order: Proposal, now_step: int) -> None:
+        """Begin what a command asks for beside the steps; on all ranks at the same step."""
+        if order.action == "checkpoint" and self.recovery is not None:
+            self.recovery.save_soon()
+            self.recovery.promote(self.last_step, self.judge.last_unhealthy_step)
+        elif order.action in ("pause", "resume"):
+            self._pause(order.action == "pause", "manual command")
+        elif order.action == "profile" and self.is_rank0:
+            with self.faults.fail_open("profile"):
+                self._end_profile()
+                self._profile = StepProfile(
+                    self.run_dir.path / "profiles",
+                    first_step=now_step + 1,
+                    num_steps=int(order.argument),
+                    done=self._profiled,
+                    failed=lambda error: self.faults.count("profile", error),
+                )
+                self.has_work_beside = True
+
+    def _profiled(self, path: Path) -> None:
+        text = f"the profile is {path}; open it with https://ui.perfetto.dev or chrome://tracing"
+        self._note("profile_written", text, self.last_step, "info")
+
+    def _end_profile(self) -> None:
+        if self._profile is not None:
+            self._profile.close()
+            self._profile = None
+
+    def _pause(self, is_paused: bool, reason: str) -> None:
+        self.is_paused = is_paused
+        self.has_work_beside = is_paused or self._profile is not None
+        self._tell_pause()
+        event = TrainingPaused(is_paused=is_paused, reason=reason)
+        self.emitter.of_run(event, step=self.last_step, attempt=self.attempt)
+
+    def _tell_pause(self) -> None:
+        """Say which of the two commands cannot be now."""
+        here = ("pause", "resume") if self.is_paused else ("resume", "pause")
+        self.lacks.pop(here[1], None)
+        self.lacks[here[0]] = f"the run is {'' if self.is_paused else 'not '}paused"
+
+    def work_beside(self, step: int, device: torch.device) -> None:
+        """Do what a person asked for beside the steps: end a profile, or wait. Collective.
+
+        While it waits, a command that needs no step is answered here; one that does ends the pause
+        and is judged with the next step, as ever. So does SIGTERM.
+
+        Args:
+            step: the one that was just made.
+            device: where tensors of the ranks' group lie.
+        """
+        if self._profile is not None:
+            with self.faults.fail_open("profile"):
+                if not self._profile.stepped():
+                    self._profile = None
+        self.has_work_beside = self._profile is not None or self.is_paused
+        while self.is_paused:
+            words = self._command_words(step) if self.is_rank0 else (0.0, 0.0, 0.0)
+            (number, code, argument), stops = paused_round(
+                self.ranks, words, self.told_to_stop, device
+            )
+            if stops:
+                self.stopping = self.recovery is not None
+                self._pause(False, "SIGTERM")
+            elif number:
+                action = _ACTIONS[int(code)]
+                proposal = Proposal(number=int(number), action=action, argument=argument)
+                if action in _ENTERED:
+                    self._pause(False, f"a {action} was asked for")
+                    return
+                judgement = self.judge.command(proposal, decided_at_step=step, lacks=self.lacks)
+                self.carry_out(judgement, now_step=step)
 
     def carry_out_at_end(self, judgement: Judgement) -> None:
         """Record what was judged after the loop's last step; a halt still leaves its marker.
@@ -495,6 +595,8 @@ class StepController:
             )
             if ack is not None:
                 ack = replace(ack, status="refused", detail="the loop had ended")
+        if ack is not None and judgement.order is not None and decision is None:
+            ack = replace(ack, status="refused", detail="the loop had ended")
         self.carry_out(Judgement(judgement.findings, decision, ack), now_step=-1)
 
     def _tell_person(self, decision: Decision | None, restored: Restored | None) -> None:
@@ -622,6 +724,11 @@ class StepController:
             self.emitter.alerts.load_state_dict(meta.get("alerts"))
         if self.evaluations is not None:
             self.evaluations.load_state_dict(meta.get("stopping"))
+
+    def close_profile(self) -> None:
+        """Write a profile that has not come to its end."""
+        with self.faults.fail_open("profile"):
+            self._end_profile()
 
     def stopping_state(self) -> dict[str, Any] | None:
         """Return the state of early stopping; None without it."""

@@ -36,6 +36,7 @@ from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
     CLIPS,
+    COMMANDED,
     LOSS_OUTLIER,
     NONFINITE_STATE,
     NORM_OUTLIER,
@@ -211,6 +212,8 @@ class Rank0Values:
     clips: bool = False
     withhold_first: bool = False
     withhold_left: int = 0
+    skips: bool = False
+    """Whether an operator has this update skipped: everything is above the limits then."""
     command_number: int = 0
     command_action: int = 0
     command_argument: float = 0.0
@@ -226,10 +229,15 @@ class Rank0Values:
 
     def words(self) -> list[float]:
         """Return the numbers in the order of ROOT_FIELDS."""
-        return [
+        limits = (
             math.inf if self.loss_limit is None else self.loss_limit,
             math.inf if self.grad_norm_limit is None else self.grad_norm_limit,
             math.inf if self.withhold_left <= 0 else float(not self.withhold_first),
+        )
+        if self.skips:
+            limits = (-math.inf, -math.inf, 0.0)
+        return [
+            *limits,
             float(self.clips),
             float(self.command_number),
             float(self.command_action),
@@ -407,6 +415,11 @@ class Reduced:
     def digests(self) -> list[float]:
         """Return each rank's digest of its last verdict."""
         return (self._own if self.layout.is_shared else self._sums)["digest"]
+
+    @property
+    def is_told_to_skip(self) -> bool:
+        """Whether an operator had this step's update skipped."""
+        return self.root["loss_limit"] == -math.inf
 
     def words(self) -> list[float]:
         """Return what each rank's replicas are compared by, 0.0 where it did not say.
@@ -633,8 +646,11 @@ class Derived:
 
     def column(self, record: StepRecord) -> int:
         """Return what is written as the step's verdict."""
+        bits = self.bits
+        if record.commanded:  # it was done by limits that everything is above
+            bits = bits & ~(WITHHELD | LOSS_OUTLIER | NORM_OUTLIER) | COMMANDED
         return (
-            self.bits
+            bits
             | (CLIPS if record.clips else 0)
             | (NONFINITE_STATE if record.nonfinite_state else 0)
             | (SNAPSHOT_MISSED if record.snapshots_missed else 0)
@@ -702,7 +718,8 @@ def step_record(
         nonfinite_state_rank=in_state[0] if len(in_state) == 1 else -1,
         snapshots_missed=len(reduced.ranks_where("snapshot_missed")),
         skipped=skipped,
-        withheld=bool(derived.bits & WITHHELD),
+        withheld=bool(derived.bits & WITHHELD) and not reduced.is_told_to_skip,
+        commanded=bool(derived.bits & WITHHELD) and reduced.is_told_to_skip,
         overflow=bool(derived.bits & OVERFLOW),
         learning_rate=None if learning_rate is None else learning_rate * lr_factor,
         lr_factor=lr_factor,

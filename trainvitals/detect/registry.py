@@ -67,6 +67,7 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="nonfinite_state", alert="NonFiniteState"),
         Kind(name="nonfinite_streak", alert="NonFiniteStreak"),
         Kind(name="snapshot_missed", alert="SnapshotMissed", domain="storage"),
+        Kind(name="approval_needed", alert="ApprovalNeeded"),
         Kind(name="rank_failed", subject="machine"),
         _numbers("spike", "SpikeSeen"),
         _numbers("level_shift"),
@@ -221,6 +222,9 @@ DETECTORS: Mapping[str, DetectorSpec] = {
             where="rank",
             kinds={"nonfinite_state": "actionable", "snapshot_missed": "advisory"},
             section="ladder",
+        ),
+        DetectorSpec(
+            name="policy", where="rank", kinds={"approval_needed": "advisory"}, section="ladder"
         ),
         # What a person asked for: rules of the settings file, and `monitor.alert`.
         DetectorSpec(name="rule", where="rank", kinds={"user_alert": "advisory"}),

@@ -7,6 +7,7 @@ followed: the token goes to the address that was given and nowhere else.
 """
 
 import ssl
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,9 +28,10 @@ from trainvitals.errors import (
     UsageError,
     VitalsError,
 )
+from trainvitals.io.control_key import sign_order
 from trainvitals.io.private import open_private
 from trainvitals.io.segments import read_fd
-from trainvitals.io.setting_paths import collector_urls
+from trainvitals.io.setting_paths import collector_urls, default_data_dir
 from trainvitals.jsonable import from_json
 from trainvitals.question import Question, as_request
 from trainvitals.views import (
@@ -38,7 +40,9 @@ from trainvitals.views import (
     AnnotationRequest,
     AnnotationView,
     CommandRequest,
+    CommandsQuestion,
     CommandView,
+    DeliveredRequest,
     EndSilenceRequest,
     Problem,
     SilenceRequest,
@@ -140,10 +144,11 @@ class CollectorClient:
             )
         return replies
 
-    def mark_delivered(self, run_id: str, number: int) -> None:
-        """Say that a command lies in the run's mailbox."""
+    def mark_delivered(self, run_id: str, number: int, incarnation: str) -> None:
+        """Say that a command lies in the run's mailbox, beside this incarnation of its rank 0."""
         path = _path("runs", run_id, "commands", str(number), "delivered")
-        self._send("POST", path)
+        request = DeliveredRequest(incarnation=incarnation)
+        self._send("POST", path, **_json(msgspec.json.encode(request)))
 
     # ------------------------------------------------------------------------- for readers
 
@@ -183,10 +188,25 @@ class CollectorClient:
         body = _json(msgspec.json.encode(request))
         return self._call(SilenceView, "POST", _path("silences", str(silence_id), "end"), **body)
 
-    def send_command(self, run_id: str, request: CommandRequest) -> CommandView:
-        """Propose something to the run's ladder."""
+    def send_command(
+        self, run_id: str, request: CommandRequest, *, issued_by: str, keys: Path
+    ) -> CommandView:
+        """Propose something to the run's ladder, signed here.
+
+        Args:
+            run_id: the run.
+            request: what is asked for.
+            issued_by: who asks.
+            keys: the folder of ``control.key``.
+        """
+        listed = self.ask(CommandsQuestion(run_id=run_id))
+        now = time.time_ns()
+        newest = max((view.command.number for view in listed), default=0)
+        command = sign_order(
+            request.command(run_id, issued_by=issued_by, now_unix_ns=now, after=newest), keys
+        )
         path = _path("runs", run_id, "commands")
-        return self._call(CommandView, "POST", path, **_json(msgspec.json.encode(request)))
+        return self._call(CommandView, "POST", path, **_json(msgspec.json.encode(command)))
 
     # ---------------------------------------------------------------------------- plumbing
 
@@ -270,12 +290,6 @@ def collector_on(data: Path, token_file: str = "") -> CollectorAddress | None:
     return CollectorAddress(
         url=collector_file.url, tokens=read_tokens(path) if path.exists() else Tokens()
     )
-
-
-def default_data_dir(environ: Mapping[str, str]) -> Path:
-    """Return where a collector keeps its data unless told otherwise."""
-    home = environ.get("XDG_DATA_HOME") or Path(environ.get("HOME") or Path.home()) / ".local/share"
-    return Path(home) / "trainvitals"
 
 
 def read_tokens(path: Path | str) -> Tokens:

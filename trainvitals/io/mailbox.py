@@ -3,7 +3,8 @@
     magic 4 | version u32 | number i64 | length u32 | crc32 u32 | command as msgpack
 
 The agent writes, rank 0 reads once a step for the price of a memory read. The checksum covers
-number, length and command: a torn write is never acted on. Commands are signed with the run's key.
+number, length and command: a torn write is never acted on. Commands are signed with the run's key,
+and those that came through a collector with a person's control key too.
 """
 
 import contextlib
@@ -16,7 +17,6 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ from trainvitals.errors import (
     UsageError,
     VitalsError,
 )
+from trainvitals.io.control_key import verify_order
 from trainvitals.io.private import open_private
 from trainvitals.records import Command, CommandAck
 from trainvitals.rows import FORMAT_VERSION
@@ -39,6 +40,12 @@ _HEAD = struct.Struct("<4sIqII")
 _NUMBER = struct.Struct("<q")
 _COVERED = struct.Struct("<qI")
 _NUMBER_AT = 8
+_MAX_AHEAD_SECONDS = 30.0
+"""A command may seem to be from so far in the future: clocks of machines differ a little."""
+
+
+class ExpiredError(UsageError):
+    """A command came too late, or its clock and ours differ."""
 
 
 class Mailbox:
@@ -156,31 +163,42 @@ class CommandInbox:
 
     mailbox: Mailbox
     key: bytes
+    keys: Path
+    """The folder of ``control.pub``; read where a command is there, never at a step without."""
     run_id: str
     clock: Clock
     last_number: int
-    """Highest number applied or refused, from the plan journal: no restart applies one twice."""
+    """Highest number applied or expired, from the plan journal: no restart applies one twice."""
     waiting: Command | None = None
     """A valid command, until it is answered."""
+    _seen: int = 0
+    """The number that was looked at last. One that is not genuine raises no other mark: it must
+    not keep away the genuine ones behind it."""
 
     def poll(self, *, step: int) -> CommandAck | None:
         """Read a new command; one that is not valid is returned as its refusal."""
         number = self.mailbox.number()
-        if number <= self.last_number:
+        if number in (self._seen, self.last_number):
             return None
         try:
             command = self.mailbox.read()
         except FormatError:
             return None  # torn: whole at the next step, or never
-        last, self.last_number = self.last_number, number
-        now = self.clock.time_ns()
+        if command.number <= self.last_number:
+            self._seen = number
+            return None
+        now, last = self.clock.time_ns(), self.last_number
+        self._seen = number
         try:
             verify_command(command, self.key, run_id=self.run_id, now_unix_ns=now, last_number=last)
+            if command.control_signature:
+                verify_order(command, self.keys)
+        except ExpiredError as error:
+            self.last_number = number
+            return CommandAck(number=number, status="expired", step=step, detail=error.text)
         except VitalsError as error:
-            status: Literal["expired", "invalid"] = (
-                "expired" if now > command.expires_unix_ns else "invalid"
-            )
-            return CommandAck(number=command.number, status=status, step=step, detail=error.text)
+            return CommandAck(number=number, status="invalid", step=step, detail=error.text)
+        self.last_number = number
         self.waiting = command
         return None
 
@@ -197,12 +215,14 @@ def verify_command(
 
     Raises:
         UnauthorizedError: it is not signed with this run's key.
-        UsageError: another run's, expired, or applied before.
+        ExpiredError: it expired, by this machine's clock, or is of a clock far ahead of it.
+        UsageError: another run's, or applied before.
     """
     if not hmac.compare_digest(_signature(command, key).encode(), command.signature.encode()):
         raise UnauthorizedError(
             f"command {command.number} is not signed with this run's key",
-            hint="commands are signed by `vitals command` and the collector with command.key",
+            hint="the agent signs what a control key has signed, and `vitals command` what the"
+            " run's owner leaves in its folder, both with command.key",
         )
     if command.run_id != run_id:
         raise UsageError(f"command {command.number} is for run {command.run_id}, not {run_id}")
@@ -210,12 +230,30 @@ def verify_command(
         raise UsageError(
             f"command {command.number} is not newer than {last_number}, the last one accepted"
         )
-    if now_unix_ns >= command.expires_unix_ns:
-        late = (now_unix_ns - command.expires_unix_ns) / 1e9
-        raise UsageError(
-            f"command {command.number} expired {late:.1f} seconds ago", hint="issue it again"
-        )
+    check_time(command, now_unix_ns)
     return command
+
+
+def check_time(command: Command, now_unix_ns: int) -> None:
+    """Refuse a command whose time is over by this machine's clock, or has not come yet.
+
+    Raises:
+        ExpiredError: it says how far apart the clocks may be.
+    """
+    age = (now_unix_ns - command.issued_unix_ns) / 1e9
+    lives = (command.expires_unix_ns - command.issued_unix_ns) / 1e9
+    if now_unix_ns >= command.expires_unix_ns:
+        raise ExpiredError(
+            f"command {command.number} expired {age - lives:.1f} seconds ago by this machine's"
+            f" clock: it was issued {age:.1f} seconds ago, for {lives:g} seconds",
+            hint="issue it again; if it was issued just now, the clocks of the machines differ",
+        )
+    if age < -_MAX_AHEAD_SECONDS:
+        raise ExpiredError(
+            f"command {command.number} was issued {-age:.1f} seconds in the future by this"
+            " machine's clock: the clocks of the machines differ",
+            hint="set the clocks (NTP), then issue it again",
+        )
 
 
 def _signature(command: Command, key: bytes) -> str:

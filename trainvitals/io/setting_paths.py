@@ -18,6 +18,12 @@ def collector_folder(named: str) -> Path | None:
     return path.absolute() if os.sep in named or os.path.isdir(path) else None  # noqa: PTH112
 
 
+def default_data_dir(environ: Mapping[str, str]) -> Path:
+    """Return where a collector keeps its data unless told otherwise."""
+    home = environ.get("XDG_DATA_HOME") or Path(environ.get("HOME") or Path.home()) / ".local/share"
+    return Path(home) / "trainvitals"
+
+
 def collector_urls(named: str) -> list[str]:
     """Return the addresses of collectors on one database, which stand with commas between them."""
     return [url for url in (part.strip() for part in named.split(",")) if url] or [named]

@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -51,7 +52,7 @@ from trainvitals.detect.spike import (
 from trainvitals.detect.user_alerts import Rule, load_rules
 from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.ladder import decide
-from trainvitals.policy.rungs import Course
+from trainvitals.policy.rungs import Case, Course, Verdict, answer
 from trainvitals.policy.state import (
     CheckpointRef,
     LadderConfig,
@@ -222,6 +223,8 @@ class Judgement(NamedTuple):
     decision: Decision | None = None
     ack: CommandAck | None = None
     readings: tuple[StateRead, ...] = ()
+    order: Proposal | None = None
+    """A command that is carried out."""
 
 
 class _Turn:
@@ -306,6 +309,7 @@ class Judge:
         now_attempt_id: int = 0,
         probe: Callable[[Ask], Reading] | None = None,
         evaluation: float | None = None,
+        lacks: Mapping[str, str] = MappingProxyType({}),
     ) -> Judgement:
         """Take one step in and return what is to be said and done about it.
 
@@ -322,6 +326,7 @@ class Judge:
             now_attempt_id: id of the branch that a rollback would open.
             probe: asks the state; called in the middle of judging, on all ranks alike.
             evaluation: an evaluation's loss over the one before, if there was one with this step.
+            lacks: commands that this loop cannot carry out, and why.
         """
         if record.turn != self._turn:
             self._take_turn(record.turn)
@@ -354,6 +359,7 @@ class Judge:
             evaluation=evaluation,
             usual=usual,
             course=self._course,
+            lacks=lacks,
         )
         self._ladder, self._last_step = verdict.state, record.step
         if verdict.accepted:
@@ -364,9 +370,33 @@ class Judge:
             own.detectors.accept(losses, norms)
         elif verdict.decision is not None and verdict.decision.rule == "operator_accepted":
             own.detectors.rebaseline(0)
+        is_done = verdict.ack is not None and verdict.ack.status == "done"
         return Judgement(
-            findings + verdict.findings, verdict.decision, verdict.ack, verdict.readings
+            findings + verdict.findings,
+            verdict.decision,
+            verdict.ack,
+            verdict.readings,
+            command if is_done else None,
         )
+
+    def command(
+        self, command: Proposal, *, decided_at_step: int, lacks: Mapping[str, str]
+    ) -> Judgement:
+        """Answer a command between two steps, where the run is paused.
+
+        Args:
+            command: one that leads to no entry in the ledger.
+            decided_at_step: the step that was made last.
+            lacks: commands that this loop cannot carry out, and why.
+        """
+        if command.number <= self._ladder.facts.last_command:
+            return Judgement()
+        record = StepRecord(step=self._last_step, attempt=self.attempt)
+        case = Case(record, decided_at_step, (), self.mode, self.config.ladder, 0, lacks=lacks)
+        verdict = answer(Verdict(self._ladder), self._ladder, command, case)
+        self._ladder = verdict.state
+        is_done = verdict.ack is not None and verdict.ack.status == "done"
+        return Judgement(ack=verdict.ack, order=command if is_done else None)
 
     def _usual_limits(self, accepted: Level) -> Limits:
         limits = self._own.outliers.limits()

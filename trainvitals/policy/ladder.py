@@ -9,7 +9,8 @@ numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from msgspec.structs import replace
@@ -21,6 +22,8 @@ from trainvitals.policy.rungs import (
     Course,
     Verdict,
     accept,
+    after_silence,
+    after_yes,
     answer,
     for_certain,
     for_finite,
@@ -72,6 +75,7 @@ def decide(
     evaluation: float | None = None,
     usual: Limits | None = None,
     course: Callable[[], Course] = lambda: Course(0.0, 0.0, 0.0),
+    lacks: Mapping[str, str] = MappingProxyType({}),
 ) -> Verdict:
     """Return the next state and what to do about one step.
 
@@ -94,15 +98,19 @@ def decide(
             none with this step.
         usual: the limits without a recurring level in them.
         course: where the loss has been.
+        lacks: commands that this loop cannot carry out, and why.
     """
     if state.rolling_back or (state.facts.halted and mode != "observe"):
         return Verdict(state)
     case = Case(
         record, decided_at_step, checkpoints, mode, config or LadderConfig(), now_attempt_id,
-        loss_kind, probe, course,
+        loss_kind, probe, course, lacks,
     )  # fmt: skip
     before = state
     state = _tick(state, case)
+    is_yes = False
+    if state.facts.waiting is not None:
+        state, is_yes = after_silence(state, case.config)
     verdict = _judge_step(state, findings, case, usual or Limits())
     if record.learning_rate is not None:
         verdict = _look_at_rate(verdict, before, case)
@@ -110,6 +118,17 @@ def decide(
         verdict = _look_at_evaluation(verdict, before, evaluation, case)
     if record.nonfinite_state or record.snapshots_missed:
         verdict = _look_at_snapshot(verdict, case)
+    if is_yes and not (verdict.decision and verdict.decision.action in ("rollback", "halt")):
+        gone = after_yes(without_entry(verdict), case)
+        if gone.decision is None:
+            gone = gone._replace(decision=verdict.decision)
+            facts = replace(gone.state.facts, ledger_seq=verdict.state.facts.ledger_seq)
+            gone = gone._replace(state=replace(gone.state, facts=facts))
+        verdict = gone._replace(
+            findings=(*verdict.findings, *gone.findings),
+            readings=verdict.readings,
+            accepted=verdict.accepted,
+        )
     if command is None or command.number <= state.facts.last_command:
         return verdict
     return answer(verdict, state, command, case)
@@ -147,6 +166,8 @@ def _judge_step(
     spike = bad.get("spike")
     if spike is not None and is_outlier(record):
         return _outlier(state, spike, case)
+    if record.skipped and record.commanded:
+        return skip(state, None, "manual command: skip", "command", case)
     if record.overflow or record.failed_ranks:
         return _device_skip(state, findings, case)  # neither counts in a row nor ends it
     if state.row or state.nonfinite:

@@ -40,6 +40,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     facts: LadderMemory = LadderMemory()
     branches: tuple[Branch, ...] = ()
     windows: tuple[Window, ...] = ()
+    expired: int = 0
+    """Number of the newest command that came too late: no clock that is set back revives it."""
 
     @property
     def newest_attempt(self) -> int:
@@ -77,18 +79,28 @@ class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
     facts: LadderMemory | None = None
     branch: Branch | None = None
     window: Window | None = None
+    expired: int = 0
 
 
 def plan_line(
-    facts: LadderMemory, *, branch: Branch | None = None, window: Window | None = None
+    facts: LadderMemory,
+    *,
+    branch: Branch | None = None,
+    window: Window | None = None,
+    expired: int = 0,
 ) -> dict[str, object]:
     """Return what is to be written down before a deed."""
-    line: dict[str, object] = msgspec.to_builtins(_Line(facts, branch, window))
+    line: dict[str, object] = msgspec.to_builtins(_Line(facts, branch, window, expired))
     return line
 
 
 def extend(
-    plan: Plan, *, facts: LadderMemory, branch: Branch | None = None, window: Window | None = None
+    plan: Plan,
+    *,
+    facts: LadderMemory,
+    branch: Branch | None = None,
+    window: Window | None = None,
+    expired: int = 0,
 ) -> Plan:
     """Return the plan with one more line; a branch that is told again is the newer word."""
     branches, windows = plan.branches, plan.windows
@@ -96,7 +108,8 @@ def extend(
         branches = (*(b for b in branches if b.id != branch.id), branch)
     if window is not None:
         windows = (*windows, window)
-    return Plan(facts=facts, branches=branches, windows=windows)
+    expired = max(plan.expired, expired)
+    return Plan(facts=facts, branches=branches, windows=windows, expired=expired)
 
 
 def read_plan(lines: Iterable[Mapping[str, object]]) -> Plan:
@@ -109,6 +122,10 @@ def read_plan(lines: Iterable[Mapping[str, object]]) -> Plan:
     for line in lines:
         entry = msgspec.convert(line, _Line)
         plan = extend(
-            plan, facts=entry.facts or plan.facts, branch=entry.branch, window=entry.window
+            plan,
+            facts=entry.facts or plan.facts,
+            branch=entry.branch,
+            window=entry.window,
+            expired=entry.expired,
         )
     return plan

@@ -11,7 +11,8 @@ onset, and never halts a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -27,10 +28,12 @@ from trainvitals.policy.state import (
     LadderConfig,
     LadderMemory,
     LadderState,
+    LrJump,
     Mode,
     Outlier,
     Proposal,
     SkippedWindow,
+    Waiting,
     level_of,
     lr_factor_at,
 )
@@ -60,6 +63,10 @@ RULES: dict[str, str] = {
 def rule_words(rule: str) -> str:
     """Return the rule for people: its words where there are any, else its name."""
     return RULES.get(rule, rule)
+
+
+WAITS_UNTIL = "waits_until_step"
+"""In the evidence of a rollback that waits for a yes: the step at which the default is done."""
 
 
 class Verdict(NamedTuple):
@@ -96,6 +103,8 @@ class Case(NamedTuple):
     loss_kind: LossKind = "minimize"
     probe: Callable[[Ask], Reading] | None = None
     course: Callable[[], Course] = lambda: Course(0.0, 0.0, 0.0)
+    lacks: Mapping[str, str] = MappingProxyType({})
+    """Commands that this loop cannot carry out, and why."""
 
     @property
     def heals(self) -> bool:
@@ -174,7 +183,11 @@ def go_back(
     acted = case.mode == "heal"
     after = replace(
         state,
-        facts=replace(facts, num_rollbacks=facts.num_rollbacks + 1),
+        facts=replace(
+            facts,
+            num_rollbacks=facts.num_rollbacks + 1,
+            waiting=None if acted else facts.waiting,
+        ),
         row=(),
         nonfinite=0,
         rolling_back=acted,
@@ -370,7 +383,7 @@ def for_certain(
     facts = _spend(facts, case, cause, kind=kind, began=began, target=target)
     return _leave(
         state, case, facts, target, rule=rule, onset=onset, reason=f"{reason}; {note}",
-        finding=finding, plays_all=plays_all,
+        finding=finding, plays_all=plays_all, why=reason,
     )  # fmt: skip
 
 
@@ -408,7 +421,7 @@ def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding)
     facts = _spend(facts, case, None, kind=kind, began=began, target=target)
     return _leave(
         state, case, facts, target, rule=kind, onset=onset, reason=f"{reason}; {note}",
-        finding=finding, plays_all=True,
+        finding=finding, plays_all=True, why=reason,
     )  # fmt: skip
 
 
@@ -448,18 +461,19 @@ def for_finite(
         _spend(blamed, case, cause, kind=kind, began=began, target=target),
         cooldown_until=facts.clock + config.finite_cooldown,
     )
-    reason = f"{reason}; {note}"
+    why, reason = reason, f"{reason}; {note}"
     if jump is not None:
         rule = "lr_jump"
-        reason = (
-            f"{reason}; the learning rate rose from {jump.before:.4g} to {jump.after:.4g} at step "
+        held = (
+            f"; the learning rate rose from {jump.before:.4g} to {jump.after:.4g} at step "
             f"{jump.step}; {jump.before:.4g} is held"
         )
+        why, reason = f"{why}{held}", f"{reason}{held}"
         facts = replace(facts, lr_cap=jump.before, lr_cap_from=jump.step)
         state = replace(state, lr_jump=None)
     return _leave(
         state, case, facts, target, rule=rule, onset=onset, reason=reason, finding=finding,
-        plays_all=jump is not None,
+        plays_all=jump is not None, why=why, is_finite=True, jump=jump,
     )  # fmt: skip
 
 
@@ -549,10 +563,46 @@ def _leave(
     reason: str,
     finding: Finding,
     plays_all: bool,
+    why: str,
+    is_finite: bool = False,
+    jump: LrJump | None = None,
+    command_number: int = 0,
+    is_answered: bool = False,
 ) -> Verdict:
-    """Decide the rollback, with the batches that are left out."""
+    """Decide the rollback, with the batches that are left out; or ask a person whether to.
+
+    Args:
+        state: the ladder's memory before anything is spent.
+        case: the circumstances.
+        facts: with what it spends.
+        target: where to.
+        rule: what decided.
+        onset: first step of the trouble.
+        reason: in words, with where to.
+        finding: what the entry names.
+        plays_all: every batch is trained again.
+        why: the reason without where to, which is chosen anew after an answer.
+        is_finite: it rests on finite evidence.
+        jump: of the learning rate, which is to blame.
+        command_number: of the answer.
+        is_answered: a person, or the default, said yes.
+    """
     cause = facts.cause
     assert cause is not None, "it was spent"
+    if not is_answered and _must_ask(case, cause, jump):
+        waiting = Waiting(
+            number=state.facts.ledger_seq + 1,
+            until=state.facts.clock + case.config.ask_steps,
+            rule=rule,
+            kind=cause.kind,
+            onset_step=onset,
+            reason=why,
+            finding=finding,
+            plays_all=plays_all,
+            is_finite=is_finite,
+            jump=jump,
+        )
+        return _wait(state, case, facts, waiting, target, reason)
     num_batches = 0
     if plays_all:
         reason += "; all batches are trained again"
@@ -569,7 +619,112 @@ def _leave(
         reason += f"; learning rate x {facts.lr_factor:.4g}"
     return go_back(
         state, case, finding, target, facts=facts, reason=reason, rule=rule,
-        skip_batches=num_batches,
+        skip_batches=num_batches, command_number=command_number,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- asking a person
+
+
+def _must_ask(case: Case, cause: Cause, jump: LrJump | None) -> bool:
+    ask = case.config.ask
+    cuts = cause.tries > 1 or jump is not None
+    return case.mode == "heal" and ("rollback" in ask or (cuts and "lr_cut" in ask))
+
+
+def _wait(
+    state: LadderState,
+    case: Case,
+    spent: LadderMemory,
+    waiting: Waiting,
+    target: CheckpointRef,
+    reason: str,
+) -> Verdict:
+    """Ask whether to go back, once; until the answer the run goes on without what is withheld."""
+    record, config = case.record, case.config
+    # The onset of finite evidence counts as blamed from the question on: it is told once.
+    state = replace(state, facts=replace(state.facts, blamed=spent.blamed))
+    asked = state.facts.waiting
+    if asked is not None:
+        if asked.vetoed and state.nonfinite >= config.max_skips_in_a_row:
+            text = f"{reason}; vetoed by a person, and the run makes no progress"
+            return halt(state, text, "stuck", waiting.finding, case)
+        if not record.skipped or record.overflow:
+            return Verdict(state)
+        held = "was vetoed" if asked.vetoed else f"{asked.number} waits for a yes"
+        return skip(
+            state, waiting.finding, f"{waiting.finding.reason}; the rollback {held}",
+            waiting.finding.detector, case,
+        )  # fmt: skip
+    last = case.decided_at_step + config.ask_steps
+    else_done = "it is done" if config.ask_default == "approve" else "it is vetoed"
+    text = (
+        f"{reason}; waits for a yes (approve or veto {waiting.number}): without an answer by step "
+        f"{last} {else_done}"
+    )
+    verdict = enter(
+        replace(state, facts=replace(state.facts, waiting=waiting)),
+        case,
+        waiting.finding,
+        action="rollback",
+        reason=text,
+        rule=waiting.rule,
+        acted=False,
+        checkpoint_id=target.id,
+        rollback_to_step=target.step,
+        evidence={**_evidence(record, state), WAITS_UNTIL: float(last)},
+    )
+    told = replace(
+        waiting.finding,
+        kind="approval_needed",
+        level="advisory",
+        detector="policy",
+        reason=text,
+        step=record.step,
+        cause="approval_needed",
+    )
+    return verdict._replace(findings=(told,))
+
+
+def after_silence(state: LadderState, config: LadderConfig) -> tuple[LadderState, bool]:
+    """Return the state once nobody answered for long enough, and whether the default is a yes."""
+    facts, waiting = state.facts, state.facts.waiting
+    if waiting is None or facts.clock < waiting.until:
+        return state, False
+    if not waiting.vetoed and config.ask_default == "approve":
+        return state, True
+    over = None if waiting.vetoed else _vetoed(facts, waiting, config)
+    return replace(state, facts=replace(facts, waiting=over)), False
+
+
+def _vetoed(facts: LadderMemory, waiting: Waiting, config: LadderConfig) -> Waiting:
+    return replace(waiting, vetoed=True, until=facts.clock + config.ask_steps)
+
+
+def after_yes(state: LadderState, case: Case, command_number: int = 0) -> Verdict:
+    """Go back as was asked, to what is healthy by now."""
+    facts, waiting = state.facts, state.facts.waiting
+    assert waiting is not None, "something waits"
+    jump = waiting.jump
+    cause = _touched(facts, waiting.kind, waiting.onset_step)
+    onset = waiting.onset_step if jump is None else min(waiting.onset_step, jump.step)
+    target, note, began = _target(case, cause, onset)
+    if target is None:
+        facts = replace(facts, waiting=None)
+        text = f"{waiting.reason}; approved, but {note}, so training continues"
+        told = replace(waiting.finding, level="advisory", reason=text, step=case.record.step)
+        return Verdict(replace(state, facts=facts), findings=(told,))
+    facts = _spend(facts, case, cause, kind=waiting.kind, began=began, target=target)
+    if waiting.is_finite:
+        facts = replace(facts, cooldown_until=facts.clock + case.config.finite_cooldown)
+    if jump is not None:
+        facts = replace(facts, lr_cap=jump.before, lr_cap_from=jump.step)
+    by = "approved" if command_number else f"no answer in {case.config.ask_steps} steps"
+    return _leave(
+        state, case, facts, target, rule=waiting.rule, onset=waiting.onset_step,
+        reason=f"{waiting.reason}; {by}; {note}", finding=waiting.finding,
+        plays_all=waiting.plays_all, why=waiting.reason, command_number=command_number,
+        is_answered=True,
     )  # fmt: skip
 
 
@@ -584,6 +739,15 @@ def answer(verdict: Verdict, before: LadderState, command: Proposal, case: Case)
         return _acked(verdict, command, "refused", refusal, case)
     if command.action == "accept":
         return _accept(verdict, command, case)
+    if command.action == "approve":
+        number = verdict.state.facts.num_skips
+        state = replace(before, facts=replace(before.facts, num_skips=number))
+        done = after_yes(state, case, command.number)
+        status: Literal["done", "refused"] = "done" if done.decision is not None else "refused"
+        words = done.decision.reason if done.decision else done.findings[0].reason
+        return _acked(done, command, status, words, case)
+    if command.action not in ("halt", "rollback"):
+        return _set(verdict, command, case)
     # The step's skip is part of the command's entry: one ledger entry a step.
     state = replace(before, facts=replace(before.facts, num_skips=verdict.state.facts.num_skips))
     also = f"; this step: {own.reason}" if own else ""
@@ -604,6 +768,42 @@ def answer(verdict: Verdict, before: LadderState, command: Proposal, case: Case)
         command_number=command.number,
     )
     return _acked(done, command, "done", words, case)
+
+
+def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
+    """Take what changes the steps to come, or what is done beside them; the step's own stays."""
+    state, argument, first = verdict.state, command.argument, case.decided_at_step + 1
+    facts, detail = state.facts, ""
+    if command.action == "skip":
+        last = first + int(argument) - 1
+        facts = replace(facts, skip_attempt=facts.attempt, skip_first=first, skip_last=last)
+        detail = f"the updates of steps {first} to {last} are skipped"
+    elif command.action == "lr":
+        facts = replace(facts, lr_held=argument, lr_scale=1.0)
+        detail = f"the learning rate is {argument:.4g} from step {first} on"
+    elif command.action == "lr_factor":
+        facts = replace(facts, lr_held=0.0, lr_scale=argument)
+        detail = f"the schedule's learning rate times {argument:.4g} from step {first} on"
+    elif command.action == "checkpoint":
+        detail = "the newest healthy snapshot is written to disk as soon as none is being written"
+    elif command.action == "pause":
+        detail = f"all ranks wait before step {first} until `vitals command RUN resume`"
+    elif command.action == "resume":
+        detail = f"training goes on with step {first}"
+    elif command.action == "profile":
+        last = first + int(argument) - 1
+        detail = f"steps {first} to {last} of rank 0 are profiled; the trace comes into the run's "
+        detail += "folder, below profiles"
+    elif command.action == "veto" and facts.waiting is not None:
+        detail = f"the rollback {facts.waiting.number} is not done; the same is asked again after "
+        detail += f"{case.config.ask_steps} steps at the earliest"
+        facts = replace(facts, waiting=_vetoed(facts, facts.waiting, case.config))
+    if command.action in ("lr", "lr_factor"):  # announced by it: a jump that is meant
+        until = max(state.announced_until, first + case.config.lr_jump_steps)
+        state = replace(state, announced_until=until, lr_jump=None)
+    return _acked(
+        verdict._replace(state=replace(state, facts=facts)), command, "done", detail, case
+    )
 
 
 def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
@@ -667,18 +867,34 @@ def _refusal(verdict: Verdict, command: Proposal, case: Case) -> str:
         return ""
     if command.action == "accept":
         return "" if command.argument >= 0 else f"there is no step {command.argument:.0f}"
-    if command.action != "rollback":
-        return f"action {command.action!r} is not offered by this version"
-    if case.mode != "heal":
-        return f"mode is {case.mode!r}: a rollback needs mode 'heal' and checkpoints"
     if own is not None and own.action == "rollback":
         return f"this step already leads to a rollback: {own.reason}"
+    if command.action in case.lacks:
+        return case.lacks[command.action]
+    if command.action in ("skip", "profile"):
+        return "" if 1 <= command.argument <= FOREVER else "it takes a number of steps above 0"
+    if command.action in ("approve", "veto"):
+        return _not_asked(verdict.state.facts.waiting, command)
+    if command.action in ("lr", "lr_factor"):
+        return "" if 0 < command.argument < FOREVER else "it takes a number above 0"
+    if command.action != "rollback":
+        return ""
+    if case.mode != "heal":
+        return f"mode is {case.mode!r}: a rollback needs mode 'heal' and checkpoints"
     if commanded_checkpoint(command, case.checkpoints) is None:
         named = command.checkpoint_id
         if not named and command.argument != NEWEST:
             named = f"of step {command.argument:.0f}"
         return f"there is no healthy checkpoint {named}".rstrip()
     return ""
+
+
+def _not_asked(waiting: Waiting | None, command: Proposal) -> str:
+    if waiting is None or waiting.vetoed:
+        return "nothing waits for a yes"
+    if command.argument in (0.0, NEWEST, float(waiting.number)):
+        return ""
+    return f"decision {command.argument:.0f} does not wait for a yes; {waiting.number} does"
 
 
 def _acked(

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from trainvitals.config import AboveOne, AboveZero, AtLeastOne, Count, NotNegative, Settings
 from trainvitals.detect.outliers import Level, Limits
-from trainvitals.records import Command, CommandAction, StepRecord
+from trainvitals.records import Command, CommandAction, Finding, StepRecord
 
 Mode = Literal["observe", "guard", "heal"]
 CheckpointState = Literal["candidate", "verified", "healthy", "retired", "bad"]
@@ -101,6 +101,14 @@ class LadderConfig(Settings, frozen=True, kw_only=True):
     """Steps over which a lowered learning rate returns to normal after the bad steps."""
     max_skips_in_a_row: AtLeastOne = 100
     """Non-finite steps in a row after which a run that cannot be rolled back halts."""
+    ask: tuple[Literal["rollback", "lr_cut"], ...] = ()
+    """What waits for a person's yes: every rollback, or those that lower the learning rate.
+    Answered by ``vitals command RUN approve`` or ``veto``, or on the dashboard."""
+    ask_steps: AtLeastOne = 500
+    """Steps after which, without an answer, ``ask_default`` is done; after a veto, those before the
+    same may be asked again."""
+    ask_default: Literal["approve", "veto"] = "approve"
+    """What is done where nobody answers."""
 
 
 class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +168,38 @@ class SkippedWindow(msgspec.Struct, frozen=True, array_like=True):
     num_batches: int
 
 
+class LrJump(msgspec.Struct, frozen=True, array_like=True):
+    """The newest jump of the learning rate that nobody announced."""
+
+    step: int
+    before: float
+    after: float
+    level: float
+    """Median of the clean losses before it, their robust deviation, and the run's first losses."""
+    noise: float
+    first: float
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollback that waits for a person's yes, or was vetoed."""
+
+    number: int
+    """Of its entry in the ledger."""
+    until: int
+    """By the clock: when the default is done, or a veto is over."""
+    rule: str
+    kind: str
+    onset_step: int
+    reason: str
+    finding: Finding
+    plays_all: bool
+    is_finite: bool = False
+    """Whether it rests on finite evidence, which has a cooldown."""
+    jump: LrJump | None = None
+    """The jump of the learning rate that is to blame."""
+    vetoed: bool = False
+
+
 class TurnLevels(msgspec.Struct, frozen=True, array_like=True):
     """What was accepted, and what recurs, of an optimizer that is stepped by itself."""
 
@@ -208,8 +248,23 @@ class LadderMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The rate before a jump, held while the schedule asks for ``lr_jump`` times it; 0: none."""
     lr_cap_from: int = 0
     """Step of that jump: before it, a lower rate does not end the hold."""
+    lr_scale: float = 1.0
+    """An operator's factor on the schedule's learning rate, until the next one."""
+    lr_held: float = 0.0
+    """The learning rate that an operator holds; 0: the schedule's."""
+    skip_attempt: int = 0
+    """The branch on which an operator has updates skipped: none of it holds on another one."""
+    skip_first: int = 0
+    skip_last: int = -1
+    """First and last of those steps."""
+    waiting: Waiting | None = None
+    """A rollback that waits for a yes."""
     halted: str = ""
     """Why the ladder gave up, or empty."""
+
+    def is_skipped(self, step: int) -> bool:
+        """Return whether an operator has the update of this step of the present branch skipped."""
+        return self.skip_first <= step <= self.skip_last and self.skip_attempt == self.attempt
 
 
 class Outlier(msgspec.Struct, frozen=True, array_like=True):
@@ -231,18 +286,6 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     loss: float
     """Largest values; 0 where there were none."""
     grad_norm: float
-
-
-class LrJump(msgspec.Struct, frozen=True, array_like=True):
-    """The newest jump of the learning rate that nobody announced."""
-
-    step: int
-    before: float
-    after: float
-    level: float
-    """Median of the clean losses before it, their robust deviation, and the run's first losses."""
-    noise: float
-    first: float
 
 
 class LadderState(msgspec.Struct, frozen=True, kw_only=True):
@@ -363,7 +406,9 @@ def lr_factor_at(
         rate: what the schedule asks for; where it is above a hold, the factor brings it down.
         jump: multiple of the held rate from which it is held.
     """
-    factor = _cut_at(facts, step)
+    factor = _cut_at(facts, step) * facts.lr_scale
+    if facts.lr_held and rate:
+        return facts.lr_held / rate  # what a person set is what is applied
     if facts.lr_cap and rate is not None and rate >= jump * facts.lr_cap:
         factor *= facts.lr_cap / rate
     return factor

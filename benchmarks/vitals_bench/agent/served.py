@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from trainvitals.io.client import CollectorAddress
+from trainvitals.io.control_key import control_folder
 from trainvitals.io.private import private_base
 from vitals_agent import agent as agent_module
 from vitals_agent.agent import Agent, AgentConfig
@@ -93,7 +94,12 @@ def main() -> None:
     meter.wrap(IoLoop, "turn", "shipping and relaying")
     gpus = [{**H100, "uuid": f"GPU-{index}"} for index in range(NUM_GPUS)]
     agent = Agent(
-        AgentConfig(vitals_dir=Path(vitals_dir), base=private_base(os.environ), node=NODE),
+        AgentConfig(
+            vitals_dir=Path(vitals_dir),
+            base=private_base(os.environ),
+            keys=control_folder(os.environ),
+            node=NODE,
+        ),
         client=CollectorEndpoint(lambda: CollectorAddress(url=url)) if url else None,
         nvml=ReplayedNvml({"gpus": gpus}),
     )

@@ -1,22 +1,23 @@
 """Commands on their way to a run: checked, stored, handed out, and kept for ever.
 
 A command is a proposal to the ladder inside the job. It arrives at most once: it has a number that
-only grows, it expires, and the training verifies both again. What the collector stores is unsigned:
-only the run's own key signs, and that lies 0600 beside the run. The agent there signs, or, where
-this collector watches the very folder, the collector does.
+only grows, it expires, and the training verifies both again. It comes here signed with a person's
+control key, which the collector does not hold: nothing in it can be changed here, and what is made
+up is refused by agent and run. In the mailbox the run's own key signs as well; that lies 0600
+beside the run. The agent there signs, or, where this collector watches the very folder, it does.
 """
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 from sqlalchemy import Connection, Row, func, insert, select, update
 
-from trainvitals.errors import UsageError, VitalsError
+from trainvitals.errors import UnauthorizedError, UsageError, VitalsError
 from trainvitals.identity import check_run_id
-from trainvitals.io.mailbox import sign_command
+from trainvitals.io.control_key import verify_order
+from trainvitals.io.mailbox import check_time, sign_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import Command
 from trainvitals.views import CommandRequest, CommandView
@@ -26,13 +27,8 @@ from vitals_collector.storage.store import UNKNOWN, Store, unknown_run
 CONFLICT = "V102"
 """Error code: it is there, and in a state that does not allow this."""
 
-OFFERED = ("halt", "rollback", "accept")
 MAX_PENDING = 16
-MAX_TTL_SECONDS = 3_600.0
-MAX_REASON = 500
 MAX_LISTED = 1_000
-MAX_STEP = 2**53
-"""A command's argument travels as a float64."""
 
 _LOG = logging.getLogger("vitals.collector.commands")
 _decode = msgspec.msgpack.Decoder(Command).decode
@@ -41,32 +37,42 @@ _decode = msgspec.msgpack.Decoder(Command).decode
 def issue(
     store: Store,
     run_id: str,
-    request: CommandRequest,
+    command: Command,
     *,
-    issued_by: str,
+    keys: Path,
     now_unix_ns: int,
     folders: Sequence[Path] = (),
 ) -> CommandView:
-    """Store a command for the run, durably, and leave it in the run's folder where one is watched.
+    """Store a signed command for the run, durably; leave it in its folder where one is watched.
+
+    Args:
+        store: where to.
+        run_id: the run it was sent for.
+        command: as a person signed it.
+        keys: the folder of ``control.pub``.
+        now_unix_ns: the time.
+        folders: run directories that are watched.
 
     Raises:
+        UnauthorizedError: it is not signed with the control key.
         UsageError: unknown run, checkpoint or step, an action not offered, a value out of bounds,
-            or too many commands that still wait.
+            a clock that differs, or too many commands that still wait.
     """
-    check_request(request)
+    verify_order(command, keys)
+    request = _request_of(command)
+    request.check()
     check_run_id(run_id)
+    if command.run_id != run_id:
+        raise UsageError(f"the command is for run {command.run_id}, not {run_id}")
+    check_time(command, now_unix_ns)
     with store.write() as connection:
         _check_run(connection, run_id, now_unix_ns)
         check_checkpoint(request.checkpoint_id, _checkpoints(connection, run_id))
         check_step(request, _last_step(connection, run_id))
-        number = _next_number(connection, run_id, now_unix_ns)
-        command = make_command(
-            run_id, request, number=number, issued_by=issued_by, now_unix_ns=now_unix_ns
-        )
+        _check_number(connection, command)
         connection.execute(insert(commands).values(_row_of(command)))
-        _audit(
-            connection, now_unix_ns, issued_by, f"command {command.action}", command, request.reason
-        )
+        who = f"{command.issued_by} (control key)"
+        _audit(connection, now_unix_ns, who, f"command {command.action}", command, command.reason)
     view = CommandView(command=command, status="pending")
     if _leave_in_folder(command, folders):
         return mark_delivered(
@@ -75,58 +81,16 @@ def issue(
     return view
 
 
-def make_command(
-    run_id: str, request: CommandRequest, *, number: int, issued_by: str, now_unix_ns: int
-) -> Command:
-    """Return the request as an unsigned command."""
-    return Command(
-        number=number,
-        run_id=run_id,
-        action=request.action,
-        reason=request.reason,
-        issued_by=issued_by,
-        issued_unix_ns=now_unix_ns,
-        expires_unix_ns=now_unix_ns + int(request.ttl_seconds * 1e9),
-        checkpoint_id=request.checkpoint_id,
-        argument=request.argument or 0.0,
+def _request_of(command: Command) -> CommandRequest:
+    """Return what it asks for, whose bounds are to be checked."""
+    takes_argument = command.argument or command.action == "accept"
+    return CommandRequest(
+        action=command.action,
+        reason=command.reason,
+        checkpoint_id=command.checkpoint_id,
+        argument=command.argument if takes_argument else None,
+        ttl_seconds=(command.expires_unix_ns - command.issued_unix_ns) / 1e9,
     )
-
-
-def check_request(request: CommandRequest) -> None:
-    """Refuse what no run could be asked, whatever its state. Pure.
-
-    Raises:
-        UsageError: it names the field, the value and what is expected.
-    """
-    if request.action not in OFFERED:
-        raise UsageError(
-            f"action is {request.action!r}; this version does not yet offer it",
-            hint=f"offered are {', '.join(OFFERED[:-1])} and {OFFERED[-1]}",
-        )
-    if not 0 < len(request.reason.strip()) <= MAX_REASON or not request.reason.isprintable():
-        raise UsageError(
-            f"reason has {len(request.reason)} characters; give 1 to {MAX_REASON} printable ones",
-            hint="say why, with --reason on the command line; it is recorded in the run",
-        )
-    if not (math.isfinite(request.ttl_seconds) and 0 < request.ttl_seconds <= MAX_TTL_SECONDS):
-        raise UsageError(
-            f"ttl_seconds is {request.ttl_seconds}; it must be above 0 and at most "
-            f"{MAX_TTL_SECONDS:g}"
-        )
-    if request.action == "accept":
-        _check_argument(request.argument)
-    elif request.argument not in (None, 0.0):
-        raise UsageError(f"argument is {request.argument:g}; {request.action} takes none")
-    if request.checkpoint_id and request.action != "rollback":
-        raise UsageError(f"checkpoint_id was given; {request.action} takes none")
-
-
-def _check_argument(argument: float | None) -> None:
-    hint = "say which step was healthy: vitals command RUN accept STEP"
-    if argument is None:
-        raise UsageError("accept needs a step", hint=hint)
-    if not (0 <= argument <= MAX_STEP and argument == math.floor(argument)):
-        raise UsageError(f"accept is given step {argument:g}; it must be a whole number", hint=hint)
 
 
 def check_step(request: CommandRequest, last_step: int) -> None:
@@ -161,15 +125,37 @@ def listed(
 
 
 def mark_delivered(
-    store: Store, run_id: str, number: int, *, by: str, now_unix_ns: int
+    store: Store,
+    run_id: str,
+    number: int,
+    *,
+    by: str,
+    now_unix_ns: int,
+    incarnation: str | None = None,
 ) -> CommandView:
     """Note that the command lies in the run's mailbox; a second time changes nothing.
 
+    Args:
+        store: where the command is.
+        run_id: the run.
+        number: the command's.
+        by: who says so.
+        now_unix_ns: the time.
+        incarnation: that of the run's rank 0 beside the agent that says so: the one agent that
+            holds the run knows it. None: this collector left it in the folder itself.
+
     Raises:
+        UnauthorizedError: that is not the newest start of the run's rank 0.
         UsageError: there is no such command, or it expired before it was taken.
     """
     mine = (commands.c.run_id == run_id, commands.c.number == number)
     with store.write() as connection:
+        if incarnation is not None and incarnation != _rank0(connection, run_id):
+            raise UnauthorizedError(
+                f"only the agent beside rank 0 of run {run_id} can say that a command was"
+                " delivered",
+                hint="it says so again at its next turn, once that rank's rows are here",
+            )
         row = connection.execute(select(commands).where(*mine)).one_or_none()
         if row is None:
             raise UsageError(f"run {run_id} has no command {number}", code=UNKNOWN)
@@ -281,12 +267,28 @@ def check_checkpoint(checkpoint_id: str, announced: Iterable[tuple[str, str]]) -
     )
 
 
-def _next_number(connection: Connection, run_id: str, now_unix_ns: int) -> int:
-    """Return the microsecond of issue, or one more than the last where the clock stood or fell."""
+def _check_number(connection: Connection, command: Command) -> None:
+    """Refuse a command that is not newer than all of the run: sent again, or overtaken."""
     last = connection.execute(
-        select(func.max(commands.c.number)).where(commands.c.run_id == run_id)
+        select(func.max(commands.c.number)).where(commands.c.run_id == command.run_id)
     ).scalar()
-    return max(now_unix_ns // 1_000, (last or 0) + 1)
+    if last is not None and command.number <= last:
+        raise UsageError(
+            f"command {command.number} is not newer than {last}, the run's newest",
+            hint="issue it again: each is taken once",
+            code=CONFLICT,
+        )
+
+
+def _rank0(connection: Connection, run_id: str) -> str | None:
+    """Return the newest start of the run's rank 0."""
+    query = (
+        select(sources.c.incarnation)
+        .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
+        .order_by(sources.c.started_unix_ns.desc())
+        .limit(1)
+    )
+    return connection.execute(query).scalar()
 
 
 def _row_of(command: Command) -> dict[str, object]:
@@ -314,7 +316,11 @@ def _view(row: Row[tuple[object, ...]], now_unix_ns: int) -> CommandView:
 
 
 def _leave_in_folder(command: Command, folders: Iterable[Path]) -> bool:
-    """Sign the command and leave it in the run's own directory, where that is one we watch."""
+    """Sign the command and leave it in the run's own directory, where that is one we watch.
+
+    It was verified, and this is the run's owner: the run need not know this collector's key.
+    """
+    plain = msgspec.structs.replace(command, control_signature="")
     for folder in folders:
         # The id was checked to be a ULID; nothing else of the request becomes part of a path.
         path = folder if folder.name == command.run_id else folder / command.run_id
@@ -322,7 +328,7 @@ def _leave_in_folder(command: Command, folders: Iterable[Path]) -> bool:
             continue
         try:
             run_dir = RunDir.open(path)
-            run_dir.put_command(sign_command(command, run_dir.command_key()))
+            run_dir.put_command(sign_command(plain, run_dir.command_key()))
         except (VitalsError, OSError) as error:
             _LOG.warning("command %d stays pending: %s", command.number, error)
             continue
@@ -346,12 +352,10 @@ def _audit(
 
 __all__ = [
     "check_checkpoint",
-    "check_request",
     "check_step",
     "counts",
     "expire",
     "issue",
     "listed",
-    "make_command",
     "mark_delivered",
 ]

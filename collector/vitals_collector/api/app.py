@@ -21,6 +21,7 @@ from starlette.responses import Response
 from trainvitals import __version__
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UsageError, VitalsError
+from trainvitals.io.control_key import make_control_key
 from trainvitals.views import Problem
 from trainvitals.wire import IngestReply
 from vitals_collector.alerts.ack_links import AckLinks
@@ -105,6 +106,7 @@ def create_app(
     clock = clock or SystemClock()
     ensure_data_dir(settings.data)
     tokens = load_or_create_tokens(settings.data / TOKENS_FILE)
+    make_control_key(settings.data)
     store = open_data_store(settings.data, settings.database, lake=settings.lake)
     try:
         folder = FolderIngest(store, settings.folders)
@@ -204,7 +206,11 @@ def _add_routes(
     )
     app.state.store, app.state.query, app.state.acting = store, query, acting
     app.include_router(question_router(query))
-    app.include_router(control_router(store, acting.inbox, clock=clock, folders=settings.folders))
+    app.include_router(
+        control_router(
+            store, acting.inbox, clock=clock, keys=settings.data, folders=settings.folders
+        )
+    )
     app.include_router(metrics_router(_exposed(store, acting, clock, settings)))
     app.include_router(discovery_router(store, liveness=query.liveness))
 

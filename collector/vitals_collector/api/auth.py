@@ -74,15 +74,17 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         return "Tokens(...)"
 
-    def scopes(self, presented: str) -> frozenset[TokenScope]:
-        """Return what the presented token allows; nothing, where it is not one of ours."""
+    def grants(self, presented: str) -> tuple[frozenset[TokenScope], str]:
+        """Return what the presented token allows, and its name; nothing, where it is not ours."""
         granted: frozenset[TokenScope] = frozenset()
+        named = ""
         given = presented.encode()
         for name, scopes in _GRANTS.items():
             # All three are compared, always: the time taken says nothing about which one matched.
             if hmac.compare_digest(given, getattr(self, name).encode()):
                 granted |= scopes
-        return granted
+                named = name
+        return granted, named
 
 
 def load_or_create_tokens(path: Path) -> Tokens:
@@ -251,7 +253,8 @@ class Gate:
         headers = Headers(scope=scope)
         self._check_host(headers.getlist("host"))
         self._check_origin(headers)
-        scope.setdefault("state", {})["scopes"] = self._scopes(headers)
+        state = scope.setdefault("state", {})
+        state["scopes"], state["token_name"] = self._grants(headers)
         is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(ACK_PATH)
         if not scope["state"]["scopes"] and not is_open:
             raise Refused(
@@ -288,12 +291,13 @@ class Gate:
                     ),
                 )
 
-    def _scopes(self, headers: Headers) -> frozenset[TokenScope]:
+    def _grants(self, headers: Headers) -> tuple[frozenset[TokenScope], str]:
+        """Return what the token allows, and its name for the audit."""
         values = headers.getlist("authorization")
         scheme, _, token = values[0].partition(" ") if len(values) == 1 else ("", "", "")
-        return (
-            self._config.tokens.scopes(token.strip()) if scheme.lower() == "bearer" else frozenset()
-        )
+        if scheme.lower() != "bearer":
+            return frozenset(), ""
+        return self._config.tokens.grants(token.strip())
 
 
 def require(*scopes: TokenScope) -> Callable[[Request], None]:

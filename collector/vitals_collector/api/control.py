@@ -9,13 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trainvitals.clock import Clock
+from trainvitals.records import Command
 from trainvitals.views import (
     AckRequest,
     AlertView,
     AnnotationRequest,
     AnnotationView,
-    CommandRequest,
     CommandView,
+    DeliveredRequest,
     EndSilenceRequest,
     SilenceRequest,
     SilenceView,
@@ -29,7 +30,12 @@ from vitals_collector.storage.store import Store
 
 
 def control_router(
-    store: Store, inbox: Inbox, *, clock: Clock, folders: Sequence[FilePath] = ()
+    store: Store,
+    inbox: Inbox,
+    *,
+    clock: Clock,
+    keys: FilePath,
+    folders: Sequence[FilePath] = (),
 ) -> APIRouter:
     """Return the routes that change something.
 
@@ -37,11 +43,12 @@ def control_router(
         store: where commands and notes are kept.
         inbox: the alerts.
         clock: when "now" is.
+        keys: the folder of ``control.pub``.
         folders: run directories this collector watches, from its own command line: a command for a
             run there is signed and left in place.
     """
     router = APIRouter(prefix="/v1")
-    _add_commands(router, store, clock, tuple(folders))
+    _add_commands(router, store, clock, keys, tuple(folders))
     _add_delivery(router, store, clock)
     _add_alerts(router, inbox)
     _add_annotations(router, store, clock)
@@ -49,28 +56,19 @@ def control_router(
 
 
 def _add_commands(
-    router: APIRouter, store: Store, clock: Clock, folders: tuple[FilePath, ...]
+    router: APIRouter, store: Store, clock: Clock, keys: FilePath, folders: tuple[FilePath, ...]
 ) -> None:
     @router.post(
         "/runs/{run_id}/commands",
         tags=["commands"],
         dependencies=[Depends(require("control"))],
         responses=answers(CommandView),
-        openapi_extra=takes(CommandRequest),
+        openapi_extra=takes(Command),
     )
-    def send_command(
-        run_id: str,
-        who: Annotated[str, Depends(caller)],
-        body: Annotated[CommandRequest, Depends(body_of(CommandRequest))],
-    ) -> Response:
-        """Propose something to the run's ladder; it is stored before this answers."""
+    def send_command(run_id: str, body: Annotated[Command, Depends(body_of(Command))]) -> Response:
+        """Propose something to the run's ladder, signed; it is stored before this answers."""
         view = commands.issue(
-            store,
-            run_id,
-            body,
-            issued_by=who,
-            now_unix_ns=clock.time_ns(),
-            folders=folders,
+            store, run_id, body, keys=keys, now_unix_ns=clock.time_ns(), folders=folders
         )
         return reply(view)
 
@@ -81,14 +79,23 @@ def _add_delivery(router: APIRouter, store: Store, clock: Clock) -> None:
         tags=["commands"],
         dependencies=[Depends(require("ingest"))],
         responses=answers(CommandView),
+        openapi_extra=takes(DeliveredRequest),
     )
     def mark_delivered(
         run_id: str,
         number: Annotated[int, Path(ge=0, le=2**63 - 1)],
         who: Annotated[str, Depends(caller)],
+        body: Annotated[DeliveredRequest, Depends(body_of(DeliveredRequest))],
     ) -> Response:
-        """Note that a command lies in the run's mailbox."""
-        view = commands.mark_delivered(store, run_id, number, by=who, now_unix_ns=clock.time_ns())
+        """Note that a command lies in the run's mailbox; the agent that holds the run says so."""
+        view = commands.mark_delivered(
+            store,
+            run_id,
+            number,
+            by=who,
+            incarnation=body.incarnation,
+            now_unix_ns=clock.time_ns(),
+        )
         return reply(view)
 
 
@@ -152,8 +159,8 @@ def _add_annotations(router: APIRouter, store: Store, clock: Clock) -> None:
 
 
 def caller(request: Request) -> str:
-    """Return who asks, as far as a token can say: where the request came from."""
-    return f"api from {request.client.host if request.client else 'this process'}"
+    """Return who asks, as far as a token can say: its name. An address is nobody."""
+    return f"{getattr(request.state, 'token_name', '') or 'no'} token"
 
 
 __all__ = ["control_router"]

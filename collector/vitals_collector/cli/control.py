@@ -20,6 +20,7 @@ from trainvitals.io.client import (
     Tokens,
     read_tokens,
 )
+from trainvitals.io.control_key import control_folder
 from trainvitals.io.lookup import known_collector
 from trainvitals.records import Command
 from trainvitals.views import (
@@ -69,8 +70,21 @@ class Action(StrEnum):
 
     HALT = "halt"
     ROLLBACK = "rollback"
+    SKIP = "skip"
+    LR = "lr"
+    CHECKPOINT = "checkpoint"
+    PAUSE = "pause"
+    RESUME = "resume"
+    PROFILE = "profile"
+    APPROVE = "approve"
+    VETO = "veto"
     ACCEPT = "accept"
     LIST = "list"
+
+
+_NEED_A_REASON = (Action.HALT, Action.ROLLBACK, Action.SKIP, Action.LR, Action.ACCEPT, Action.VETO)
+_ANSWERED = ("done", "refused", "expired", "invalid")
+_LOOK_SECONDS = 0.25
 
 
 def register(app: typer.Typer) -> None:
@@ -78,6 +92,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "command",
         epilog='Example: vitals command my-run rollback --reason "bad data since 9:00"\n\n'
+        'Example: vitals command my-run lr x0.5 --reason "loss is noisy"\n\n'
         'Example: vitals command my-run accept 4200 --reason "a new task begins there"',
     )(command)
     commands: Commands = {
@@ -103,22 +118,32 @@ def register(app: typer.Typer) -> None:
 def command(
     run: Run,
     action: Annotated[Action, typer.Argument(help="What to ask for; list shows earlier commands.")],
-    step: Annotated[
-        int | None, typer.Argument(help="For accept: the step that was healthy.")
-    ] = None,
+    value: Annotated[
+        str,
+        typer.Argument(
+            help="For skip: number of updates; for lr: the learning rate, or xFACTOR of the "
+            "schedule's (x1 is the schedule again); for accept: the step that was healthy; for "
+            "approve and veto: the decision's number, where it is not the one that waits."
+        ),
+    ] = "",
     reason: Annotated[str, typer.Option(help="Reason, recorded in the run.")] = "",
     checkpoint: Annotated[
         str, typer.Option(help="Checkpoint to roll back to [default: the newest healthy one].")
     ] = "",
+    steps: Annotated[int, typer.Option(help="For profile: number of steps, at most 100.")] = 10,
     ttl: Annotated[float, typer.Option(help="Seconds until the command expires.")] = 60.0,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for the run's answer; through a collector.")
+    ] = 15.0,
     folder: Dir = None,
     collector: Collector = "",
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Ask a run to halt or to roll back, or mark a step as healthy.
+    """Ask a run to halt, roll back, pause, skip updates, change its rate, save or be profiled.
 
-    The run's escalation policy accepts or refuses, and answers. `accept STEP` says that what Vitals
+    The run's escalation policy accepts or refuses, and its answer is printed; refused is exit code
+    1. It takes effect at one step on all ranks, at most once. `accept STEP` says that what Vitals
     took for an outlier, a rise or a damaged state at that step was healthy, then and later.
     """
     folder, run = as_folder(run, folder)
@@ -129,21 +154,52 @@ def command(
             command_views = client.ask(CommandsQuestion(run_id=find_run(client, run).run_id))
         _write_commands(command_views, form)
         return
+    if action is Action.PROFILE and not value:
+        value = str(steps)
+    by_factor = action is Action.LR and value.startswith("x")
     request = CommandRequest(
-        action=action.value,  # type: ignore[arg-type]
-        reason=reason,
+        action="lr_factor" if by_factor else action.value,  # type: ignore[arg-type]
+        reason=reason or ("" if action in _NEED_A_REASON else f"asked for by {_user()}"),
         checkpoint_id=checkpoint,
-        argument=None if step is None else float(step),
+        argument=_number(value.removeprefix("x") if by_factor else value, action),
         ttl_seconds=ttl,
     )
+    request.check()
     if folder is not None:
         view = _leave(folder, run, request)
     else:
+        keys = control_folder(os.environ, token_file, collector)
         with _control(collector, token_file, needs="control") as client:
             summary = find_run(client, run)
             _check_open(summary)
-            view = client.send_command(summary.run_id, request)
+            view = client.send_command(summary.run_id, request, issued_by=_user(), keys=keys)
+            view = _answer(client, view, wait)
     _write_commands((view,), form)
+    if view.status in ("refused", "expired", "invalid"):
+        raise typer.Exit(1)
+
+
+def _number(value: str, action: Action) -> float | None:
+    """Return the value that an action is given; None where there is none."""
+    try:
+        return float(value) if value else None
+    except ValueError:
+        raise UsageError(
+            f"{action.value} is given {value!r}; it must be a number",
+            hint="vitals command RUN skip 20 | lr 1e-4 | lr x0.5 | accept 4200",
+        ) from None
+
+
+def _answer(client: CollectorClient, sent: CommandView, wait: float) -> CommandView:
+    """Return what became of a command, as far as it is known within so many seconds."""
+    give_up = time.monotonic() + wait
+    view = sent
+    while view.status not in _ANSWERED and time.monotonic() < give_up:
+        time.sleep(_LOOK_SECONDS)
+        for listed in client.ask(CommandsQuestion(run_id=sent.command.run_id)):
+            if listed.command.number == sent.command.number:
+                view = listed
+    return view
 
 
 def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
@@ -152,12 +208,9 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
     from trainvitals.io.rundir import RunDir
     from vitals_collector.alerts.commands import (
         check_checkpoint,
-        check_request,
         check_step,
-        make_command,
     )
 
-    check_request(request)
     with open_reader(folder) as opened:
         summary = choose_run(opened, run)
         announced = opened.reader.ask(CheckpointsQuestion(run_id=summary.run_id))
@@ -166,14 +219,7 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
     check_step(request, summary.last_step)
     path = folder.absolute()
     run_dir = RunDir.open(path if path.name == summary.run_id else path / summary.run_id)
-    now = time.time_ns()
-    unsigned = make_command(
-        summary.run_id,
-        request,
-        number=now // 1_000,
-        issued_by=_user(),
-        now_unix_ns=now,
-    )
+    unsigned = request.command(summary.run_id, issued_by=_user(), now_unix_ns=time.time_ns())
     signed = sign_command(unsigned, run_dir.command_key())
     run_dir.put_command(signed)
     return CommandView(command=signed, status="pending")
@@ -208,8 +254,9 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
 
 
 def _asked(command: Command) -> str:
-    is_accept = command.action == "accept"
-    return f"accept {command.argument:.0f}" if is_accept else command.action
+    if command.action == "lr_factor":
+        return f"lr x{command.argument:g}"
+    return f"{command.action} {command.argument:.12g}" if command.argument else command.action
 
 
 # --------------------------------------------------------------------------------------- alerts

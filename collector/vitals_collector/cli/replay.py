@@ -16,8 +16,8 @@ import typer
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
-from trainvitals.io.client import default_data_dir
 from trainvitals.io.lookup import DEFAULT_DIR
+from trainvitals.io.setting_paths import default_data_dir
 from trainvitals.printable import printable
 
 if TYPE_CHECKING:

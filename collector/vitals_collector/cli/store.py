@@ -247,7 +247,7 @@ def _room_told() -> Iterator[None]:
 
 def data_dir(data: Path | None) -> Path:
     """Return the collector's own folder: the one that was named, else the usual one."""
-    from trainvitals.io.client import default_data_dir
+    from trainvitals.io.setting_paths import default_data_dir
 
     return (data or default_data_dir(os.environ)).expanduser().absolute()
 

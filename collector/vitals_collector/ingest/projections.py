@@ -33,6 +33,7 @@ from trainvitals.records import (
     RunInfo,
     RunStarted,
     StateRead,
+    TrainingPaused,
 )
 from trainvitals.rows import Schema, column_of
 from vitals_collector.storage.schema import (
@@ -120,6 +121,8 @@ def describe(event: Event | None) -> str:
             return of_reading(event)
         case CommandAcknowledged(ack=ack):
             return f"command {ack.number} {ack.status}: {ack.detail}"
+        case TrainingPaused():
+            return f"{'paused' if event.is_paused else 'goes on'}: {event.reason}"
         case CheckpointChanged():
             return f"checkpoint {event.checkpoint_id} is {event.state} ({event.where})"
         case DataWindowSkipped():

@@ -41,6 +41,7 @@ from trainvitals.records import (
     FindingRaised,
     NamesDefined,
     RunEnded,
+    TrainingPaused,
 )
 from trainvitals.wire import Batch
 from vitals_collector.alerts import commands
@@ -62,6 +63,8 @@ _MAX_LOGGED = 100
 _Record = TypeVar("_Record")
 _AWAITED = (DecisionMade, FindingRaised)
 """Events of which people may be told."""
+_NOTED = CheckpointChanged | NamesDefined | TrainingPaused
+"""Events that change how a run is watched."""
 _MOST_CAME = 8
 """Commits that wait for a look: each is some MB at most, and what is sorted has a bound."""
 _PAUSE_SECONDS = 0.2
@@ -167,7 +170,7 @@ class Engine:
                             dirty.add((identity.run_id, identity.incarnation))
                         if isinstance(row.event, DecisionMade | RunEnded):
                             changed.add(identity.run_id)
-                        if isinstance(row.event, CheckpointChanged | NamesDefined):
+                        if isinstance(row.event, _NOTED):
                             noted.add(identity.run_id)
         self._own[0].update(run_ids)
         self._watching.add(rows)

@@ -11,6 +11,7 @@ rows that were held while their step was not whole are read again.
 import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ from sqlalchemy import Connection, delete, select
 
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
-from trainvitals.errors import StorageError
-from trainvitals.records import Finding
+from trainvitals.errors import UNREADABLE, StorageError
+from trainvitals.records import Finding, TrainingPaused
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch
 from vitals_collector.live.step_join import (
@@ -49,7 +50,7 @@ from vitals_collector.live.tail_reader import (
     TailReader,
     Taken,
 )
-from vitals_collector.storage.schema import checkpoints, engine_state, findings, streams
+from vitals_collector.storage.schema import checkpoints, engine_state, events, findings, streams
 from vitals_collector.storage.store import Moment, Store, clean, insert
 
 _LOG = logging.getLogger("vitals.collector.watching")
@@ -121,6 +122,7 @@ def forget_progress(connection: Connection, run_id: str) -> None:
 # ------------------------------------------------------------------------------------------ one run
 
 
+_decode_pause = msgspec.msgpack.Decoder(TrainingPaused).decode
 _LOOK_NS = 30_000_000_000
 """How often the store is asked for rows that nobody told of: another process may write there."""
 _FEW_ROWS = 64
@@ -171,6 +173,7 @@ class FollowedRun:
     _looked_ns: int | None = None
     _saves: list[tuple[Key, int]] = field(default_factory=list)
     _num_unmerged: int = 0
+    _is_paused: bool = False
 
     def __post_init__(self) -> None:
         self._fresh = TailReader(self.run_id, self.saved.done, self.steps.number_of)
@@ -221,6 +224,8 @@ class FollowedRun:
             num_read += self._take_all(blocks, now_ns)
         self.has_changed = self.has_changed or num_read > 0
         self._saves = self._new_checkpoints(moment.sql)
+        if has_more or self._is_paused:
+            self._look_for_pause(moment.sql, now_ns)
         return num_read
 
     def _is_due(self, now_ns: int) -> bool:
@@ -301,6 +306,21 @@ class FollowedRun:
             for row in connection.execute(query.order_by(table.attempt, table.step))
         ]
 
+    def _look_for_pause(self, connection: Connection, now_ns: int) -> None:
+        """Learn whether the newest attempt stands still since a person wants it so."""
+        newest = connection.execute(
+            select(events.c.attempt, events.c.body)
+            .where(events.c.run_id == self.run_id, events.c.kind == TrainingPaused.__name__)
+            .order_by(events.c.time_unix_ns.desc())
+            .limit(1)
+        ).first()
+        was_paused, self._is_paused = self._is_paused, False
+        if newest is not None and newest.attempt == self.saved.last[0]:
+            with suppress(*UNREADABLE):  # a damaged one is none
+                self._is_paused = _decode_pause(newest.body).is_paused
+        if was_paused and not self._is_paused:  # the next step is waited for from now on
+            self.watchers.resumed(self._now_of_run(now_ns))
+
     # ------------------------------------------------------------------------------- watching
 
     def advance(self, now_ns: int, *, is_running: bool) -> list[TimedFinding]:
@@ -321,7 +341,7 @@ class FollowedRun:
             self._save_until(self.steps.merged)
             for left in rounds:
                 records += self._sampled(left)
-        if is_running and self.is_drained:
+        if is_running and self.is_drained and not self._is_paused:
             records += self._idle(now_ns)
         if merged or rounds or records:
             self._keep_lasting(records)
@@ -364,9 +384,12 @@ class FollowedRun:
 
     def _idle(self, now_ns: int) -> list[TimedFinding]:
         """Ask how long nothing came: by this collector's clock, carried on from the run's own."""
-        assert self.heard_ns is not None, "set by advance"
-        at = self.saved.last[2] + max(0, now_ns - self.heard_ns)
+        at = self._now_of_run(now_ns)
         return self._timed(self.watchers.idle(at), at)
+
+    def _now_of_run(self, now_ns: int) -> int:
+        heard_ns = now_ns if self.heard_ns is None else self.heard_ns
+        return self.saved.last[2] + max(0, now_ns - heard_ns)
 
     def _save_until(self, key: Key) -> None:
         """Tell the watchers of the checkpoints up to a step, in the order of the steps."""

@@ -59,7 +59,8 @@ MAX_LISTED = 200
 _NEAR_NS = 120 * 10**9
 """What an agent says has no step: it belongs to what happened so near in time."""
 _OF_NOTE = (
-    "Note", "RunEnded", "CheckpointChanged", "CommandAcknowledged", "DataWindowSkipped",
+    "Note", "RunEnded", "CheckpointChanged", "CommandAcknowledged", "TrainingPaused",
+    "DataWindowSkipped",
     "AttemptStarted", "ChangeExpected", "StateRead",
 )  # fmt: skip
 

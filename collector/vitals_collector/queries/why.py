@@ -13,6 +13,7 @@ from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
     CLIPS,
+    COMMANDED,
     LOSS_OUTLIER,
     NONFINITE_STATE,
     NORM_OUTLIER,
@@ -46,6 +47,7 @@ _VERDICT = (
     (RANK_FAILED, "a rank failed to prepare the step"),
     (NONFINITE_STATE, "optimizer state or buffers were not finite"),
     (SNAPSHOT_MISSED, "a snapshot could not be taken"),
+    (COMMANDED, "skipped by a manual command"),
 )
 _NOT_FINITE = BAD_LOSS | BAD_GRADIENTS
 

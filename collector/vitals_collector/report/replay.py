@@ -26,6 +26,7 @@ from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
     CLIPS,
+    COMMANDED,
     NONFINITE_STATE,
     OVERFLOW,
     RANK_FAILED,
@@ -370,6 +371,8 @@ def _proposal(decision: Decision) -> Proposal:
     if decision.action == "accept_level":
         step = decision.evidence.get("accepted_step", float(decision.step))
         return Proposal(number=decision.command_number, action="accept", argument=step)
+    if is_rollback and decision.rule != "command":  # it had waited for this yes
+        return Proposal(number=decision.command_number, action="approve")
     return Proposal(
         number=decision.command_number,
         action="rollback" if is_rollback else "halt",
@@ -555,6 +558,7 @@ def step_record(
         snapshots_missed=int(bool(bits & SNAPSHOT_MISSED)),
         skipped=bool(_int(row, "skipped", 0)),
         withheld=bool(bits & WITHHELD),
+        commanded=bool(bits & COMMANDED),
         overflow=bool(bits & OVERFLOW),
         learning_rate=_float(row, "learning_rate"),
         lr_factor=1.0 if factor is None else factor,

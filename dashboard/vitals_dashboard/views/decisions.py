@@ -132,6 +132,18 @@ def _acts(source: Source, run: RunSummary, view: DecisionView) -> None:
             commands.accept(source, run, view.decision.step, key=f"accept_{key}")
         if action is None:
             return
+        if commands.waits(view):
+            number = view.decision.ledger_seq
+            answers: tuple[tuple[commands.Action, str], ...] = (
+                ("approve", "Approve"),
+                ("veto", "Veto"),
+            )
+            for answer, label in answers:
+                commands.command(
+                    source, run, answer, label=label, key=f"{answer}_{key}", step=number,
+                    why=f"asked at step {view.decision.step}",
+                )  # fmt: skip
+            return
         commands.command(
             source, run, action, label="Carry out", key=f"do_{key}",
             checkpoint_id=view.decision.checkpoint_id if action == "rollback" else "",

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 
+from tests.orders import keys
 from tests.trainvitals.io.builders import RUN_ID, a_command
 from trainvitals.errors import (
     FormatError,
@@ -80,7 +81,7 @@ def test_commands_are_fetched_and_marked() -> None:
 
     with client_of(handle) as client:
         assert (view,) == client.ask(CommandsQuestion(run_id=RUN_ID, status="pending"))
-        client.mark_delivered(RUN_ID, 17)
+        client.mark_delivered(RUN_ID, 17, "a" * 16)
     assert [
         f"GET /v1/runs/{RUN_ID}/commands?status=pending",
         f"POST /v1/runs/{RUN_ID}/commands/17/delivered",
@@ -119,12 +120,16 @@ def test_orders_are_json() -> None:
     seen: list[httpx.Request] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, content=b"[]")
         seen.append(request)
         view = CommandView(command=a_command(), status="pending")
         return httpx.Response(200, content=msgspec.json.encode(view))
 
     with client_of(handle) as client:
-        client.send_command(RUN_ID, CommandRequest(action="halt", reason="enough"))
+        client.send_command(
+            RUN_ID, CommandRequest(action="halt", reason="enough"), issued_by="me", keys=keys()
+        )
         with pytest.raises(TransportError, match="did not answer like a collector"):
             client.ack_alert("a/b?c", AckRequest(by="me"))
     assert "halt" == json.loads(seen[0].content)["action"]

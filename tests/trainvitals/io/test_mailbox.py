@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.orders import keys
 from tests.trainvitals.io.builders import RUN_ID, a_command
 from trainvitals.errors import FormatError, NewerVersionError, UnauthorizedError, UsageError
 from trainvitals.identity import new_run_id
-from trainvitals.io.mailbox import MAILBOX_BYTES, Mailbox, sign_command, verify_command
+from trainvitals.io.control_key import sign_order
+from trainvitals.io.mailbox import (
+    MAILBOX_BYTES,
+    CommandInbox,
+    Mailbox,
+    sign_command,
+    verify_command,
+)
+from trainvitals.testing.clock import ManualClock
 
 KEY = bytes(range(32))
 
@@ -107,6 +116,51 @@ def test_a_full_memory_gives_an_error_and_no_half_mailbox(small_tmpfs: Path) -> 
 
 
 # --------------------------------------------------------------------------- signatures
+
+
+def inbox_of(mailbox: Mailbox, clock: ManualClock, last_number: int = 0) -> CommandInbox:
+    return CommandInbox(
+        mailbox=mailbox, key=KEY, keys=keys(), run_id=RUN_ID, clock=clock, last_number=last_number
+    )
+
+
+def test_rank_0_takes_what_both_keys_signed_and_each_once(mailbox: Mailbox) -> None:
+    inbox = inbox_of(mailbox, ManualClock(time_ns=500))
+    command = sign_command(sign_order(a_command(number=7), keys()), KEY)
+    mailbox.put(command)
+    assert (None, command) == (inbox.poll(step=3), inbox.waiting)
+    inbox.waiting = None
+    assert (None, None) == (inbox.poll(step=4), inbox.waiting)
+    relaunched = inbox_of(mailbox, ManualClock(time_ns=500), last_number=7)
+    assert (None, None) == (relaunched.poll(step=0), relaunched.waiting)
+
+
+def test_rank_0_refuses_what_the_agent_was_made_to_sign(mailbox: Mailbox) -> None:
+    inbox = inbox_of(mailbox, ManualClock(time_ns=500))
+    genuine = sign_order(a_command(number=7), keys())
+    forged = msgspec.structs.replace(genuine, action="rollback", number=2**52)
+    mailbox.put(sign_command(forged, KEY))
+    refused = inbox.poll(step=3)
+    assert refused is not None and inbox.waiting is None
+    assert ("invalid", True) == (refused.status, "control key" in refused.detail)
+    assert inbox.poll(step=4) is None, "said once"
+    mailbox.put(sign_command(genuine, KEY))
+    assert inbox.poll(step=5) is None
+    assert inbox.waiting is not None, "what was made up keeps nothing genuine away"
+
+
+def test_a_command_that_expired_is_not_revived_by_a_clock_that_is_set_back(
+    mailbox: Mailbox,
+) -> None:
+    clock = ManualClock(time_ns=2_000)
+    inbox = inbox_of(mailbox, clock)
+    mailbox.put(sign_command(a_command(number=7), KEY))
+    refused = inbox.poll(step=3)
+    assert refused is not None and "expired" == refused.status
+    clock._time_ns = 500
+    assert (None, None) == (inbox.poll(step=4), inbox.waiting)
+    relaunched = inbox_of(mailbox, clock, last_number=inbox.last_number)
+    assert (None, None) == (relaunched.poll(step=0), relaunched.waiting)
 
 
 def test_a_signed_command_passes() -> None:

@@ -174,6 +174,11 @@ class FleetDetectors(Stateful):
         self._is_stalled = finding is not None
         return () if finding is None else (finding,)
 
+    def resumed(self, now_ns: int) -> None:
+        """Take in that a person let the run go on: the next step is waited for from now on."""
+        if self._last is not None:
+            self._last, self._is_stalled = (self._last[0], now_ns), False
+
     def saved(self, step: int) -> None:
         """Take in that the checkpoint of ``step`` is on disk."""
         kept = [earlier for earlier in self._checkpoints if earlier < step]

@@ -1,0 +1,167 @@
+"""The control key: what a person orders is signed by it, and the secret half never travels.
+
+    control.key   the secret (0600): where people command from; made at a collector's first start
+    control.pub   what verifies (0600): also with agents and runs, beside their token file
+
+Ed25519, so who can verify cannot sign: neither a collector, nor whoever took its port, nor the
+agents and runs that hold ``control.pub`` can make an order, or change one on its way.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainvitals.errors import FormatError, MissingDependencyError, StorageError, UnauthorizedError
+from trainvitals.io.private import open_private
+from trainvitals.io.segments import read_fd
+from trainvitals.io.setting_paths import collector_folder, default_data_dir
+from trainvitals.records import Command
+
+SECRET_FILE = "control.key"
+PUBLIC_FILE = "control.pub"
+_BYTES = 32
+_CONTEXT = b"trainvitals command 1\0"
+
+
+def control_folder(
+    environ: Mapping[str, str], token_file: Path | None = None, collector: str = ""
+) -> Path:
+    """Return where the control key lies: beside the token file, else in the collector's folder.
+
+    Args:
+        environ: may name the token file, and the collector by its data folder.
+        token_file: of ``--token-file``.
+        collector: of ``--collector``.
+    """
+    if token_file is not None or environ.get("VITALS_TOKEN_FILE"):
+        return Path(token_file or environ["VITALS_TOKEN_FILE"]).absolute().parent
+    named = collector or environ.get("VITALS_COLLECTOR_URL", "")
+    return (collector_folder(named) if named else None) or default_data_dir(environ)
+
+
+def make_control_key(folder: Path) -> None:
+    """Make both halves where there is no public one yet.
+
+    A folder with ``control.pub`` alone stays so: people then command from elsewhere.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
+    if (folder / PUBLIC_FILE).exists():
+        return
+    try:
+        with contextlib.suppress(FileExistsError):
+            _write(folder / SECRET_FILE, secrets.token_bytes(_BYTES))
+        secret = _read(folder / SECRET_FILE)
+        key = _ed25519().Ed25519PrivateKey.from_private_bytes(secret)
+        public = key.public_key().public_bytes_raw()
+        with contextlib.suppress(FileExistsError):
+            _write(folder / PUBLIC_FILE, public)
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: the control key cannot be created: {error.strerror}"
+        ) from error
+
+
+def sign_order(command: Command, folder: Path) -> Command:
+    """Return the command with a person's signature over everything that they ask for.
+
+    Raises:
+        UnauthorizedError: there is no control key in the folder.
+        InsecurePathError: others can read it.
+        FormatError: it is damaged.
+    """
+    try:
+        secret = _read(folder / SECRET_FILE)
+    except OSError as error:
+        raise UnauthorizedError(
+            f"{folder / SECRET_FILE}: {error.strerror}; commands are signed with it",
+            hint="the collector creates it (0600) at its first start, beside tokens.json: command "
+            "from there, or copy it beside your token file",
+        ) from None
+    key = _ed25519().Ed25519PrivateKey.from_private_bytes(secret)
+    signature = key.sign(_signed_part(command))
+    return msgspec.structs.replace(command, control_signature=signature.hex())
+
+
+def verify_order(command: Command, folder: Path) -> None:
+    """Check a person's signature against the folder's ``control.pub``.
+
+    Raises:
+        UnauthorizedError: it is not signed with the control key, or the key is not known here.
+        InsecurePathError: others can change it.
+        FormatError: it is damaged.
+    """
+    ed25519 = _ed25519()
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        public = _read(folder / PUBLIC_FILE)
+    except OSError as error:
+        raise UnauthorizedError(
+            f"command {command.number} cannot be verified: {folder / PUBLIC_FILE}:"
+            f" {error.strerror}",
+            hint="copy control.pub (0600) from the collector's data folder to there, beside the"
+            " token file that VITALS_TOKEN_FILE names",
+        ) from None
+    try:
+        signature = bytes.fromhex(command.control_signature)
+        ed25519.Ed25519PublicKey.from_public_bytes(public).verify(signature, _signed_part(command))
+    except (ValueError, InvalidSignature):
+        raise UnauthorizedError(
+            f"command {command.number} is not signed with the control key that"
+            f" {folder / PUBLIC_FILE} belongs to",
+            hint="whoever sent it has no control.key, or it was changed on its way",
+        ) from None
+
+
+def _ed25519() -> Any:
+    """Import it where a command is at hand: no rank pays for it at its start."""
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise MissingDependencyError(
+            "commands are signed and verified with the package cryptography",
+            hint="pip install cryptography",
+        ) from None
+    return ed25519
+
+
+def _signed_part(command: Command) -> bytes:
+    """Return what is signed: all but the signatures.
+
+    What is empty is left out, so that a later version's field changes nothing where it is not used.
+    """
+    said = {
+        name: value
+        for name, value in msgspec.structs.asdict(command).items()
+        if value and name not in ("signature", "control_signature")
+    }
+    return _CONTEXT + msgspec.msgpack.encode(said, order="sorted")
+
+
+def _write(path: Path, raw: bytes) -> None:
+    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        os.write(fd, raw.hex().encode() + b"\n")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        raw = bytes.fromhex(read_fd(open_private(path)).decode("ascii").strip())
+    except ValueError:
+        raw = b""
+    if len(raw) != _BYTES:
+        raise FormatError(
+            f"{path} must hold {2 * _BYTES} hexadecimal characters",
+            hint="copy it again from the collector's data folder",
+        )
+    return raw
