@@ -15,6 +15,7 @@ import uvicorn
 
 from tests.small_disks import small_file_system
 from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.io.server_identity import UNPROVEN
 from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app
 from vitals_collector.api.serve import ListenSettings, bind, url_of
 from vitals_collector.storage.store import Store, open_data_store, open_store
@@ -30,7 +31,8 @@ class Served:
         self.tokens = read_tokens(settings.data / TOKENS_FILE)
         self._listen = ListenSettings()
         self._socket = bind(self._listen)
-        self.url = url_of(self._socket, self._listen)
+        self.plain = url_of(self._socket, self._listen)
+        self.url = f"{UNPROVEN}{self.plain}"
         config = uvicorn.Config(self.app, log_config=None, access_log=False)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
@@ -55,7 +57,7 @@ class Served:
         token = getattr(self.tokens, scope, "")
         said = {"Authorization": f"Bearer {token}"} if token else {}
         headers = said | how.pop("headers", {})
-        return httpx.request(method, self.url + path, headers=headers, trust_env=False, **how)
+        return httpx.request(method, self.plain + path, headers=headers, trust_env=False, **how)
 
 
 @pytest.fixture
