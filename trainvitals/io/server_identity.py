@@ -27,6 +27,9 @@ UNPROVEN = "insecure+"
 """Before ``http://``: something else keeps others from reading and answering, such as a TLS proxy
 on this machine, or a mesh."""
 
+SERVER_NAME = "vitals-collector"
+"""In every certificate that a collector makes: for clients that check a name, like Prometheus."""
+
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 _BY_FD = Path("/proc/self/fd")
 
