@@ -23,8 +23,9 @@ from msgspec.structs import replace
 from trainvitals import arrays
 from trainvitals.arrays import Cells, Series, Table
 from trainvitals.errors import MissingDependencyError, UsageError
-from trainvitals.io.client import CollectorClient
+from trainvitals.io.client import CollectorAddress, CollectorClient
 from trainvitals.io.lookup import choose_run, default_folder, find_collector
+from trainvitals.io.server_identity import UNIX, UNPROVEN
 from trainvitals.views import (
     AnnotationRequest,
     AnnotationsQuestion,
@@ -68,7 +69,7 @@ class Client:
     """Everything that is stored of some runs. Close it, or use it in a ``with``.
 
     Args:
-        url: ``http://host:port`` of a collector, or a folder: one run's, or one with run
+        url: ``https://host:port`` of a collector, or a folder: one run's, or one with run
             directories. Nothing is what the commands find: the collector that the environment
             names, your own where it answers, and else the folder VITALS_DIR.
         token: of a collector; by default what VITALS_TOKEN_FILE, else the file of your own
@@ -82,14 +83,14 @@ class Client:
     def __init__(self, url: str | Path | None = None, token: str = "") -> None:
         self._stack = contextlib.ExitStack()
         self._control: CollectorClient | None = None
-        is_url = isinstance(url, str) and url.startswith(("http://", "https://"))
+        is_url = isinstance(url, str) and url.startswith(("http://", "https://", UNPROVEN, UNIX))
         folder = Path(url) if url and not is_url else None
         collector = find_collector(str(url or "")) if folder is None else None
         if collector is not None:
             own = collector.tokens
             self.where = collector.url
-            self._reader = self._connect(collector.url, token or own.read)
-            self._control = self._connect(collector.url, token or own.control or own.read)
+            self._reader = self._connect(collector, token or own.read)
+            self._control = self._connect(collector, token or own.control or own.read)
             self._refresh: Any = None
             return
         folder = folder or default_folder()
@@ -196,8 +197,9 @@ class Client:
     def __repr__(self) -> str:
         return f"<Client of {self.where}>"
 
-    def _connect(self, url: str, token: str) -> CollectorClient:
-        client = CollectorClient(url, token, timeout=_TIMEOUT_SECONDS)
+    def _connect(self, collector: CollectorAddress, token: str) -> CollectorClient:
+        tls = collector.tokens.tls
+        client = CollectorClient(collector.url, token, tls=tls, timeout=_TIMEOUT_SECONDS)
         return self._stack.enter_context(client)
 
 
@@ -363,7 +365,7 @@ class Run:
         if control is None:
             raise UsageError(
                 f"{self._client.where} is a folder and only read; an annotation is not kept there",
-                hint="give the address of a collector: Client('http://host:port')",
+                hint="give the address of a collector: Client('https://host:port')",
             )
         request = AnnotationRequest(step=step, text=text, by=by or os.environ.get("USER", ""))
         return control.annotate(self.run_id, request)

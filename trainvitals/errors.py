@@ -11,7 +11,8 @@ VitalsError
 |-- StorageError               V3xx  a file, directory or database cannot be used
 |   `-- InsecurePathError      V31x  wrong owner, mode, or a link where none may be
 |-- TransportError             V4xx  the other side did not answer, or refused
-|   `-- UnauthorizedError      V41x  the token is missing, wrong, or lacks the scope
+|   |-- UnauthorizedError      V41x  the token is missing, wrong, or lacks the scope
+|   `-- ServerIdentityError    V43x  the server does not prove that it is the collector
 |-- CheckpointError            V5xx  no checkpoint can be saved, verified or restored
 `-- TrainingHalted             V6xx  the ladder stopped the run; all that ``Monitor.step`` raises
 
@@ -122,6 +123,12 @@ class UnauthorizedError(TransportError):
     """The token is missing, wrong, or lacks the scope."""
 
     code = "V410"
+
+
+class ServerIdentityError(TransportError):
+    """The server did not prove that it is the collector, or acknowledged what it was never sent."""
+
+    code = "V430"
 
 
 class CheckpointError(VitalsError):

@@ -36,7 +36,11 @@ _Collector = Annotated[
 ]
 _TokenFile = Annotated[
     Path | None,
-    typer.Option("--token-file", envvar="VITALS_TOKEN_FILE", help="The collector's tokens (0600)."),
+    typer.Option(
+        "--token-file",
+        envvar="VITALS_TOKEN_FILE",
+        help="A copy of the collector's tokens.json (0600).",
+    ),
 ]
 _Listen = Annotated[
     str,
@@ -82,8 +86,8 @@ def register(app: typer.Typer) -> None:
     """Add the ``agent`` command."""
     app.command(
         "agent",
-        epilog="Example: vitals agent --dir ./vitals_runs --collector http://127.0.0.1:8765"
-        " --token-file ~/.local/share/trainvitals/tokens.json",
+        epilog="Example: vitals agent --dir ./vitals_runs --collector https://10.0.0.5:8765"
+        " --token-file tokens.json",
     )(agent)
 
 
@@ -185,8 +189,7 @@ def _linger(config: "AgentConfig", endpoint: "CollectorEndpoint", hours: float) 
 
 def _name_of(collector: str) -> str:
     """Return the collector's name in files: the same for all who mean the same one."""
-    from trainvitals.io.client import default_data_dir
-    from trainvitals.io.setting_paths import collector_folder
+    from trainvitals.io.setting_paths import collector_folder, default_data_dir
 
     folder = collector_folder(collector) if collector else default_data_dir(os.environ)
     return collector if folder is None else str(folder)

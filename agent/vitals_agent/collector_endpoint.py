@@ -1,10 +1,7 @@
 """The way to a collector: found, lost, and found again where it moved; and how it is asked."""
 
 import http.client
-import ipaddress
 import itertools
-import os
-import socket
 import ssl
 import threading
 import zlib
@@ -14,15 +11,22 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import httpx
-import msgspec
 
-from trainvitals.errors import UNREADABLE, NotOwnerError, TransportError, UnauthorizedError
+from trainvitals.errors import NotOwnerError, TransportError, UnauthorizedError
 from trainvitals.io.client import (
     CollectorAddress,
     CollectorClient,
     Tokens,
+    collector_on,
     read_tokens,
     refusal,
+)
+from trainvitals.io.server_identity import (
+    UNPROVEN,
+    connect_unix,
+    not_connected,
+    parse_url,
+    tls_context,
 )
 from trainvitals.io.setting_paths import collector_folder, collector_urls, default_data_dir
 from trainvitals.question import Question
@@ -40,22 +44,21 @@ class AgentClient(CollectorClient):
     """
 
     def __init__(self, address: CollectorAddress, *, timeout: float = TIMEOUT_SECONDS) -> None:
-        token = address.tokens.ingest
-        super().__init__(address.url, token, timeout=timeout)
-        parts = urlsplit(self.url)
-        self._prefix = parts.path
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        tls = address.tokens.tls
+        super().__init__(address.url, address.tokens.ingest, tls=tls, timeout=timeout)
+        self._prefix = urlsplit(self._address.base).path
         self._lock = threading.Lock()
-        self._connection: http.client.HTTPConnection = (
-            http.client.HTTPSConnection(
-                parts.hostname or "",
-                parts.port,
-                timeout=timeout,
-                context=ssl.create_default_context(),
-            )
-            if parts.scheme == "https"
-            else http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
-        )
+        self._connection = self._new_connection(timeout)
+
+    def _new_connection(self, timeout: float) -> http.client.HTTPConnection:
+        if self._address.socket is not None:
+            return _UnixConnection(self._address.socket, timeout)
+        parts = urlsplit(self._address.base)
+        host, port = parts.hostname or "", parts.port
+        if self._address.is_tls:
+            context = tls_context(self._tls)
+            return http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
+        return http.client.HTTPConnection(host, port, timeout=timeout)
 
     def close(self) -> None:
         """Close the connection, also under a request that does not end."""
@@ -76,10 +79,7 @@ class AgentClient(CollectorClient):
                 hint="it may be overloaded; spooled rows are not lost",
             ) from error
         except (OSError, http.client.HTTPException) as error:
-            raise TransportError(
-                f"the collector at {self.url} cannot be reached: {error or type(error).__name__}",
-                hint="start one with `vitals collector`, or give its address with --collector",
-            ) from error
+            raise not_connected(self.url, self._tls, error) from error
         if 200 <= response.status < 300:
             return body
         httpx_response = httpx.Response(
@@ -98,10 +98,20 @@ class AgentClient(CollectorClient):
         was_open = connection.sock is not None
         try:
             return _ask(connection, method, target, content, headers)
-        except (ConnectionError, http.client.BadStatusLine):
+        except (ConnectionError, ssl.SSLEOFError, http.client.BadStatusLine):
             if not was_open:
                 raise
         return _ask(connection, method, target, content, headers)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to nobody's server but this user's, or root's."""
+        self.sock = connect_unix(self._path, self.timeout)
 
 
 def _ask(
@@ -202,6 +212,11 @@ class CollectorEndpoint:
         """Say that a command lies in the mailbox."""
         self._call(lambda client: client.mark_delivered(run_id, number, incarnation))
 
+    def drop(self) -> None:
+        """Close the connections, and look for the collector anew."""
+        self.close()
+        self._address, self._is_doubtful = None, True
+
     def close(self) -> None:
         """Close the connections."""
         with self._lock:
@@ -245,7 +260,7 @@ class CollectorEndpoint:
     def _turn_to(self, owner: str) -> None:
         """Connect to a collector of those that were named, or to the next one."""
         address = first = self._find()
-        while owner and address is not None and address.url != owner:
+        while owner and address is not None and not _is_at(address, owner):
             address = self._find()
             if address == first:  # all were seen
                 address = self._find()
@@ -268,10 +283,8 @@ class CollectorEndpoint:
 # ------------------------------------------------------------------------------- where it is
 
 
-class _CollectorFile(msgspec.Struct, frozen=True):
-    url: str
-    pid: int = 0
-    node: str = ""
+def _is_at(address: CollectorAddress, owner: str) -> bool:
+    return address.url.removeprefix(UNPROVEN) == owner.removeprefix(UNPROVEN)
 
 
 def finder(
@@ -289,52 +302,12 @@ def finder(
     if data is None:
         urls = collector_urls(collector)
         for url in urls:
-            CollectorClient(url).close()  # is it an address at all?
+            parse_url(url)
         first = zlib.crc32(run_id.encode()) % len(urls)
         turns = itertools.cycle([*urls[first:], *urls[:first]])
         return lambda: CollectorAddress(url=next(turns), tokens=_tokens(token_file))
-    return lambda: _in_folder(data, token_file)
-
-
-def _in_folder(data: Path, token_file: Path | None) -> CollectorAddress | None:
-    try:
-        collector_file = msgspec.json.decode(
-            (data / "collector.json").read_bytes(), type=_CollectorFile
-        )
-    except (OSError, *UNREADABLE):
-        return None
-    if not _is_here(collector_file):
-        return None
-    tokens = token_file or data / "tokens.json"
-    return CollectorAddress(
-        url=collector_file.url, tokens=_tokens(tokens if tokens.exists() else None)
-    )
+    return lambda: collector_on(data, token_file or "")
 
 
 def _tokens(path: Path | None) -> Tokens:
     return read_tokens(path) if path is not None else Tokens()
-
-
-def _is_here(collector_file: _CollectorFile) -> bool:
-    """Return whether the address can be that collector's: a home is shared by many machines.
-
-    Another user's program may listen at that port of this machine's loopback, or at that of a
-    collector which is dead; and it would be sent our token.
-    """
-    try:
-        host = urlsplit(collector_file.url).hostname or ""
-    except ValueError:  # a damaged file: no address at all
-        return False
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if not is_loopback:
-        return True
-    if collector_file.node not in ("", socket.gethostname()):
-        return False
-    try:
-        os.kill(collector_file.pid, 0)
-    except (OSError, OverflowError):
-        return False
-    return collector_file.pid > 0

@@ -8,6 +8,9 @@ Interrupted, that goes on where it was, if the collector still has what it was s
 
 A batch that is refused stops its own stream: sent again it may arrive whole. The other streams go
 on. One that was only damaged on its way is tried for ever, any other ``MAX_TRIES`` times.
+
+What is acknowledged beyond what was ever put in was not said by a collector that has it: nothing is
+let go for that, and the connection is dropped.
 """
 
 import time
@@ -20,6 +23,7 @@ from trainvitals.errors import (
     DamagedBatchError,
     FormatError,
     NewerVersionError,
+    ServerIdentityError,
     TransportError,
     VitalsError,
 )
@@ -50,6 +54,10 @@ class Ingests(Protocol):
         """
         ...
 
+    def drop(self) -> None:
+        """Close the connections: the other side is not to be believed."""
+        ...
+
 
 class Ships(Protocol):
     """What the shipper needs of a spool."""
@@ -62,6 +70,14 @@ class Ships(Protocol):
     @property
     def kept_from(self) -> Position:
         """Where what is still there begins, acknowledged or not."""
+        ...
+
+    def last_seqs(self) -> dict[Key, int]:
+        """Return the last durable sequence number by stream."""
+        ...
+
+    def newest_seq(self, key: Key) -> int:
+        """Return the last sequence number of a stream that was ever put in."""
         ...
 
     def last_acked(self) -> bytes | None:
@@ -118,6 +134,9 @@ class _Progress:
     """The last batch up to which the collector has all that was gone through."""
     is_resumed: bool = False
     """Whether it began there, after a failure, and not at the oldest."""
+    inherited: dict[Key, int | None] = field(default_factory=dict)
+    """Streams of an agent before, which may have sent more than the disk kept: up to where they
+    were durable when that was first heard."""
     is_new: bool = True
     """Whether the collector may be another one than it was, or the same with less."""
 
@@ -134,9 +153,28 @@ class _Progress:
         self.unacked.append(batch)
         self.cursor = batch.end
 
-    def heard(self, key: Key, durable_seq: int) -> None:
-        """Note how far a stream is durable."""
+    def heard(self, sent: _Waiting, durable_seq: int, spool: Ships) -> None:
+        """Note how far a stream is durable.
+
+        Raises:
+            ServerIdentityError: further than anything that was put in.
+        """
+        key = sent.key
+        if durable_seq > sent.last_seq:
+            self._check_acknowledged(key, durable_seq, spool)
+        if self.inherited.get(key, 0) is None:
+            self.inherited[key] = durable_seq
         self.durable[key] = max(durable_seq, self.durable.get(key, -1))
+
+    def _check_acknowledged(self, key: Key, durable_seq: int, spool: Ships) -> None:
+        inherited = self.inherited.get(key, -1)
+        if inherited is None or durable_seq <= max(inherited, spool.newest_seq(key)):
+            return
+        raise ServerIdentityError(
+            f"the collector acknowledges rows of {key[2]} up to {durable_seq}, and there are none "
+            f"after {spool.newest_seq(key)}: it cannot have stored them; nothing is let go",
+            hint="check that the address is the collector's, and no two collectors mix their data",
+        )
 
     def go_back(self, position: Position) -> None:
         """Go through what lies behind the position again."""
@@ -212,7 +250,12 @@ class Shipper:
             return
         progress = self._progress.get(run_id)
         if progress is None:
-            progress = _Progress(cursor=spool.acked, pace=self._new_pace(), heard_at=now)
+            progress = _Progress(
+                cursor=spool.acked,
+                pace=self._new_pace(),
+                heard_at=now,
+                inherited=dict.fromkeys(spool.last_seqs()),
+            )
             self._progress[run_id] = progress
         failure: VitalsError | None = None
         try:
@@ -248,6 +291,8 @@ class Shipper:
         progress.pace.failed()
         progress.all_sent = False
         self._faults.record("shipper", error)
+        if isinstance(error, ServerIdentityError):
+            self._client.drop()
 
     # -------------------------------------------------------------------------- sending
 
@@ -263,7 +308,7 @@ class Shipper:
             if not progress.pace.due(now + spent):
                 return
             num_bytes = sum(len(raw) for batch, raw in group if not progress.keeps_back(batch))
-            if not self._send_together(progress, group, now):
+            if not self._send_together(progress, spool, group, now):
                 progress.look_back(spool)
                 return
             progress.note_looked([batch for batch, _ in group])
@@ -274,7 +319,7 @@ class Shipper:
         progress.looks_back, progress.looked = False, None
 
     def _send_together(
-        self, progress: _Progress, group: list[tuple[_Waiting, bytes]], now: float
+        self, progress: _Progress, spool: Ships, group: list[tuple[_Waiting, bytes]], now: float
     ) -> bool:
         """Send what is to be sent; False: the collector lacks what it had acknowledged."""
         to_send = [each for each in group if not progress.keeps_back(each[0])]
@@ -286,19 +331,27 @@ class Shipper:
                 raise  # it will take them once it is upgraded
             except FormatError as error:
                 if len(to_send) > 1:  # which of them is it?
-                    return all(self._send_together(progress, [each], now) for each in group)
+                    return all(self._send_together(progress, spool, [each], now) for each in group)
                 answers = [_refusal(error)]
             ends = [batch.end for batch, _ in to_send]
             replies = dict(zip(ends, answers, strict=True))
         for batch, raw in group:
             reply = replies.get(batch.end)
-            if reply is not None and not self._absorb(progress, batch, raw, reply, now):
+            if reply is None:
+                pass  # it was not sent
+            elif not self._absorb(progress, spool, batch, raw, reply, now):
                 return False
             progress.pass_by(batch)
         return True
 
     def _absorb(
-        self, progress: _Progress, sent: _Waiting, raw: bytes, reply: IngestReply, now: float
+        self,
+        progress: _Progress,
+        spool: Ships,
+        sent: _Waiting,
+        raw: bytes,
+        reply: IngestReply,
+        now: float,
     ) -> bool:
         """Take in the answer to one batch; False: rows are to be sent first that lie before it."""
         if reply.code.startswith(NewerVersionError.code[:3]):
@@ -320,8 +373,8 @@ class Shipper:
             if reply.code:
                 self._stop_stream(progress, sent, reply, now)
                 return True
+        progress.heard(sent, reply.durable_seq, spool)
         self.num_rows += sent.num_rows
-        progress.heard(sent.key, reply.durable_seq)
         return True
 
     # ------------------------------------------------------- what was refused, or is not there
@@ -372,13 +425,15 @@ class Shipper:
             sent = stopped.batch
             raw = _read(spool, sent)
             if raw is not None:
-                self._send_again(progress, sent, raw, now)
+                self._send_again(progress, spool, sent, raw, now)
             else:
                 del progress.stopped[key]
             if key not in progress.stopped:
                 progress.go_back(sent.end)
 
-    def _send_again(self, progress: _Progress, sent: _Waiting, raw: bytes, now: float) -> None:
+    def _send_again(
+        self, progress: _Progress, spool: Ships, sent: _Waiting, raw: bytes, now: float
+    ) -> None:
         self.num_resent_batches += 1
         try:
             # Without asking: what lies before it was sent before it.
@@ -390,9 +445,9 @@ class Shipper:
         if reply.code:
             self._stop_stream(progress, sent, reply, now)
             return
+        progress.heard(sent, reply.durable_seq, spool)
         del progress.stopped[sent.key]
         self.num_rows += sent.num_rows
-        progress.heard(sent.key, reply.durable_seq)
 
     # -------------------------------------------------------------------- letting go
 
@@ -408,11 +463,11 @@ class Shipper:
         for each in progress.unacked:
             if not progress.is_done(each, spool) and each.key not in progress.stopped:
                 oldest.setdefault(each.key, each)
-        for key, waiting in oldest.items():
+        for waiting in oldest.values():
             raw = _read(spool, waiting)
             if raw is not None:
                 reply = self._client.ingest_all([raw])[0]
-                progress.heard(key, reply.durable_seq)
+                progress.heard(waiting, reply.durable_seq, spool)
 
     def _ack(self, progress: _Progress, spool: Ships, now: float) -> None:
         done: Position | None = None

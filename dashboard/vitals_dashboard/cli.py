@@ -72,14 +72,15 @@ def dashboard(
 
 
 def _named(url: str, token_file: Path | None, environ: dict[str, str]) -> "launch.CollectorPlace":
-    from trainvitals.io.client import CollectorClient, read_tokens
+    from trainvitals.io.client import read_tokens
+    from trainvitals.io.server_identity import parse_url
     from trainvitals.io.setting_paths import collector_folder
     from vitals_dashboard.launch import CollectorPlace, place_on
 
     data = collector_folder(url)
     if data is not None:
         return place_on(data, str(token_file or ""))
-    CollectorClient(url).close()  # refuses what is no address
+    parse_url(url)  # refuses what is no address
     path = str(token_file) if token_file is not None else environ.get("VITALS_TOKEN_FILE", "")
     if not path:
         raise UsageError(

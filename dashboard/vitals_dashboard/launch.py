@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -24,13 +24,13 @@ import httpx
 
 from trainvitals.cli.supervise import stop_process
 from trainvitals.errors import StorageError, TransportError, UsageError
+from trainvitals.io.client import COLLECTOR_FILE, client_of, collector_on, url_in
 from trainvitals.io.private import ensure_private_dir
 from trainvitals.io.setting_paths import collector_folder, default_data_dir
 from vitals_dashboard.auth import HEALTH_PATH
 from vitals_dashboard.settings import (
     SETTINGS_VARIABLE,
     DashboardSettings,
-    read_collector_file,
     write_settings,
 )
 
@@ -70,7 +70,7 @@ class CollectorPlace:
 
     url: str
     token_file: str
-    collector_file: str = ""
+    collector_data: str = ""
     of_folder: bool = False
     """A collector of this dashboard's own, over a folder."""
 
@@ -168,17 +168,17 @@ def place_on(data: Path, token_file: str) -> CollectorPlace:
     Raises:
         UsageError: there is none.
     """
-    place = read_collector_file(data / "collector.json")
-    if place is None:
+    url = url_in(data)
+    if not url:
         raise UsageError(
-            f"no collector is known: there is no {data / 'collector.json'}",
+            f"no collector is known: none runs on {data}",
             hint="read a folder of runs with `vitals dashboard DIR`, start `vitals collector`,"
             " or name one with --collector URL --token-file FILE",
         )
     return CollectorPlace(
-        url=place.url,
+        url=url,
         token_file=token_file or str(data / "tokens.json"),
-        collector_file=str(data / "collector.json"),
+        collector_data=str(data),
     )
 
 
@@ -279,21 +279,11 @@ def folder_collector(
     """Run a collector that reads the folder, until the block ends."""
     # The collector holds the lock too: should this process be killed, the next one takes another.
     with cache_slot(folder) as (data, lock):
-        collector_file = data / "collector.json"
-        collector_file.unlink(missing_ok=True)
+        (data / COLLECTOR_FILE).unlink(missing_ok=True)
         command = collector_command(folder, data)
         with program("collector", command, data / "collector.log", environ, (lock,)) as child:
-            place = wait_for(child, lambda: read_collector_file(collector_file))
-            wait_for(child, lambda: _answers(f"{place.url}/healthz"))
-            yield (
-                child,
-                CollectorPlace(
-                    url=place.url,
-                    token_file=str(data / "tokens.json"),
-                    collector_file=str(collector_file),
-                    of_folder=True,
-                ),
-            )
+            wait_for(child, lambda: _collector_answers(data))
+            yield child, replace(place_on(data, ""), of_folder=True)
 
 
 @contextmanager
@@ -306,7 +296,7 @@ def pages(
         door_token=token,
         collector_url=place.url,
         token_file=place.token_file,
-        collector_file=place.collector_file,
+        collector_data=place.collector_data,
         of_folder=place.of_folder,
     )
     with tempfile.TemporaryDirectory(prefix="vitals-dashboard-") as name:  # made 0700
@@ -318,6 +308,14 @@ def pages(
         with program("dashboard", streamlit_command(port), log, own) as child:
             wait_for(child, lambda: _answers(address + HEALTH_PATH))
             yield child, f"{address}/?token={token}"
+
+
+def _collector_answers(data: Path) -> bool | None:
+    collector = collector_on(data)
+    if collector is None:
+        return None
+    with client_of(collector, "", timeout=2.0) as client:
+        return client.answers() or None
 
 
 def _answers(url: str) -> bool | None:

@@ -10,24 +10,9 @@ from pathlib import Path
 import msgspec
 
 from trainvitals.errors import UNREADABLE, UsageError
-from trainvitals.io.client import Tokens, read_tokens
+from trainvitals.io.client import CollectorAddress, Tokens, read_tokens, url_in
 
 SETTINGS_VARIABLE = "VITALS_DASHBOARD_SETTINGS"
-
-
-class CollectorFile(msgspec.Struct, frozen=True):
-    """The part of ``collector.json`` that is read here."""
-
-    url: str
-    pid: int = 0
-
-
-def read_collector_file(path: Path) -> CollectorFile | None:
-    """Return where a collector says it is, or None where it has not said so yet."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=CollectorFile)
-    except (OSError, *UNREADABLE):
-        return None
 
 
 class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,19 +23,19 @@ class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
     collector_url: str
     token_file: str
     """Json file of the collector's tokens; re-read, so that a new token needs no restart."""
-    collector_file: str = ""
-    """``collector.json``, where the collector's present address is; "" for a fixed address."""
+    collector_data: str = ""
+    """The collector's data folder, which has its present address; "" for a fixed address."""
     of_folder: bool = False
     """The collector is this dashboard's own, over a folder, and its store a temporary one."""
 
-    def url(self) -> str:
-        """Return the collector's present address: a restarted one may have another port."""
-        place = read_collector_file(Path(self.collector_file)) if self.collector_file else None
-        return place.url if place else self.collector_url
+    def collector(self) -> CollectorAddress:
+        """Return where the collector is now, and the tokens in force; none without a file.
 
-    def tokens(self) -> Tokens:
-        """Return the tokens in force; none where no file was given."""
-        return read_tokens(self.token_file) if self.token_file else Tokens()
+        One that was started again may have another port.
+        """
+        present = url_in(Path(self.collector_data)) if self.collector_data else ""
+        tokens = read_tokens(self.token_file) if self.token_file else Tokens()
+        return CollectorAddress(url=present or self.collector_url, tokens=tokens)
 
 
 def write_settings(settings: DashboardSettings, path: Path) -> None:

@@ -11,6 +11,7 @@ import streamlit as st
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import TransportError, UnauthorizedError, VitalsError
 from trainvitals.io.client import CollectorClient
+from trainvitals.io.server_identity import TlsTrust
 from trainvitals.question import ROUTES, Question
 from trainvitals.views import (
     Along,
@@ -45,17 +46,22 @@ class Source:
 
 
 @st.cache_resource(max_entries=16, on_release=CollectorClient.close, show_spinner=False)
-def _client(url: str, token: str) -> CollectorClient:
-    return CollectorClient(url, token, timeout=TIMEOUT_SECONDS)
+def _client(url: str, token: str, _tls: TlsTrust, trusted: str) -> CollectorClient:
+    return CollectorClient(url, token, tls=_tls, timeout=TIMEOUT_SECONDS)
 
 
 def connect() -> Source:
     """Return the source that the launcher named; asks the collector nothing yet."""
     settings = load_settings(os.environ)
-    url, tokens = settings.url(), settings.tokens()
+    collector = settings.collector()
+    tokens = collector.tokens
+
+    def client(token: str) -> CollectorClient:
+        return _client(collector.url, token, tokens.tls, repr(tokens.tls))
+
     return Source(
-        client=_client(url, tokens.read or tokens.control),
-        control=_client(url, tokens.control) if tokens.control else None,
+        client=client(tokens.read or tokens.control),
+        control=client(tokens.control) if tokens.control else None,
         keys=Path(settings.token_file).parent,
         clock=SystemClock(),
         of_folder=settings.of_folder,

@@ -45,7 +45,7 @@ class StubCollector:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"insecure+http://127.0.0.1:{self.port}"
 
     def open(self) -> None:
         """Listen, at the same port as before."""

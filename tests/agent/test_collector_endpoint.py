@@ -31,6 +31,7 @@ def address_file(data, url: str, **fields) -> None:
     data.mkdir(exist_ok=True)
     found = {"url": url, "pid": os.getpid(), "node": socket.gethostname()} | fields
     (data / "collector.json").write_text(json.dumps(found))
+    (data / "collector.json").chmod(stat.S_IRUSR | stat.S_IWUSR)
 
 
 def tokens_file(data, **tokens: str) -> None:
@@ -144,6 +145,7 @@ def test_without_a_name_it_is_the_users_own(tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
 def test_a_file_that_is_torn_is_no_collector(tmp_path, text):
     (tmp_path / "collector.json").write_text(text)
+    (tmp_path / "collector.json").chmod(stat.S_IRUSR | stat.S_IWUSR)
     assert finder(str(tmp_path), None, {})() is None
 
 
@@ -203,19 +205,19 @@ def test_where_every_collector_says_that_it_is_another_s_run_the_agent_keeps_it(
 
 
 def test_runs_are_spread_over_the_addresses_and_all_agents_of_one_begin_at_the_same():
-    urls = [f"http://127.0.0.1:{port}" for port in range(8470, 8474)]
+    urls = [f"https://127.0.0.1:{port}" for port in range(8470, 8474)]
     first = [finder(",".join(urls), None, {}, run_id=f"run {i}")().url for i in range(200)]
     assert all(30 <= first.count(url) <= 70 for url in urls)
     assert first[7] == finder(",".join(urls), None, {}, run_id="run 7")().url
 
 
 def test_each_of_several_addresses_has_to_be_one():
-    with pytest.raises(UsageError, match="it must be http://host:port"):
-        finder("http://127.0.0.1:8470,nonsense", None, {})
+    with pytest.raises(UsageError, match="it must be https://host:port"):
+        finder("https://127.0.0.1:8470,nonsense", None, {})
 
 
 def test_what_is_no_address_is_refused_at_once():
-    with pytest.raises(UsageError, match="it must be http://host:port"):
+    with pytest.raises(UsageError, match="it must be https://host:port"):
         finder("nonsense", None, {})
 
 

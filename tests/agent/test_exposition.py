@@ -113,7 +113,7 @@ AGENT_COUNTERS = [m.name for m in CATALOG if (m.scope, m.kind) == ("agent", "cou
 
 @pytest.mark.parametrize("name", AGENT_COUNTERS)
 def test_each_counter_of_a_fresh_agent_with_a_collector_is_born_at_zero(world, name):
-    agent = world.agent(client=CollectorClient("http://127.0.0.1:9", "token"))
+    agent = world.agent(client=CollectorClient("https://127.0.0.1:9", "token"))
     values = [value for (metric, _), value in scrape(agent).items() if metric == name]
     assert values
     assert {0.0} == set(values)

@@ -36,7 +36,7 @@ def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"insecure+http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
@@ -96,7 +96,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_opened_again_and_a_dead_
 
 def test_a_collector_that_says_nothing_is_waited_for_no_longer_than_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        client = ours(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.1)
+        client = ours(f"insecure+http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.1)
         with client, pytest.raises(TransportError, match="did not answer in time"):
             client.ask(PENDING)
 

@@ -222,8 +222,8 @@ def test_a_disk_that_refuses_is_counted_and_nothing_is_lost_when_it_has_room_aga
         (["--run", "../../etc"], "run id is '../../etc'; it must be a ULID"),
         (["--node", "a/b"], "call themselves a-b"),
         (["--node", "a:b"], "--node is 'a:b'"),
-        (["--collector", "nonsense"], "it must be http://host:port"),
-        (["--collector", "http://127.0.0.1:9", "--token-file", "/absent"], "/absent"),
+        (["--collector", "nonsense"], "it must be https://host:port"),
+        (["--collector", "https://127.0.0.1:9", "--token-file", "/absent"], "/absent"),
         (["--colector", "x"], "No such option"),
     ],
 )
@@ -236,7 +236,10 @@ def test_a_mistake_is_answered_with_its_value_and_a_way_out(node, arguments, tex
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--collector", "nonsense"], ["--collector", "http://127.0.0.1:9", "--token-file", "/absent"]],
+    [
+        ["--collector", "nonsense"],
+        ["--collector", "https://127.0.0.1:9", "--token-file", "/absent"],
+    ],
 )
 def test_a_child_that_cannot_ship_says_so_in_the_run_and_keeps_everything(node, world, arguments):
     rank = node.rank(0)

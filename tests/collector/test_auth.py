@@ -105,17 +105,14 @@ def test_an_empty_token_opens_nothing():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"])
 def test_loopback_may_be_listened_to_without_a_flag(host: str):
-    check_bind(host, allow_remote=False, tls=False)
+    check_bind(host, allow_remote=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.1.4", "node7.cluster"])
-def test_anything_else_needs_the_flag_and_tls_or_a_second_flag(host: str):
+def test_anything_else_needs_the_flag(host: str):
     with pytest.raises(UsageError, match="other machines"):
-        check_bind(host, allow_remote=False, tls=True)
-    with pytest.raises(UsageError, match="clear text"):
-        check_bind(host, allow_remote=True, tls=False)
-    check_bind(host, allow_remote=True, tls=True)
-    check_bind(host, allow_remote=True, tls=False, allow_plain=True)
+        check_bind(host, allow_remote=False)
+    check_bind(host, allow_remote=True)
 
 
 # --------------------------------------------------------------------------------------- gate

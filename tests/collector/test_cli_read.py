@@ -238,7 +238,7 @@ def test_a_folder_that_is_not_there_is_explained(capsys: pytest.CaptureFixture[s
 
 
 def test_a_collector_that_does_not_answer_is_explained(capsys: pytest.CaptureFixture[str]):
-    assert 1 == vitals("runs", "--collector", "http://127.0.0.1:9")
+    assert 1 == vitals("runs", "--collector", "https://127.0.0.1:9")
     assert "cannot be reached" in capsys.readouterr().err
 
 

@@ -37,7 +37,7 @@ def num_of(served: Served) -> int:
 
 def begin(served: Served, announced: int, body: bytes) -> socket.socket:
     """Return a connection on which a part of a body was sent, and nothing more will be."""
-    host, port = served.url.removeprefix("http://").split(":")
+    host, port = served.plain.removeprefix("http://").split(":")
     opened = socket.create_connection((host, int(port)), timeout=30)
     head = (
         f"POST /v1/ingest HTTP/1.1\r\nHost: {host}\r\n"
@@ -82,7 +82,7 @@ opened.recv(1)
 
 def test_a_client_that_is_stopped_by_a_signal_hinders_no_other(served: Served):
     raw = Writer().steps(range(3))
-    host, port = served.url.removeprefix("http://").split(":")
+    host, port = served.plain.removeprefix("http://").split(":")
     command = [sys.executable, "-c", STOPPED, host, port, str(len(raw))]
     head = (
         f"POST /v1/ingest HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {served.tokens.ingest}"

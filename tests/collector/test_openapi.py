@@ -56,7 +56,7 @@ def ask_all(
             if "run_id" in case.path_parameters and mode == "POSITIVE":
                 case.path_parameters["run_id"] = RUN
             case.headers = {k: v for k, v in (case.headers or {}).items() if k.lower() not in OWN}
-            check(case, case.call(base_url=served.url, headers=headers, timeout=30))
+            check(case, case.call(base_url=served.plain, headers=headers, timeout=30))
             asked.add(case.operation.label)
 
         try:

@@ -17,11 +17,18 @@ import pytest
 from tests.collector.conftest import grow
 from tests.collector.rows import RUN, STEPS, Writer
 from trainvitals.errors import TransportError, UsageError
-from trainvitals.io.client import CollectorClient, discover_collector, read_tokens
+from trainvitals.io.client import (
+    COLLECTOR_FILE,
+    CollectorClient,
+    CollectorFile,
+    client_of,
+    collector_on,
+    discover_collector,
+)
 from trainvitals.rows import Value, column_of, rows_of
 from trainvitals.views import RunQuestion, RunsQuestion
 from trainvitals.wire import decode_batch
-from vitals_collector.api.serve import ADDRESS_FILE, CollectorFile, parse_listen
+from vitals_collector.api.serve import parse_listen
 from vitals_collector.numbers.interface import Span
 from vitals_collector.storage.store import open_data_store
 
@@ -39,7 +46,7 @@ def collector(data: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     try:
         assert process.stderr is not None
         said = []  # on a full disk a warning comes before the address
-        while not (said and said[-1].startswith("vitals collector: http://127.0.0.1:")):
+        while not (said and said[-1].startswith("vitals collector: https://127.0.0.1:")):
             said.append(process.stderr.readline())
             assert said[-1], said
         yield process
@@ -48,9 +55,10 @@ def collector(data: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def client_of(data: Path, scope: str) -> CollectorClient:
-    found = msgspec.json.decode((data / ADDRESS_FILE).read_bytes(), type=CollectorFile)
-    return CollectorClient(found.url, getattr(read_tokens(data / "tokens.json"), scope))
+def connected(data: Path, scope: str) -> CollectorClient:
+    found = collector_on(data)
+    assert found is not None
+    return client_of(found, scope)
 
 
 def run_once(data: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -63,7 +71,7 @@ def test_what_was_acknowledged_is_there_once_after_kill_9_and_a_restart(tmp_path
     acknowledged, unsure = -1, b""
     sent: dict[int, bytes] = {}
     for killed_after in (3, 10):
-        with collector(data) as process, client_of(data, "ingest") as client:
+        with collector(data) as process, connected(data, "ingest") as client:
             if unsure:
                 acknowledged = client.ingest(unsure).durable_seq
             for num in range(10_000):
@@ -110,13 +118,13 @@ def test_on_a_full_disk_it_is_read_scraped_and_started_again_and_says_so(small_d
     data, writer = small_disk / "data", Writer()
 
     def answered() -> list[int]:
-        with client_of(data, "read") as client:
+        with connected(data, "read") as client:
             assert [RUN] == [run.run_id for run in client.ask(RunsQuestion())]
             assert client.answers()
             paths = ("/healthz", "/metrics")
-            return [client._http.get(path).status_code for path in paths]
+            return [client._http.get(path, headers=client._headers).status_code for path in paths]
 
-    with collector(data) as process, client_of(data, "ingest") as client:
+    with collector(data) as process, connected(data, "ingest") as client:
         refused, num_sent = fill(client, writer)
         assert [503, 200] == answered()
         process.send_signal(signal.SIGKILL)
@@ -126,12 +134,12 @@ def test_on_a_full_disk_it_is_read_scraped_and_started_again_and_says_so(small_d
             other.write(bytes(512))
     with collector(data) as process:
         grow(small_disk)
-        while not (data / ADDRESS_FILE).exists():  # written once there is room
+        while not (data / COLLECTOR_FILE).exists():  # written once there is room
             assert process.poll() is None
-        with client_of(data, "ingest") as client:
+        with connected(data, "ingest") as client:
             assert num_sent + AT_ONCE - 1 == client.ingest(refused).durable_seq
         assert [200, 200] == answered()
-        with client_of(data, "read") as client:
+        with connected(data, "read") as client:
             num_rows = client.ask(RunQuestion(run_id=RUN)).sources[0].num_rows
         assert num_sent + AT_ONCE == num_rows
 
@@ -154,16 +162,16 @@ def test_a_signal_ends_it_in_seconds_and_takes_the_address_away(tmp_path: Path, 
     data = tmp_path / "data"
     with collector(data) as process:
         assert CollectorFile is type(
-            msgspec.json.decode((data / ADDRESS_FILE).read_bytes(), type=CollectorFile)
+            msgspec.json.decode((data / COLLECTOR_FILE).read_bytes(), type=CollectorFile)
         )
-        with client_of(data, "read") as client:
+        with connected(data, "read") as client:
             assert () == client.ask(RunsQuestion())  # leaves a kept-alive connection open
             began = time.monotonic()
             process.send_signal(number)
             process.wait(timeout=20)
     assert time.monotonic() - began < 10
     assert code == process.returncode
-    assert not (data / ADDRESS_FILE).exists()
+    assert not (data / COLLECTOR_FILE).exists()
 
 
 def test_a_second_collector_on_the_same_data_names_the_first(tmp_path: Path):
@@ -172,7 +180,7 @@ def test_a_second_collector_on_the_same_data_names_the_first(tmp_path: Path):
         second = run_once(data)
     assert 1 == second.returncode
     assert "another collector runs on" in second.stderr
-    assert "http://127.0.0.1:" in second.stderr
+    assert "https://127.0.0.1:" in second.stderr
     assert "Traceback" not in second.stderr
 
 
@@ -208,9 +216,9 @@ def test_programs_of_the_same_user_find_it(tmp_path: Path):
     with collector(home / "trainvitals"):
         found = discover_collector({"XDG_DATA_HOME": str(home)})
         assert found is not None
-        with CollectorClient(found.url, found.tokens.ingest) as client:
+        with client_of(found, "ingest") as client:
             assert 1 == client.ingest(Writer().steps([0])).num_new
-        with CollectorClient(found.url, found.tokens.read) as client:
+        with client_of(found) as client:
             assert [RUN] == [run.run_id for run in client.ask(RunsQuestion())]
 
 
@@ -240,7 +248,7 @@ class Agent:
 
     def ship(self, data: Path) -> None:
         try:
-            with client_of(data, "ingest") as client:
+            with connected(data, "ingest") as client:
                 while True:
                     self._ship(client)
         except TransportError:

@@ -260,7 +260,7 @@ class StubServer:
         self._server = Server(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
-        stub.url = f"http://127.0.0.1:{self._server.server_port}"
+        stub.url = f"insecure+http://127.0.0.1:{self._server.server_port}"
 
     def close(self) -> None:
         """Stop serving."""

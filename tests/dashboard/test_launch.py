@@ -55,7 +55,7 @@ def test_files_beside_the_entry_shadow_no_module():
 
 
 def test_the_settings_file_is_private_and_comes_back_whole(tmp_path: Path):
-    settings = DashboardSettings(door_token="t" * 32, collector_url="http://a:1", token_file="f")
+    settings = DashboardSettings(door_token="t" * 32, collector_url="https://a:1", token_file="f")
     path = tmp_path / "settings.json"
     write_settings(settings, path)
     assert 0o600 == stat.S_IMODE(path.stat().st_mode)
@@ -71,13 +71,14 @@ def test_the_pages_started_by_hand_say_how_to_start_them():
 
 
 def test_a_collector_that_moved_to_another_port_is_found_again(tmp_path: Path):
-    place = tmp_path / "collector.json"
     settings = DashboardSettings(
-        door_token="t", collector_url="http://a:1", token_file="", collector_file=str(place)
+        door_token="t", collector_url="https://a:1", token_file="", collector_data=str(tmp_path)
     )
-    assert "http://a:1" == settings.url()
-    place.write_bytes(msgspec.json.encode({"url": "http://a:2", "pid": 1}))
-    assert "http://a:2" == settings.url()
+    assert "https://a:1" == settings.collector().url
+    place = tmp_path / "collector.json"
+    place.write_bytes(msgspec.json.encode({"url": "https://a:2", "pid": 1}))
+    place.chmod(0o600)
+    assert "https://a:2" == settings.collector().url
 
 
 def test_two_dashboards_of_one_folder_do_not_share_a_store(tmp_path: Path, monkeypatch):
@@ -159,15 +160,15 @@ def test_no_collector_anywhere_says_what_to_start(fails):
 
 
 def test_a_collector_without_its_token_is_a_clear_error(fails):
-    assert "--token-file" in fails("--collector", "http://127.0.0.1:9")
+    assert "--token-file" in fails("--collector", "https://127.0.0.1:9")
 
 
 def test_a_wrong_address_is_a_clear_error(fails, tmp_path: Path):
-    assert "http://host:port" in fails("--collector", "nonsense")
+    assert "https://host:port" in fails("--collector", "nonsense")
 
 
 def test_a_folder_and_a_collector_together_are_a_clear_error(fails, tmp_path: Path):
-    assert "leave out one" in fails(str(tmp_path), "--collector", "http://127.0.0.1:9")
+    assert "leave out one" in fails(str(tmp_path), "--collector", "https://127.0.0.1:9")
 
 
 # ------------------------------------------------------------------------------- the whole command

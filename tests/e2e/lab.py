@@ -111,7 +111,7 @@ class Lab:
 
     def agent(self, port: int, *options: object) -> subprocess.Popen[bytes]:
         """Start an agent that ships to the collector on ``port``."""
-        where = ("--collector", f"http://127.0.0.1:{port}", "--token-file", self.tokens)
+        where = ("--collector", f"https://127.0.0.1:{port}", "--token-file", self.tokens)
         return self.start_vitals("agent", "--dir", self.runs, *where, *options)
 
     def train(
@@ -139,7 +139,8 @@ class Lab:
 
     def client(self, port: int) -> CollectorClient:
         """Return a client that may read."""
-        return CollectorClient(f"http://127.0.0.1:{port}", read_tokens(self.tokens).read)
+        tokens = read_tokens(self.tokens)
+        return CollectorClient(f"https://127.0.0.1:{port}", tokens.read, tls=tokens.tls)
 
     def run_id(self) -> str:
         """Return the only run's id, once there is one."""
@@ -234,8 +235,8 @@ def as_event(step: int, attempt: int, time_unix_ns: int, body: bytes) -> bytes:
 
 
 def _answers(port: int) -> bool:
-    try:
-        address = f"http://127.0.0.1:{port}/healthz"
-        return httpx.get(address, timeout=2.0, trust_env=False).is_success
-    except httpx.HTTPError:
-        return False
+    for scheme in ("https", "http"):
+        address = f"{scheme}://127.0.0.1:{port}/healthz"
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(address, timeout=2.0, trust_env=False, verify=False).is_success
+    return False

@@ -169,7 +169,7 @@ def test_a_collector_that_goes_while_a_run_is_followed_is_said(lab):
     collector = lab.collector(port)
     training = lab.start("train", sys.executable, "-c", PROGRAM.replace("30", "1_000_000"))
     agent = lab.agent(port)
-    where = ("--collector", f"http://127.0.0.1:{port}", "--token-file", lab.tokens)
+    where = ("--collector", f"https://127.0.0.1:{port}", "--token-file", lab.tokens)
     with lab.client(port) as client:
         until(lambda: len(client.ask(RunsQuestion())) == 1, "the run is known")
     follow = lab.start_vitals("tail", "--follow", *where)

@@ -41,7 +41,7 @@ class Job:
                 **here,
                 VITALS_AGENT="off",
             )
-            where = ("--collector", f"http://127.0.0.1:{self.port}", "--token-file", lab.tokens)
+            where = ("--collector", f"https://127.0.0.1:{self.port}", "--token-file", lab.tokens)
             lab.start_vitals("agent", "--dir", lab.runs, "--node", name, *where, **here)
 
     def is_seen(self) -> bool:

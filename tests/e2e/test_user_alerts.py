@@ -10,7 +10,8 @@ import pytest
 
 from tests.collector.test_notifiers import receiver
 from tests.e2e.lab import Lab, free_port, open_lab, until
-from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.io.client import read_tokens
+from trainvitals.io.server_identity import tls_context
 from trainvitals.views import AlertsQuestion, RunQuestion, RunsQuestion
 
 pytestmark = pytest.mark.dist
@@ -114,19 +115,20 @@ def seen(tmp_path_factory):
         seen["restarted"] = watched.posts()
         tokens = read_tokens(lab.tokens)
         reply = httpx.get(
-            f"http://127.0.0.1:{watched.port}/metrics",
+            f"https://127.0.0.1:{watched.port}/metrics",
             headers={"Authorization": f"Bearer {tokens.read}"},
             trust_env=False,
+            verify=tls_context(tokens.tls),
         )
         seen["metrics"] = reply.text
-        where = ("--collector", f"http://127.0.0.1:{watched.port}", "--token-file", lab.tokens)
+        where = ("--collector", f"https://127.0.0.1:{watched.port}", "--token-file", lab.tokens)
         seen["silence"] = lab.vitals(
             "alerts", "silence", "loop says bad", "--reason", "known", *where
         )
         seen["list"] = lab.vitals("alerts", "list", "--state", "firing", *where)
         watched.phase.write_text("good")
         until(lambda: ("reward hacked", "resolved") in watched.posts(), "it resolves")
-        with CollectorClient(f"http://127.0.0.1:{watched.port}", tokens.read) as client:
+        with lab.client(watched.port) as client:
             question = AlertsQuestion(run_id=lab.run_id(), state="firing")
             until(lambda: not _own(client.ask(question)), "nothing of ours fires any more")
             seen["alerts"] = _own(client.ask(AlertsQuestion(run_id=lab.run_id())))

@@ -23,7 +23,9 @@ import pytest
 from tests.agent.builders import NODE, RUN
 from tests.e2e.lab import Lab, RowKey, _answers, free_port, open_lab, stored_rows, until
 from tests.e2e.mirror import Mirror
+from trainvitals.io.client import client_of, collector_on
 from trainvitals.io.private import private_base
+from trainvitals.io.server_identity import UNPROVEN
 from trainvitals.views import RunQuestion
 
 pytestmark = pytest.mark.slow
@@ -94,13 +96,17 @@ class Parts:
         """Start the agent of the version at ``path``, in place of the one that runs."""
         if "agent" in self.running:
             self.stop("agent")
-        where = (f"http://127.0.0.1:{self.port}", "--token-file", self.lab.tokens, "--node", NODE)
+        scheme = "http" if path != path_of(ROOT) else f"{UNPROVEN}http"
+        address = f"{scheme}://127.0.0.1:{self.port}"
+        where = (address, "--token-file", self.lab.tokens, "--node", NODE)
         arguments = ("agent", "--dir", self.lab.runs, "--collector", *where)
         self.running["agent"] = self.lab.start_vitals(*arguments, PYTHONPATH=path)
 
     def collector(self, path: str, data: Path) -> None:
         """Start the collector of the version at ``path``."""
-        listen = ("--data", data, "--listen", f"127.0.0.1:{self.port}")
+        # Neither knows how the other proves itself; while they are upgraded that is waived.
+        plain = ("--allow-plain",) if path == path_of(ROOT) else ()
+        listen = ("--data", data, "--listen", f"127.0.0.1:{self.port}", *plain)
         self.running["collector"] = self.lab.start_vitals("collector", *listen, PYTHONPATH=path)
         until(lambda: _answers(self.port), "the collector answers")
 
@@ -161,7 +167,9 @@ def test_an_old_agent_and_old_ranks_are_served_by_a_new_collector_and_upgraded_i
     assert parts.stored() == Counter(parts.mirror.rows.items())
     assert len(parts.mirror.rows) > 2 * ROWS_OF_A_STAGE
     assert 0 == parts.mirror.num_lost
-    with parts.lab.client(parts.port) as client:
+    collector = collector_on(parts.lab.data)
+    assert collector is not None
+    with client_of(collector) as client:
         detail = client.ask(RunQuestion(run_id=RUN))
     assert {0} == {source.num_lost_rows for source in detail.sources}
 

@@ -24,8 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from trainvitals.cli.supervise import LOOK_SECONDS, Stack, environ_of_this_process, start_command
-from trainvitals.errors import VitalsError
-from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.errors import TransportError, VitalsError
+from trainvitals.io.client import CollectorClient, client_of, collector_on
 from trainvitals.records import Decision
 from trainvitals.testing.faults import FaultPlan
 from trainvitals.views import DecisionsQuestion, RunQuestion, RunsQuestion
@@ -357,8 +357,10 @@ class _Demo:
     # ------------------------------------------------------------------------------- reading
 
     def _client(self) -> CollectorClient:
-        tokens = read_tokens(self._stack.token_file)
-        return CollectorClient(self._stack.collector_url, tokens.read, timeout=10.0)
+        collector = collector_on(self._stack.data)
+        if collector is None:
+            raise TransportError("the demo's collector has ended", hint=f"see {self._stack.home}")
+        return client_of(collector, timeout=10.0)
 
     def _ledger(self, client: CollectorClient, run_id: str, at_least: int) -> list[Decision]:
         """Return the run's decisions from the collector, once the run's end has arrived there."""

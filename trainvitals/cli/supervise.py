@@ -17,15 +17,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self, TypeVar
 
-import httpx
-import msgspec
-
 from trainvitals.errors import (
-    UNREADABLE,
     MissingDependencyError,
     StorageError,
     TransportError,
     UsageError,
+)
+from trainvitals.io.client import (
+    COLLECTOR_FILE,
+    client_of,
+    collector_on,
+    read_collector_file,
 )
 from trainvitals.io.setting_paths import with_absolute_paths
 
@@ -69,11 +71,6 @@ class Child:
         return f"[{MissingDependencyError.code}]" in self.log.read_text(errors="replace")
 
 
-class _Address(msgspec.Struct):
-    url: str
-    pid: int
-
-
 class Stack:
     """Collector, agent and dashboard around a folder of runs. Use it as a context manager."""
 
@@ -100,7 +97,7 @@ class Stack:
         environ = {**self.environ, "VITALS_DIR": str(self.runs)}
         if self.collector_url:
             environ["VITALS_AGENT"] = "off"
-            environ["VITALS_COLLECTOR_URL"] = self.collector_url
+            environ["VITALS_COLLECTOR_URL"] = str(self.data)
             environ["VITALS_TOKEN_FILE"] = str(self.token_file)
         return environ
 
@@ -108,13 +105,10 @@ class Stack:
 
     def start_collector(self) -> str:
         """Start the collector and return its address, once it answers."""
-        address_file = self.data / "collector.json"
-        address_file.unlink(missing_ok=True)
+        (self.data / COLLECTOR_FILE).unlink(missing_ok=True)
         child = self._start("collector", ["--data", str(self.data)])
-        address = self._until(child, lambda: _address(address_file, child.process.pid))
-        self._until(child, lambda: _answers(f"{address.url}/healthz"))
-        self.collector_url = address.url
-        return address.url
+        self.collector_url = self._until(child, lambda: _served(self.data, child.process.pid))
+        return self.collector_url
 
     def start_agent(self) -> None:
         """Start the agent for the folder of runs, shipping to the collector, wherever that is.
@@ -126,7 +120,7 @@ class Stack:
 
     def start_dashboard(self, *, port: int = 0) -> str:
         """Start the dashboard and return its one-click address, as it printed it."""
-        options = ["--collector", self.collector_url, "--token-file", str(self.token_file)]
+        options = ["--collector", str(self.data), "--token-file", str(self.token_file)]
         child = self._start("dashboard", [*options, "--port", str(port)])
         self.dashboard_url = self._until(child, lambda: _one_click(child.log))
         return self.dashboard_url
@@ -335,25 +329,18 @@ def _end_command(process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt)
     return stop_process(process, COMMAND_STOP_SECONDS)
 
 
-def _address(path: Path, pid: int) -> _Address | None:
-    try:
-        address = msgspec.json.decode(path.read_bytes(), type=_Address)
-    except (OSError, *UNREADABLE):
+def _served(data: Path, pid: int) -> str | None:
+    """Return the address of the collector that is this process, once it answers."""
+    file, collector = read_collector_file(data), collector_on(data)
+    if file is None or file.pid != pid or collector is None:
         return None
-    return address if address.pid == pid else None
+    with client_of(collector, "", timeout=2.0) as client:
+        return file.url if client.answers() else None
 
 
 def _one_click(log: Path) -> str | None:
     match = re.search(r"http://\S+[?&]token=\S+", log.read_text(errors="replace"))
     return match.group(0) if match else None
-
-
-def _answers(url: str) -> bool | None:
-    try:
-        # 503: it has no room to write, and can be read.
-        return httpx.get(url, timeout=2.0, trust_env=False).status_code in (200, 503) or None
-    except httpx.HTTPError:
-        return None
 
 
 def environ_of_this_process() -> dict[str, str]:

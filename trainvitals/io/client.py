@@ -3,16 +3,19 @@
 Bodies are ``trainvitals.views``. What goes wrong is one of our errors: TransportError where trying
 again may help, UnauthorizedError for the token, else what the collector says (FormatError for bytes
 it will never take, UsageError for what cannot be done as asked). No proxy is used and no redirect
-followed: the token goes to the address that was given and nowhere else.
+followed: the token goes to the address that was given and nowhere else, once the server there has
+proved that it is the collector (``trainvitals.io.server_identity``).
 """
 
-import ssl
+import ipaddress
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
@@ -23,6 +26,7 @@ from trainvitals.errors import (
     FormatError,
     NewerVersionError,
     NotOwnerError,
+    ServerIdentityError,
     TransportError,
     UnauthorizedError,
     UsageError,
@@ -31,7 +35,15 @@ from trainvitals.errors import (
 from trainvitals.io.control_key import sign_order
 from trainvitals.io.private import open_private
 from trainvitals.io.segments import read_fd
+from trainvitals.io.server_identity import (
+    UNIX,
+    TlsTrust,
+    not_connected,
+    parse_url,
+    tls_context,
+)
 from trainvitals.io.setting_paths import collector_urls, default_data_dir
+from trainvitals.io.unix_transport import UnixTransport
 from trainvitals.jsonable import from_json
 from trainvitals.question import Question, as_request
 from trainvitals.views import (
@@ -58,11 +70,15 @@ _SETTLED = frozenset({400, 404, 405, 409, 410, 413, 415, 422})
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of a collector, by scope; what a program was not given is empty."""
+    """A token file: a collector's tokens by scope, and by what it proves that it is the one.
+
+    What a program was not given is empty.
+    """
 
     read: str = ""
     ingest: str = ""
     control: str = ""
+    tls: TlsTrust = TlsTrust()
 
 
 class CollectorAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,19 +88,34 @@ class CollectorAddress(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Tokens = Tokens()
 
 
-class _CollectorFile(msgspec.Struct, frozen=True):
+COLLECTOR_FILE = "collector.json"
+
+
+class CollectorFile(msgspec.Struct, frozen=True, kw_only=True):
+    """``collector.json`` in a data folder: where its collector is, for this user's programs."""
+
     url: str
     pid: int = 0
+    node: str = ""
+    """The machine it runs on: a home is shared by many, and a loopback address means one."""
+    socket: str = ""
+    """Name of the Unix socket beside this file, for programs on that machine; "": there is none."""
+    version: str = ""
 
 
 class CollectorClient:
     """A collector's API. Thread-safe; close it, or use it in a ``with``.
 
     Args:
-        url: ``http://host:port``.
-        token: of the scope that the calls need.
+        url: ``https://host:port``, or ``unix:`` and the path of a socket.
+        token: of the scope that the calls need; sent to nobody who has not proved to be the server.
+        tls: by what the server is known, as in its token file.
         timeout: seconds for each of connecting, sending and waiting.
         transport: for tests.
+
+    Raises:
+        UsageError: ``url`` is no address, or plain HTTP.
+        ConfigError: ``tls`` holds no certificates.
     """
 
     def __init__(
@@ -92,26 +123,21 @@ class CollectorClient:
         url: str,
         token: str = "",
         *,
+        tls: TlsTrust = TlsTrust(),  # noqa: B008 - frozen
         timeout: float = 5.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL:
-            parsed = httpx.URL("")
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise UsageError(
-                f"the collector's address is {url!r}; it must be http://host:port, or a folder",
-                hint="`vitals collector` prints its address when it starts; write a data folder "
-                "with a slash, such as ./collector",
-            )
         self.url = url.rstrip("/")
+        self._address = parse_url(self.url)
+        self._tls = tls
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        if transport is None and self._address.socket is not None:
+            transport = UnixTransport(self._address.socket)
         self._http = httpx.Client(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            base_url=self._address.base,
             timeout=timeout,
             trust_env=False,
-            verify=ssl.create_default_context() if parsed.scheme == "https" else False,
+            verify=tls_context(tls) if self._address.is_tls else False,
             transport=transport,
         )
 
@@ -153,10 +179,17 @@ class CollectorClient:
     # ------------------------------------------------------------------------- for readers
 
     def answers(self) -> bool:
-        """Return whether the collector answers; one without room to write (503) can be read."""
+        """Return whether the collector answers; one without room to write (503) can be read.
+
+        Raises:
+            ServerIdentityError: somebody does, and does not prove to be the collector.
+        """
         try:
-            return self._http.get("/healthz").status_code in (200, 503)
-        except httpx.HTTPError:
+            return self._http.get("/healthz").status_code in (200, 503)  # without the token
+        except httpx.HTTPError as error:
+            failure = not_connected(self.url, self._tls, error)
+            if isinstance(failure, ServerIdentityError):
+                raise failure from error
             return False
 
     def ask(self, question: Question[A]) -> A:
@@ -237,21 +270,27 @@ class CollectorClient:
             ) from error
 
     def _send(self, method: str, path: str, **how: Any) -> bytes:
+        headers = {**self._headers, **how.pop("headers", {})}
         try:
-            response = self._http.request(method, path, **how)
+            response = self._http.request(method, path, headers=headers, **how)
         except httpx.TimeoutException as error:
             raise TransportError(
                 f"the collector at {self.url} did not answer in time",
                 hint="it may be overloaded; spooled rows are not lost",
             ) from error
         except httpx.HTTPError as error:
-            raise TransportError(
-                f"the collector at {self.url} cannot be reached: {error}",
-                hint="start one with `vitals collector`, or give its address with --collector",
-            ) from error
+            raise not_connected(self.url, self._tls, error) from error
         if response.is_success:
             return response.content
         raise refusal(self.url, path, response)
+
+
+def client_of(
+    collector: CollectorAddress, scope: str = "read", *, timeout: float = 5.0
+) -> CollectorClient:
+    """Return a client with the token of a scope; "" is none."""
+    token = getattr(collector.tokens, scope) if scope else ""
+    return CollectorClient(collector.url, token, tls=collector.tokens.tls, timeout=timeout)
 
 
 def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
@@ -263,33 +302,79 @@ def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
     url = environ.get("VITALS_COLLECTOR_URL", "")
     token_file = environ.get("VITALS_TOKEN_FILE", "")
     if url:
-        url = first_that_answers(url)
-        return CollectorAddress(url=url, tokens=read_tokens(token_file) if token_file else Tokens())
+        tokens = read_tokens(token_file) if token_file else Tokens()
+        return CollectorAddress(url=first_that_answers(url, tokens.tls), tokens=tokens)
     return collector_on(default_data_dir(environ), token_file)
 
 
-def first_that_answers(named: str) -> str:
+def first_that_answers(named: str, tls: TlsTrust) -> str:
     """Return the address; of several, that of the first collector that answers, else the first."""
     urls = collector_urls(named)
     for url in urls if len(urls) > 1 else ():
-        with CollectorClient(url) as client:
-            if client.answers():
-                return url
+        with CollectorClient(url, tls=tls) as client:
+            try:
+                if client.answers():
+                    return url
+            except ServerIdentityError:
+                continue
     return urls[0]
 
 
-def collector_on(data: Path, token_file: str = "") -> CollectorAddress | None:
-    """Return the collector that wrote its address into its data folder; None: none is there."""
+def collector_on(data: Path, token_file: Path | str = "") -> CollectorAddress | None:
+    """Return the collector that wrote its address into its data folder; None: none runs there.
+
+    On its machine it is reached by its socket, elsewhere by its address where that is not loopback.
+
+    Raises:
+        InsecurePathError: another user could have written the file.
+    """
+    url = url_in(data)
+    if not url:
+        return None
+    path = Path(token_file or data / "tokens.json")
+    return CollectorAddress(url=url, tokens=read_tokens(path) if path.exists() else Tokens())
+
+
+def url_in(data: Path) -> str:
+    """Return the address for this machine of the collector on a data folder; "": there is none.
+
+    Raises:
+        InsecurePathError: another user could have written it.
+    """
+    file = read_collector_file(data)
+    if file is None:
+        return ""
+    is_here = file.node in ("", socket.gethostname())
+    if is_here and file.socket and os.sep not in file.socket:
+        return f"{UNIX}{data.absolute() / file.socket}"
+    host = urlsplit(file.url).hostname or ""
     try:
-        collector_file = msgspec.json.decode(
-            (data / "collector.json").read_bytes(), type=_CollectorFile
-        )
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    return file.url if not is_loopback or (is_here and _is_alive(file.pid)) else ""
+
+
+def read_collector_file(data: Path) -> CollectorFile | None:
+    """Return what a collector wrote into its data folder; None where there is nothing to read.
+
+    Raises:
+        InsecurePathError: another user could have written it.
+    """
+    try:
+        raw = read_fd(open_private(data / COLLECTOR_FILE))
+        return msgspec.json.decode(raw, type=CollectorFile)
     except (OSError, *UNREADABLE):
         return None
-    path = Path(token_file) if token_file else data / "tokens.json"
-    return CollectorAddress(
-        url=collector_file.url, tokens=read_tokens(path) if path.exists() else Tokens()
-    )
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether this user's process of that id lives: another program may have its port."""
+    try:
+        os.kill(pid, 0)
+    except (OSError, OverflowError):
+        return False
+    return pid > 0
 
 
 def read_tokens(path: Path | str) -> Tokens:

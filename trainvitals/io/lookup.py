@@ -8,14 +8,15 @@ from typing import Protocol, TypeVar
 from trainvitals.errors import UsageError
 from trainvitals.io.client import (
     CollectorAddress,
-    CollectorClient,
     Tokens,
+    client_of,
     collector_on,
     discover_collector,
     first_that_answers,
+    read_collector_file,
     read_tokens,
 )
-from trainvitals.io.setting_paths import collector_folder
+from trainvitals.io.setting_paths import collector_folder, default_data_dir
 
 DEFAULT_DIR = "vitals_runs"
 
@@ -26,40 +27,50 @@ def find_collector(url: str = "", token_file: Path | None = None) -> CollectorAd
     Found are the collector that the environment names, and this user's own where it answers.
     For ``url``, and in the environment, its data folder may be given.
     """
-    file = token_file or os.environ.get("VITALS_TOKEN_FILE") or None
-    url, collector = known_collector(url)
-    if url:
-        is_own = collector is not None and collector.url == url
-        own = collector.tokens if collector is not None and is_own else Tokens()
-        return CollectorAddress(url=url, tokens=read_tokens(file) if file else own)
-    if collector is None:
-        return None
-    if token_file:
-        collector = CollectorAddress(url=collector.url, tokens=read_tokens(token_file))
-    # What the environment names must answer or say why; a file may be left over from a crash.
-    if os.environ.get("VITALS_COLLECTOR_URL"):
+    collector = known_collector(url, token_file)
+    # What is named must answer or say why; a file may be left over from a crash.
+    if collector is None or url or os.environ.get("VITALS_COLLECTOR_URL"):
         return collector
-    with CollectorClient(collector.url, collector.tokens.read) as client:
+    with client_of(collector, "") as client:
         return collector if client.answers() else None
 
 
-def known_collector(named: str) -> tuple[str, CollectorAddress | None]:
-    """Return the address that was named, and the collector whose tokens are known here.
+def known_collector(named: str, token_file: Path | None = None) -> CollectorAddress | None:
+    """Return the collector that is named, or this user's own; whether it answers is not asked.
 
     Raises:
         UsageError: a folder was named, and no collector runs on it.
     """
+    file = token_file or os.environ.get("VITALS_TOKEN_FILE") or ""
     folder = collector_folder(named or os.environ.get("VITALS_COLLECTOR_URL", ""))
-    if folder is None:
-        return first_that_answers(named).rstrip("/"), discover_collector(os.environ)
-    collector = collector_on(folder)
-    if collector is None:
-        raise UsageError(
-            f"{'--collector' if named else 'VITALS_COLLECTOR_URL'} is {folder}, and no collector "
-            "runs on that folder",
-            hint="give the folder passed to `vitals collector --data`, or the collector's address",
-        )
-    return collector.url, collector
+    if folder is not None:
+        collector = collector_on(folder, file)
+        if collector is None:
+            raise UsageError(
+                f"{'--collector' if named else 'VITALS_COLLECTOR_URL'} is {folder}, and no "
+                "collector runs on that folder",
+                hint="give the folder passed to `vitals collector --data`, or the collector's "
+                "address",
+            )
+        return collector
+    if not named:
+        collector = discover_collector(os.environ)
+        if collector is None or not token_file:
+            return collector
+        return CollectorAddress(url=collector.url, tokens=read_tokens(token_file))
+    tokens = read_tokens(file) if file else Tokens()
+    url = first_that_answers(named, tokens.tls).rstrip("/")
+    return CollectorAddress(url=url, tokens=tokens if file else _own_tokens(url))
+
+
+def _own_tokens(url: str) -> Tokens:
+    """Return the tokens of this user's own collector, if that is its address."""
+    own = default_data_dir(os.environ)
+    file = read_collector_file(own)
+    if file is None or file.url != url:
+        return Tokens()
+    collector = collector_on(own)
+    return collector.tokens if collector is not None else Tokens()
 
 
 def default_folder() -> Path:

@@ -170,6 +170,11 @@ class Spool:
         with self._lock:
             return dict(self._last)
 
+    def newest_seq(self, key: Key) -> int:
+        """Return the last sequence number of a stream that was ever put in, durable or not."""
+        with self._lock:
+            return max(seqs.get(key, -1) for seqs in (self._last, self._unsynced, self._refused))
+
     def append(self, raw: bytes) -> bool:
         """Add a batch; durable after the next ``sync``. False: full (``keep``); counted.
 

@@ -47,7 +47,7 @@ def collector_stub() -> Iterator[str]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"insecure+http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()

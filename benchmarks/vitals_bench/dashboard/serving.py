@@ -70,16 +70,15 @@ def serve(folder: Path, size: Size) -> Iterator[Serving]:
     finally:
         store.close()
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    listen = ("--data", str(data), "--listen", f"127.0.0.1:{port}")
+    listen = ("--data", str(data), "--listen", f"127.0.0.1:{port}", "--allow-plain")
     command = [sys.executable, "-m", "trainvitals", "collector", *listen]
     with Started("collector", command, folder) as collector:
-        collector.wait_for(lambda: answers(f"{url}/healthz"), 180.0)
+        collector.wait_for(lambda: answers(f"http://127.0.0.1:{port}/healthz"), 180.0)
         collector.settle(_CAUGHT_UP_SECONDS)  # it looks at all that was stored before it started
-        place = launch.CollectorPlace(url=url, token_file=str(data / "tokens.json"))
+        place = launch.place_on(data, "")
         with launch.pages(place, launch.free_port(0), os.environ) as (pages, address):
             pids = [collector.popen.pid, pages.process.pid]
-            yield Serving(filling, url, read_tokens(place.token_file), address, pids)
+            yield Serving(filling, place.url, read_tokens(place.token_file), address, pids)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import numpy as np
 from trainvitals.errors import TransportError
 from trainvitals.identity import new_run_id
 from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.io.server_identity import UNPROVEN
 from trainvitals.views import RunQuestion, SeriesQuestion
 from vitals_bench.ingest import servers
 from vitals_bench.ingest.asked import Asked
@@ -96,7 +97,7 @@ def measure_size(size: Size) -> Iterator[Row]:
         run_id, world_size = new_run_id(time.time_ns()), size.num_nodes * RANKS_PER_NODE
         place = Path(leave.enter_context(memory))
         node = leave.enter_context(RealNode(folder, place, run_id, world_size=world_size))
-        leave.enter_context(node.agent(url, tokens))
+        leave.enter_context(node.agent(UNPROVEN + url, tokens))
         begin_ns = time.time_ns() + int(_CONNECT_SECONDS * 1e9)
         plan = Plan(
             addresses=(urlsplit(url).netloc,),
@@ -109,7 +110,9 @@ def measure_size(size: Size) -> Iterator[Row]:
             num_steps=size.num_steps + size.num_probes,
         )
         driver = leave.enter_context(started_driver(plan, folder))
-        reader = leave.enter_context(CollectorClient(url, read_tokens(tokens).read, timeout=30.0))
+        reader = leave.enter_context(
+            CollectorClient(UNPROVEN + url, read_tokens(tokens).read, timeout=30.0)
+        )
         seen = _watch(size, plan, collector, node, reader, receiver)
         seen.outcome = outcome_of(driver)
         seen.num_lost = _count_lost(plan, node, reader)

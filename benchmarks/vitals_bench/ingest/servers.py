@@ -18,6 +18,7 @@ import httpx
 from trainvitals import __version__
 from trainvitals.identity import new_run_id
 from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.io.server_identity import UNPROVEN
 from trainvitals.views import RunQuestion
 from vitals_bench.ingest import remote_write
 from vitals_bench.ingest.records import NAMES, RANKS_PER_NODE, Block, Writers, by_node
@@ -123,7 +124,7 @@ class Ours:
         self._num_agents = num_ranks // RANKS_PER_NODE
         bearer = {"Authorization": f"Bearer {tokens.ingest}"}
         self.agents = Agents(url, self._num_agents, bearer)
-        self._reader = CollectorClient(url, tokens.read, timeout=_TIMEOUT)
+        self._reader = CollectorClient(UNPROVEN + url, tokens.read, timeout=_TIMEOUT)
         self._writers: dict[str, Writers] = {}
 
     def requests(self, config: str, block: Block, num_steps: int, per_node: bool) -> Posts:
@@ -297,10 +298,16 @@ def version_in(text: str) -> str:
 
 
 @contextmanager
-def collector(folder: Path, *arguments: str) -> Iterator[tuple[Started, str, Path]]:
-    """Give a running collector: its process, its address and its tokens' file."""
+def collector(
+    folder: Path, *arguments: str, plain: bool = True
+) -> Iterator[tuple[Started, str, Path]]:
+    """Give a running collector: its process, its address and its tokens' file.
+
+    Over plain HTTP, as what it is compared with; `transport.py` measures what TLS costs.
+    """
     data = folder / "data"
-    args = [sys.executable, "-m", "vitals_collector", "collector", "--data", str(data)]
+    where = ("--data", str(data), *(("--allow-plain",) if plain else ()))
+    args = [sys.executable, "-m", "vitals_collector", "collector", *where]
     with Started("collector", [*args, *arguments], folder) as started:
         address = data / "collector.json"
         started.wait_for(address.exists)

@@ -175,24 +175,16 @@ def is_loopback(host: str) -> bool:
         return _bare(host) == "localhost"
 
 
-def check_bind(host: str, *, allow_remote: bool, tls: bool, allow_plain: bool = False) -> None:
-    """Refuse to listen to the network by accident, or in clear text by accident.
+def check_bind(host: str, *, allow_remote: bool) -> None:
+    """Refuse to listen to the network by accident.
 
     Raises:
-        UsageError: ``host`` is not loopback and the flags do not say that this is meant.
+        UsageError: ``host`` is not loopback and the flag does not say that this is meant.
     """
-    if is_loopback(host):
-        return
-    if not allow_remote:
+    if not allow_remote and not is_loopback(host):
         raise UsageError(
             f"--listen {host} can be reached from other machines; the default is 127.0.0.1",
-            hint="if that is meant, add --allow-remote with --tls-cert and --tls-key; "
-            "else reach it by `ssh -L`",
-        )
-    if not (tls or allow_plain):
-        raise UsageError(
-            f"--listen {host} without TLS would send tokens in clear text",
-            hint="add --tls-cert and --tls-key, or --allow-plain where a proxy ends TLS",
+            hint="if that is meant, add --allow-remote; else reach it by `ssh -L`",
         )
 
 

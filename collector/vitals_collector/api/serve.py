@@ -1,5 +1,10 @@
-"""Runs the app on a socket: one per data directory, its address in a file, a clean end."""
+"""Runs the app: one per data directory, its addresses in a file, a clean end.
 
+It listens on a Unix socket in the data directory, for programs of the same user on this machine,
+and on a port, by TLS.
+"""
+
+import asyncio
 import contextlib
 import fcntl
 import hashlib
@@ -8,6 +13,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +24,16 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 
-from trainvitals.errors import UNREADABLE, StorageError, UsageError
+import trainvitals
+from trainvitals.errors import StorageError, UsageError, VitalsError
+from trainvitals.io.client import COLLECTOR_FILE, CollectorFile, read_collector_file
 from trainvitals.io.private import replace_file
+from trainvitals.io.server_identity import socket_in_own_folder
 from trainvitals.printable import LineFormatter
 from vitals_collector.api.connections import PatientProtocol
 from vitals_collector.storage.store import ensure_data_dir
 
-ADDRESS_FILE = "collector.json"
+SOCKET_FILE = "collector.sock"
 LOCK_FILE = "collector.lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHUTDOWN_SECONDS = 3
@@ -39,15 +48,6 @@ _KEEP_ALIVE_SECONDS = 75
 _LOG = logging.getLogger("vitals.collector.serve")
 
 
-class CollectorFile(msgspec.Struct, frozen=True):
-    """What ``collector.json`` tells programs of the same user."""
-
-    url: str
-    pid: int
-    node: str = ""
-    """The machine it runs on: a home is shared by many, and a loopback address means one."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenSettings:
     """Where to listen, and with which certificate."""
@@ -56,7 +56,10 @@ class ListenSettings:
     port: int = 0
     """0 takes a free one."""
     tls_cert: Path | None = None
+    """PEM, with its key or beside ``tls_key``; None speaks plain HTTP at the port."""
     tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    """PEM; who connects by TLS shows a certificate that one of these CAs signed."""
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -162,17 +165,45 @@ def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         ssl_certfile=listen.tls_cert,
         ssl_keyfile=listen.tls_key,
+        ssl_ca_certs=None if listen.tls_client_ca is None else str(listen.tls_client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if listen.tls_client_ca is None else ssl.CERT_REQUIRED,
     )
+    try:
+        config.load()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--tls-cert {listen.tls_cert}: certificate or key cannot be used: {error}",
+            hint="give PEM files: --tls-cert with the certificate, --tls-key with its private key, "
+            "--tls-client-ca with CAs",
+        ) from error
     url = url_of(bound, listen)
     _allow_many_files()
-    (data / ADDRESS_FILE).unlink(missing_ok=True)  # of one that was killed: nobody is there
+    (data / COLLECTOR_FILE).unlink(missing_ok=True)  # of one that was killed: nobody is there
     # uvicorn raises the signal once more when it has shut down: unheard, that kills us right there.
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         _Server(config, data, url).run(sockets=[bound])
     finally:
-        (data / ADDRESS_FILE).unlink(missing_ok=True)
+        (data / COLLECTOR_FILE).unlink(missing_ok=True)
+        (data / SOCKET_FILE).unlink(missing_ok=True)
         signal.signal(signal.SIGTERM, before)
+
+
+def bind_unix(data: Path) -> socket.socket | None:
+    """Return a socket that listens in the data directory; None where its file system has none."""
+    path = data / SOCKET_FILE
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with socket_in_own_folder(path.absolute()) as name:
+            path.unlink(missing_ok=True)  # of one that was killed
+            bound.bind(name)
+        path.chmod(0o600)
+        bound.listen(_BACKLOG)
+    except (OSError, VitalsError) as error:
+        _LOG.warning("no_unix_socket %s: %s; programs here use TLS as well", path, error)
+        bound.close()
+        return None
+    return bound
 
 
 def _allow_many_files() -> None:
@@ -199,6 +230,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._data = data
         self._url = url
+        self._socket = ""
         self._is_told = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -206,8 +238,25 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.should_exit:
             return
+        await self._listen_here()
         self._write_address()
         print(f"vitals collector: {self._url} (data in {self._data})", file=sys.stderr, flush=True)  # noqa: T201
+
+    async def _listen_here(self) -> None:
+        """Listen on the Unix socket as well, without TLS: nobody else reads along there."""
+        bound = bind_unix(self._data)
+        if bound is None:
+            return
+
+        def new_connection() -> asyncio.Protocol:
+            return self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        loop = asyncio.get_running_loop()
+        server = await loop.create_unix_server(new_connection, sock=bound, backlog=_BACKLOG)
+        self.servers.append(server)
+        self._socket = SOCKET_FILE
 
     async def on_tick(self, counter: int) -> bool:
         """Do what a server does ten times a second; write the address where that failed."""
@@ -218,10 +267,16 @@ class _Server(uvicorn.Server):
     def _write_address(self) -> None:
         """Write the address file; on a full disk it is tried again, and what is stored is read."""
         body = msgspec.json.encode(
-            CollectorFile(url=self._url, pid=os.getpid(), node=socket.gethostname())
+            CollectorFile(
+                url=self._url,
+                pid=os.getpid(),
+                node=socket.gethostname(),
+                socket=self._socket,
+                version=trainvitals.__version__,
+            )
         )
         try:
-            replace_file(self._data / ADDRESS_FILE, body + b"\n", mode=0o600)
+            replace_file(self._data / COLLECTOR_FILE, body + b"\n", mode=0o600)
         except OSError as error:
             _LOG.warning(
                 "address_not_written: %s; until then give --collector %s", error, self._url
@@ -231,8 +286,5 @@ class _Server(uvicorn.Server):
 
 
 def _address_of(data: Path) -> str:
-    try:
-        collector_file = msgspec.json.decode((data / ADDRESS_FILE).read_bytes(), type=CollectorFile)
-    except (OSError, *UNREADABLE):
-        return ""
-    return f": {collector_file.url}, process {collector_file.pid}"
+    file = read_collector_file(data)
+    return "" if file is None else f": {file.url}, process {file.pid}"

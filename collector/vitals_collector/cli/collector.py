@@ -43,18 +43,46 @@ Folders = Annotated[
 AllowHosts = Annotated[
     list[str] | None, typer.Option(help="Another host name that clients use for it; repeatable.")
 ]
-AllowRemote = Annotated[
-    bool, typer.Option("--allow-remote", help="Listen beyond this machine; requires TLS.")
-]
+AllowRemote = Annotated[bool, typer.Option("--allow-remote", help="Listen beyond this machine.")]
 AllowPlain = Annotated[
     bool,
     typer.Option(
         "--allow-plain",
-        help="Allow plain HTTP beyond this machine: a proxy in front terminates TLS.",
+        help="Plain HTTP at --listen: only where a proxy in front terminates TLS.",
     ),
 ]
-TlsCert = Annotated[Path | None, typer.Option(help="TLS certificate, PEM.")]
-TlsKey = Annotated[Path | None, typer.Option(help="Private key of the certificate, PEM.")]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(
+        help="TLS certificate, PEM [default: one made at the first start, in --data]. Clients "
+        "trust exactly the one in tokens.json.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+TlsKey = Annotated[
+    Path | None,
+    typer.Option(
+        help="Private key of --tls-cert, PEM [default: in the same file].",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+TlsCa = Annotated[
+    str,
+    typer.Option(
+        help="PEM file of the CA that signed --tls-cert: clients trust what it signs for the host "
+        "name. `system`: they trust the CAs of their machine."
+    ),
+]
+TlsClientCa = Annotated[
+    Path | None,
+    typer.Option(
+        help="PEM file of CAs: who connects by TLS must show a certificate of one (mutual TLS).",
+        exists=True,
+        dir_okay=False,
+    ),
+]
 Receivers = Annotated[
     Path | None,
     typer.Option(
@@ -98,6 +126,8 @@ def collector(
     allow_plain: AllowPlain = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    tls_ca: TlsCa = "",
+    tls_client_ca: TlsClientCa = None,
     receivers: Receivers = None,
     gone_options: GoneOptions = None,
     lost_after: LostAfter = 60.0,
@@ -127,8 +157,11 @@ def collector(
             "(docs/guides/alerts.md)",
         )
     host, port = parse_listen(listen)
-    check_bind(host, allow_remote=allow_remote, tls=tls_cert is not None, allow_plain=allow_plain)
-    where = ListenSettings(host=host, port=port, tls_cert=tls_cert, tls_key=tls_key)
+    check_bind(host, allow_remote=allow_remote)
+    _check_tls(allow_plain, tls_cert, tls_key, tls_ca, tls_client_ca)
+    where = ListenSettings(
+        host=host, port=port, tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca
+    )
     cap = round(cap_gb * 1e9)
     notifiers = load_notifier_settings(receivers)
     settings = CollectorSettings(
@@ -142,21 +175,41 @@ def collector(
         lost_after_seconds=lost_after,
         volumes=VolumeSettings(keep_hours=keep_hours, max_run_bytes=cap, keep_days=keep_days),
     )
-    _serve(settings, where)
+    _serve(settings, where, tls_ca=tls_ca, plain=allow_plain)
 
 
-def _serve(settings: "CollectorSettings", where: "ListenSettings") -> None:
+def _check_tls(plain: bool, cert: Path | None, key: Path | None, ca: str, client: object) -> None:
+    if plain and (cert or key or ca or client):
+        raise UsageError(
+            "--allow-plain is given together with options of TLS",
+            hint="leave out --allow-plain; it is for a proxy in front that terminates TLS",
+        )
+    if (key or ca) and not cert:
+        raise UsageError(
+            f"--tls-{'key' if key else 'ca'} is given without --tls-cert",
+            hint="add --tls-cert; without any of them the collector makes its own certificate",
+        )
+
+
+def _serve(
+    settings: "CollectorSettings", where: "ListenSettings", *, tls_ca: str, plain: bool
+) -> None:
     """Serve until told to stop; the one collector on its data directory."""
     from dataclasses import replace
 
-    from vitals_collector.api.app import create_app
+    from vitals_collector.api.app import TOKENS_FILE, create_app
+    from vitals_collector.api.certificate import own_certificate, tell_clients
     from vitals_collector.api.serve import bind, log_to_stderr, only_one, serve, url_of
 
     log_to_stderr()
     sys.meta_path.insert(0, _NotHere())
     with only_one(settings.data) as place, bind(where) as bound:
+        if not plain:
+            where = replace(where, tls_cert=where.tls_cert or own_certificate(settings.data))
         settings = replace(settings, url=url_of(bound, where, of_this_machine=True))
         app = create_app(settings, place=place)
+        if where.tls_cert is not None:
+            tell_clients(settings.data / TOKENS_FILE, where.tls_cert, ca=tls_ca)
         # A commit makes thousands of objects that live for a moment and hardly a cycle. As Python
         # has it by default, to look for cycles among them, and in all that was imported, takes a
         # third of the time of a commit.

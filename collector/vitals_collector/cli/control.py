@@ -15,11 +15,7 @@ import typer
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.errors import UsageError
-from trainvitals.io.client import (
-    CollectorClient,
-    Tokens,
-    read_tokens,
-)
+from trainvitals.io.client import CollectorClient, client_of
 from trainvitals.io.control_key import control_folder
 from trainvitals.io.lookup import known_collector
 from trainvitals.records import Command
@@ -485,28 +481,21 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
 
 def _default_folder(collector: str) -> Path | None:
     """Return the folder to read where no collector was named and none of this user's is known."""
-    has_collector = any(known_collector(collector))
-    return None if has_collector else folder_here()
+    return None if known_collector(collector) is not None else folder_here()
 
 
 @contextlib.contextmanager
 def _control(collector: str, token_file: Path | None, *, needs: str) -> Iterator[CollectorClient]:
     """Give a client with the token that the call needs; it never comes from the command line."""
-    url, address = known_collector(collector)
-    url = url or (address.url if address else "")
-    if not url:
+    address = known_collector(collector, token_file)
+    if address is None:
         raise UsageError(
             "no collector is known here",
             hint="start `vitals collector`, give --collector URL --token-file FILE, "
             "or give the run's folder",
         )
-    tokens = Tokens()
-    if token_file is not None or os.environ.get("VITALS_TOKEN_FILE"):
-        tokens = read_tokens(token_file or os.environ["VITALS_TOKEN_FILE"])
-    elif address is not None and address.url == url:
-        tokens = address.tokens
-    token = tokens.control if needs == "control" else tokens.read or tokens.control
-    with CollectorClient(url, token) as client:
+    scope = "control" if needs == "control" or not address.tokens.read else "read"
+    with client_of(address, scope) as client:
         yield client
 
 

@@ -14,7 +14,7 @@ import typer
 
 from trainvitals.cli.output import moment
 from trainvitals.errors import VitalsError
-from trainvitals.io.client import CollectorClient
+from trainvitals.io.client import client_of
 from trainvitals.io.lookup import DEFAULT_DIR, choose_run, find_collector
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
 from trainvitals.printable import printable
@@ -134,7 +134,7 @@ def _opened(
     folder, run = as_folder(run, folder)
     address = None if folder is not None else find_collector(collector, token_file)
     if address is not None:
-        with CollectorClient(address.url, address.tokens.read) as client:
+        with client_of(address) as client:
             opened = Opened(client, lambda: None)
             waits = f"waiting for a run: the collector at {address.url} has none yet"
             runs = _wait_for(lambda: client.ask(RunsQuestion()), waits)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from trainvitals.clock import SystemClock
-from trainvitals.io.client import CollectorClient
+from trainvitals.io.client import client_of
 from trainvitals.io.lookup import choose_run, default_folder, find_collector
 from trainvitals.question import Question
 from trainvitals.views import RunsQuestion, RunSummary
@@ -53,7 +53,7 @@ def open_reader(
         return
     address = find_collector(collector, token_file)
     if address is not None:
-        with CollectorClient(address.url, address.tokens.read) as client:
+        with client_of(address) as client:
             yield Opened(client, lambda: None)
         return
     with open_folder(default_folder()) as opened:

@@ -19,7 +19,7 @@ from tests.collector.alerting import decision
 from tests.collector.rows import Writer
 from tests.e2e.lab import until
 from trainvitals.identity import new_run_id
-from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.io.client import client_of, collector_on
 from vitals_collector.cluster.leases import PAGER
 from vitals_collector.storage.schema import alerts, leases
 from vitals_collector.storage.store import Store
@@ -119,7 +119,9 @@ class RealCollector:
 
     def take(self, raw: bytes) -> None:
         """Have it store a batch; raises TransportError where another one owns the run."""
-        with CollectorClient(self.url, read_tokens(self.data / "tokens.json").ingest) as client:
+        collector = collector_on(self.data)
+        assert collector is not None
+        with client_of(collector, "ingest") as client:
             client.ingest(raw)
 
 

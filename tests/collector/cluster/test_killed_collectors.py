@@ -4,6 +4,7 @@ The senders are the agent's own: its spool, its shipper, its way to a collector.
 """
 
 import contextlib
+import json
 import random
 import shutil
 import signal
@@ -88,7 +89,14 @@ class Three:
 
     @property
     def urls(self) -> list[str]:
-        return [f"http://{at}" for _, at in self._places]
+        return [f"https://{at}" for _, at in self._places]
+
+    def share_certificates(self) -> None:
+        """Put the certificate of each into the one token file."""
+        files = [json.loads((data / "tokens.json").read_text()) for data, _ in self._places]
+        pems = [pem for file in files for pem in file["tls"]["certificates"]]
+        assert len(pems) == 3
+        self._tokens.write_text(json.dumps(files[0] | {"tls": {"certificates": pems}}))
 
     def kill(self, which: int) -> None:
         self.all[which].end()
@@ -120,6 +128,7 @@ def test_every_row_is_stored_once_whichever_collectors_are_killed_and_stopped(
     try:
         for collector in three.all:
             collector.wait_until_it_answers()
+        three.share_certificates()
         for number in range(NUM_SENDERS):
             urls = three.urls[number % 3 :] + three.urls[: number % 3]
             tokens = tmp_path / "tokens.json"

@@ -1,4 +1,5 @@
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -45,7 +46,7 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 def client_of(handler: Handler, token: str = "secret") -> CollectorClient:
     transport = httpx.MockTransport(handler)
-    return CollectorClient("http://collector:1", token, transport=transport)
+    return CollectorClient("https://collector:1", token, transport=transport)
 
 
 def answer(value: object, status: int = 200) -> Handler:
@@ -217,7 +218,7 @@ def test_without_a_token_the_way_out_is_said() -> None:
 def test_a_collector_that_is_not_there_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, never listening: refused
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        url = f"https://127.0.0.1:{taken.getsockname()[1]}"
         with CollectorClient(url) as client:
             assert not client.answers()
             with pytest.raises(TransportError, match=url) as caught:
@@ -235,7 +236,7 @@ def test_a_collector_that_does_not_answer_is_given_up() -> None:
 
 @pytest.mark.parametrize("url", ["", "localhost:80", "ftp://x", "http://", "http://x:abc", "//x"])
 def test_an_address_that_is_none_is_a_users_error(url: str) -> None:
-    with pytest.raises(UsageError, match="must be http://host:port"):
+    with pytest.raises(UsageError, match="must be https://host:port"):
         CollectorClient(url)
 
 
@@ -261,7 +262,9 @@ def test_the_token_goes_through_no_proxy_and_follows_no_redirect(
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            with CollectorClient(f"http://127.0.0.1:{server.server_port}/", "secret") as client:
+            with CollectorClient(
+                f"insecure+http://127.0.0.1:{server.server_port}/", "secret"
+            ) as client:
                 assert client.answers()
                 with pytest.raises(TransportError, match="302"):
                     client.ask(RunsQuestion())
@@ -276,7 +279,9 @@ def test_the_token_goes_through_no_proxy_and_follows_no_redirect(
 
 def write_data(data: Path, *, mode: int = 0o600) -> None:
     data.mkdir(parents=True)
-    (data / "collector.json").write_text('{"url": "http://127.0.0.1:5", "pid": 1}')
+    address = {"url": "https://127.0.0.1:5", "pid": os.getpid()}
+    (data / "collector.json").write_text(json.dumps(address))
+    (data / "collector.json").chmod(0o600)
     (data / "tokens.json").write_text('{"read": "r", "ingest": "i", "control": "c"}')
     (data / "tokens.json").chmod(mode)
 
@@ -285,7 +290,7 @@ def test_this_users_own_collector_is_found(tmp_path: Path) -> None:
     write_data(tmp_path / "trainvitals")
     found = discover_collector({"XDG_DATA_HOME": str(tmp_path)})
     assert found is not None
-    assert ("http://127.0.0.1:5", Tokens(read="r", ingest="i", control="c")) == (
+    assert ("https://127.0.0.1:5", Tokens(read="r", ingest="i", control="c")) == (
         found.url,
         found.tokens,
     )
@@ -300,9 +305,9 @@ def test_the_environment_comes_first(tmp_path: Path) -> None:
     found = discover_collector(environ)
     assert found is not None
     assert "other" == found.tokens.read
-    found = discover_collector({**environ, "VITALS_COLLECTOR_URL": "http://far:1"})
+    found = discover_collector({**environ, "VITALS_COLLECTOR_URL": "https://far:1"})
     assert found is not None
-    assert ("http://far:1", "other") == (found.url, found.tokens.read)
+    assert ("https://far:1", "other") == (found.url, found.tokens.read)
 
 
 def test_no_collector_is_none(tmp_path: Path) -> None:
@@ -310,6 +315,7 @@ def test_no_collector_is_none(tmp_path: Path) -> None:
     data = tmp_path / ".local/share/trainvitals"
     data.mkdir(parents=True)
     (data / "collector.json").write_text("{torn")
+    (data / "collector.json").chmod(0o600)
     assert discover_collector({"HOME": str(tmp_path)}) is None
 
 
@@ -325,7 +331,7 @@ def test_a_wrong_token_file_is_named(tmp_path: Path, content: str | None) -> Non
     if content is not None:
         path.write_text(content)
         path.chmod(0o600)
-    environ = {"VITALS_COLLECTOR_URL": "http://far:1", "VITALS_TOKEN_FILE": str(path)}
+    environ = {"VITALS_COLLECTOR_URL": "https://far:1", "VITALS_TOKEN_FILE": str(path)}
     with pytest.raises(UsageError, match="token"):
         discover_collector(environ)
 

@@ -28,8 +28,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     data = tmp_path / "data"
     data.mkdir()
     (data / "collector.json").write_bytes(
-        msgspec.json.encode({"url": "http://127.0.0.1:5", "pid": os.getpid()})
+        msgspec.json.encode({"url": "https://127.0.0.1:5", "pid": os.getpid()})
     )
+    (data / "collector.json").chmod(0o600)
     (data / "tokens.json").write_text('{"read": "r", "ingest": "i", "control": "c"}')
     (data / "tokens.json").chmod(0o600)
     (tmp_path / "elsewhere").mkdir()
@@ -45,10 +46,10 @@ def test_a_relative_folder_of_a_collector_is_a_folder_everywhere(
     find = finder(named, None, {})
     place = launch.discovered({"VITALS_COLLECTOR_URL": named, "HOME": str(here)})
     monkeypatch.setenv("VITALS_COLLECTOR_URL", named)
-    assert "http://127.0.0.1:5" == known_collector(named)[0] == find_collector().url
+    assert "https://127.0.0.1:5" == known_collector(named).url == find_collector().url
     monkeypatch.chdir(here / "elsewhere")  # what was resolved stays what it was
-    assert ("http://127.0.0.1:5", "i") == (find().url, find().tokens.ingest)
-    assert place.collector_file == str(here / "data" / "collector.json") or ".." in named
+    assert ("https://127.0.0.1:5", "i") == (find().url, find().tokens.ingest)
+    assert place.collector_data == str(here / "data") or ".." in named
 
 
 @pytest.mark.parametrize("named", ["http://host:1", "https://host", "", "host:8765", "nonsense"])
@@ -73,7 +74,7 @@ def test_the_setting_that_names_a_folder_without_a_collector_is_named(
 
 
 def test_a_word_that_is_neither_says_how_a_folder_is_written(here: Path):
-    with pytest.raises(UsageError, match="must be http://host:port, or a folder") as caught:
+    with pytest.raises(UsageError, match="must be https://host:port, or a folder") as caught:
         finder("nonsense", None, {})
     assert "./collector" in caught.value.hint
 

@@ -1,0 +1,123 @@
+"""The collector's certificate: made at the first start, and told to clients in the token file."""
+
+import datetime
+import socket
+from pathlib import Path
+
+import msgspec
+
+from trainvitals.errors import UNREADABLE, ConfigError, FormatError, StorageError
+from trainvitals.io.client import Tokens
+from trainvitals.io.private import replace_file
+from trainvitals.io.server_identity import SERVER_NAME, TlsTrust, fingerprint
+
+SYSTEM_CA = "system"
+_FILE = "tls.pem"
+
+
+def own_certificate(data: Path) -> Path:
+    """Return the file (0600) with this collector's own key and certificate; made where missing.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    path = data / _FILE
+    if path.exists():
+        return path
+    try:
+        replace_file(path, _self_signed(), mode=0o600)
+    except OSError as error:
+        raise StorageError(f"{path}: the certificate cannot be written: {error}") from error
+    return path
+
+
+def _self_signed() -> bytes:
+    """Return a new key and its certificate, PEM."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, SERVER_NAME)])
+    hosts = dict.fromkeys((SERVER_NAME, "localhost", socket.gethostname()))
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # Clients trust this very certificate until they are given another one: a date says nothing,
+        # and clocks of nodes are wrong.
+        .not_valid_before(datetime.datetime(2000, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts if host.isascii()]),
+            critical=False,
+        )
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    ) + certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def tell_clients(token_file: Path, certificate: Path, *, ca: str = "") -> None:
+    """Write into the token file by what clients know this collector.
+
+    Certificates that are there stay: of several collectors on one database all have one token file,
+    with the certificate of each.
+
+    Args:
+        token_file: with the tokens; copied to where clients are.
+        certificate: PEM; the first one in it is the server's.
+        ca: PEM file of the CA that signed it: clients trust that instead; ``system``: the CAs that
+            their machines trust.
+
+    Raises:
+        ConfigError: a file holds no certificate.
+        StorageError: a file cannot be read or written.
+    """
+    try:
+        fields = msgspec.json.decode(token_file.read_bytes(), type=dict[str, object])
+        before = msgspec.convert(fields, Tokens).tls
+        trust = _trust(before, certificate, ca)
+        if trust != before:
+            fields["tls"] = msgspec.to_builtins(trust)
+            replace_file(token_file, msgspec.json.encode(fields) + b"\n", mode=0o600)
+    except OSError as error:
+        raise StorageError(f"{error.filename or token_file}: {error.strerror}") from error
+    except (*UNREADABLE, msgspec.ValidationError) as error:
+        raise FormatError(
+            f"{token_file} is no token file: {error}", hint="rm it, then start again"
+        ) from error
+
+
+def _trust(before: TlsTrust, certificate: Path, ca: str) -> TlsTrust:
+    certificates: tuple[str, ...] = ()
+    if not ca:
+        pem = _certificate_in(certificate)
+        certificates = tuple(dict.fromkeys([*before.certificates, pem]))
+    ca_pem = "" if ca in ("", SYSTEM_CA) else _certificate_in(Path(ca), whole=True)
+    return msgspec.structs.replace(before, certificates=certificates, ca=ca_pem)
+
+
+def _certificate_in(path: Path, *, whole: bool = False) -> str:
+    text = path.read_text(encoding="ascii", errors="replace")
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    first = text.find(begin)
+    last = text.rfind(end) if whole else text.find(end, first)
+    pem = text[first : last + len(end)] + "\n" if 0 <= first < last else ""
+    try:
+        if not whole:
+            fingerprint(pem)
+    except ValueError:
+        pem = ""
+    if not pem:
+        raise ConfigError(f"{path} holds no certificate; it must be PEM")
+    return pem
+
+
+__all__ = ["SYSTEM_CA", "own_certificate", "tell_clients"]
