@@ -190,8 +190,8 @@ def _merge_block(
             run[place] = row
     times = np.where(of_root > _NO_TIME, of_root, times)
     of_column = valid.reshape(len(RANK_COLUMNS), -1)
-    is_measured: list[bool] = of_column.any(axis=1).tolist()
-    is_whole: list[bool] = of_column.all(axis=1).tolist()
+    is_measured: list[bool] = np.logical_or.reduce(of_column, axis=1).tolist()
+    is_whole: list[bool] = np.logical_and.reduce(of_column, axis=1).tolist()
     names = [name for name, ok in zip(RANK_COLUMNS, is_measured, strict=True) if ok]
     columns = [
         values[i].tolist() if is_whole[i] else _with_gaps(values[i], valid[i])
