@@ -189,8 +189,9 @@ def _merge_block(
         for place, row in zip(at.tolist(), _run_rows(rows, root), strict=True):
             run[place] = row
     times = np.where(of_root > _NO_TIME, of_root, times)
-    is_measured: list[bool] = np.any(valid, axis=(1, 2)).tolist()
-    is_whole: list[bool] = np.all(valid, axis=(1, 2)).tolist()
+    of_column = valid.reshape(len(RANK_COLUMNS), -1)
+    is_measured: list[bool] = np.logical_or.reduce(of_column, axis=1).tolist()
+    is_whole: list[bool] = np.logical_and.reduce(of_column, axis=1).tolist()
     names = [name for name, ok in zip(RANK_COLUMNS, is_measured, strict=True) if ok]
     columns = [
         values[i].tolist() if is_whole[i] else _with_gaps(values[i], valid[i])
