@@ -56,7 +56,7 @@ class StepProfile:
         first_step: int,
         num_steps: int,
         done: Callable[[Path], None],
-        failed: Callable[[BaseException], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         from torch.profiler import ProfilerActivity, profile
 
@@ -90,5 +90,5 @@ class StepProfile:
             self._profiler.export_chrome_trace(str(partial))
             os.replace(partial, self._path)  # noqa: PTH105
             self._done(self._path)
-        except BaseException as error:  # noqa: BLE001 - told where it is counted
+        except Exception as error:  # noqa: BLE001 - told where it is counted
             self._failed(error)
