@@ -456,7 +456,7 @@ def decode_events(schema: Schema, raw: bytes) -> Iterator[EventRow]:
             if part != 0:
                 continue
         payload = fields.get("payload")
-        rest = min(length - part * EVENT_PAYLOAD_BYTES, EVENT_PAYLOAD_BYTES)
+        rest = max(0, min(length - part * EVENT_PAYLOAD_BYTES, EVENT_PAYLOAD_BYTES))
         pending += (payload if isinstance(payload, bytes) else b"")[:rest].ljust(rest, b"\0")
         expected = part + 1
         if expected < num:

@@ -41,7 +41,7 @@ def test_every_detector_has_its_row_those_of_the_loop_in_their_order() -> None:
     assert fed == rows
     watchers = set(FleetDetectors().state_dict()["watchers"]) | {"stalled", "checkpoint_overdue"}
     assert watchers <= set(DETECTORS)
-    of_others = {"outlier", "probe", "evaluation", "snapshots", "rule", "loop"}
+    of_others = {"outlier", "probe", "evaluation", "snapshots", "policy", "rule", "loop"}
     assert set(DETECTORS) == {*fed, *watchers, *of_others}
 
 
