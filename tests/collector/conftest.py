@@ -16,7 +16,7 @@ import uvicorn
 from tests.small_disks import small_file_system
 from trainvitals.io.client import CollectorClient, read_tokens
 from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app
-from vitals_collector.api.connections import PatientProtocol
+from vitals_collector.api.auth import PatientProtocol
 from vitals_collector.api.serve import ListenSettings, bind, url_of
 from vitals_collector.storage.store import Store, open_data_store, open_store
 

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from trainvitals.errors import UNREADABLE, StorageError, UsageError
 from trainvitals.io.rundir import replace_file
 from trainvitals.printable import LineFormatter
-from vitals_collector.api.connections import PatientProtocol
+from vitals_collector.api.auth import PatientProtocol
 from vitals_collector.storage.store import ensure_data_dir
 
 ADDRESS_FILE = "collector.json"
