@@ -242,10 +242,9 @@ class _Walk:
                 kept[name] = REDACTED if hidden else self.redact(part, depth + 1)
             return kept
         parts = self._parts(list(islice(cast("Iterable[object]", value), self._num_left)), depth)
-        for kind in (tuple, set, frozenset):
-            if type(value) is kind:
-                return kind(parts)
-        return parts
+        if isinstance(value, tuple):
+            return tuple(parts)
+        return set(parts) if isinstance(value, Set) else parts
 
     def _parts(self, values: list[object], depth: int) -> list[object]:
         parts: list[object] = []

@@ -17,8 +17,8 @@ from tests.small_disks import small_file_system
 from trainvitals.io.client import CollectorAddress, CollectorClient, client_of, read_tokens
 from trainvitals.io.server_identity import UNPROVEN
 from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app
+from vitals_collector.api.auth import PatientProtocol
 from vitals_collector.api.certificate import own_certificate, tell_clients
-from vitals_collector.api.connections import PatientProtocol
 from vitals_collector.api.serve import ListenSettings, bind, url_of
 from vitals_collector.storage.store import Store, open_data_store, open_store
 

@@ -10,7 +10,7 @@ from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_serve import client_of, collector
 from vitals_collector.api import auth
-from vitals_collector.api.connections import MAX_HEAD_BYTES, MAX_HEADERS, PatientProtocol
+from vitals_collector.api.auth import MAX_HEAD_BYTES, MAX_HEADERS, PatientProtocol
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 SECONDS = 0.4

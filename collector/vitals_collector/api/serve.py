@@ -30,7 +30,7 @@ from trainvitals.io.client import COLLECTOR_FILE, CollectorFile, read_collector_
 from trainvitals.io.private import replace_file
 from trainvitals.io.server_identity import socket_in_own_folder
 from trainvitals.printable import LineFormatter
-from vitals_collector.api.connections import PatientProtocol
+from vitals_collector.api.auth import PatientProtocol
 from vitals_collector.storage.store import ensure_data_dir
 
 SOCKET_FILE = "collector.sock"
