@@ -4,6 +4,7 @@ The planted server is another user's where the tests run as root, as in CI.
 """
 
 import contextlib
+import datetime
 import json
 import os
 import random
@@ -14,7 +15,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from tests.collector.rows import RUN, Writer
 from tests.e2e.lab import free_port, until
@@ -324,6 +330,61 @@ def test_half_of_a_certificate_is_a_clear_error(tmp_path: Path, capsys, option: 
     arguments = ["--data", str(tmp_path / "data"), option, str(tmp_path / "x.pem")]
     assert 2 == main(["collector", *arguments])
     assert f"{option} is given without --tls-cert" in capsys.readouterr().err
+
+
+def issued(folder: Path, name: str, ca: tuple | None = None) -> tuple:
+    """Make a CA, or a certificate for a name that it signed: key, certificate, PEM file of both."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    issuer_key, issuer = (key, subject) if ca is None else (ca[0], ca[1].subject)
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=ca is None, path_length=None), critical=True)
+        .sign(issuer_key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(Encoding.PEM)
+    path = folder / f"{name}.pem"
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    path.write_bytes(pem if ca is None else secret + pem)
+    return key, certificate, path
+
+
+def test_a_ca_of_ones_own_and_clients_that_show_a_certificate(tmp_path: Path):
+    """With --tls-ca the certificate may change and the name may not; --tls-client-ca asks back."""
+    ca, clients = issued(tmp_path, "our-ca"), issued(tmp_path, "client-ca")
+    server, client = issued(tmp_path, "localhost", ca), issued(tmp_path, "node-7", clients)
+    real = Real(tmp_path)
+    options = ("--tls-cert", str(server[2]), "--tls-ca", str(ca[2]))
+    real.start(*options, "--tls-client-ca", str(clients[2]))
+    try:
+        real.copy_tokens()
+        url = f"https://localhost:{real.port}"
+        tokens = read_tokens(real.tokens)
+        assert () == tokens.tls.certificates
+        asks = CollectorClient(url, tokens.read, tls=tokens.tls)
+        with asks, pytest.raises(TransportError) as caught:
+            asks.ask(RunsQuestion())
+        assert "client_cert" in caught.value.hint
+        tls = msgspec.structs.replace(tokens.tls, client_cert=str(client[2]))
+        with CollectorClient(url, tokens.read, tls=tls) as asks:
+            assert () == asks.ask(RunsQuestion())
+        asks = CollectorClient(real.url, tokens.read, tls=tls)
+        with asks, pytest.raises(ServerIdentityError, match="not a trusted one"):
+            asks.ask(RunsQuestion())  # 127.0.0.1 is not its name
+        found = collector_on(real.data)
+        assert found is not None
+        with CollectorClient(found.url, tokens.read) as asks:  # by the socket none is needed
+            assert () == asks.ask(RunsQuestion())
+    finally:
+        real.kill()
 
 
 # ---------------------------------------------------------------------------- the socket's folder

@@ -316,7 +316,7 @@ def first_that_answers(named: str, tls: TlsTrust) -> str:
                 if client.answers():
                     return url
             except ServerIdentityError:
-                continue
+                continue  # not one of ours; where none is, the first says why when it is asked
     return urls[0]
 
 
