@@ -119,3 +119,19 @@ def test_a_head_without_end_is_refused_by_the_program_itself(tmp_path):
                 sock.sendall(head)
                 assert sock.recv(65_536).startswith(b"HTTP/1.1 400 ")
         assert 1 == client.ingest(Writer(run=RUN).steps([0])).num_new
+
+
+def test_a_request_that_comes_whole_at_once_may_be_longer_than_a_head(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(auth, "MAX_HEAD_BYTES", 1_000)
+    raw = Writer().steps(range(30))
+    head = (
+        f"POST /v1/ingest HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(raw)}\r\n"
+        f"Authorization: Bearer {served.tokens.ingest}\r\n\r\n"
+    )
+    assert len(head) < 1_000 < len(raw)
+    with connected(served.plain) as sock:
+        for _ in range(2):
+            sock.sendall(head.encode() + raw)
+            assert sock.recv(65_536).startswith(b"HTTP/1.1 200 ")

@@ -487,7 +487,7 @@ class PatientProtocol(HttpToolsProtocol):
         """Wait for the first request's head, for a while."""
         super().connection_made(transport)
         self._num_head_bytes = 0
-        self._in_head = True
+        self._in_head, self._has_head = True, False
         self._patience: asyncio.TimerHandle | None = None
         self._arm()
 
@@ -498,11 +498,12 @@ class PatientProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Read on; refuse a head that is too long, and begin to wait for one that is not whole."""
-        was_in_head = self._in_head
+        was_in_head, self._has_head = self._in_head, False
         super().data_received(data)
         if self.transport.is_closing() or not self._in_head:
             return
-        self._num_head_bytes += len(data) if was_in_head else 0
+        # A whole request may come at once, its body with it: that is no head.
+        self._num_head_bytes += len(data) if was_in_head and not self._has_head else 0
         if self._num_head_bytes > MAX_HEAD_BYTES:
             self.send_400_response("The request's head is too long.")
         elif self.cycle is None or self.cycle.response_complete:
@@ -521,7 +522,7 @@ class PatientProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Wait no more: what follows has its own bounds."""
         self._disarm()
-        self._in_head, self._num_head_bytes = False, 0
+        self._in_head, self._has_head, self._num_head_bytes = False, True, 0
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
