@@ -8,7 +8,9 @@ import pytest
 
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_serve import client_of, collector
+from tests.collector.test_serve import collector
+from tests.collector.test_serve import connected as client_of
+from trainvitals.io.client import read_collector_file
 from vitals_collector.api import auth
 from vitals_collector.api.auth import MAX_HEAD_BYTES, MAX_HEADERS, PatientProtocol
 
@@ -109,13 +111,15 @@ def test_a_client_that_pauses_between_requests_is_kept(hasty: None, served: Serv
 
 
 def test_a_head_without_end_is_refused_by_the_program_itself(tmp_path):
-    with collector(tmp_path) as _, client_of(tmp_path, "ingest") as client:
+    with collector(tmp_path, "--allow-plain") as _, client_of(tmp_path, "ingest") as client:
         heads = [
             HEAD + b"X-Long: " + b"a" * (2 * MAX_HEAD_BYTES),
             HEAD + b"".join(b"X-%d: a\r\n" % i for i in range(MAX_HEADERS + 1)),
         ]
+        file = read_collector_file(tmp_path)
+        assert file is not None
         for head in heads:
-            with connected(client.url) as sock:
+            with connected(file.url) as sock:
                 sock.sendall(head)
                 assert sock.recv(65_536).startswith(b"HTTP/1.1 400 ")
         assert 1 == client.ingest(Writer(run=RUN).steps([0])).num_new
@@ -128,6 +132,7 @@ def test_a_request_that_comes_whole_at_once_may_be_longer_than_a_head(
     raw = Writer().steps(range(30))
     head = (
         f"POST /v1/ingest HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(raw)}\r\n"
+        "Content-Type: application/octet-stream\r\n"
         f"Authorization: Bearer {served.tokens.ingest}\r\n\r\n"
     )
     assert len(head) < 1_000 < len(raw)

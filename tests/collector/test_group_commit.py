@@ -11,7 +11,6 @@ from tests.collector.rows import Writer
 from trainvitals.clock import SystemClock
 from trainvitals.errors import FormatError, StorageError
 from trainvitals.wire import Batch
-from vitals_collector.api import ingest_route
 from vitals_collector.api.ingest_route import (
     BUSY,
     CommitLimits,
@@ -127,18 +126,6 @@ def test_behind_rows_that_wait_too_long_no_rows_are_taken_but_events_are(memory:
     assert (BUSY, 1) == (caught.value.code, memory.counters.num_deferred)
     asker.put(Writer("rank:1").events(started()))
     assert 2 == sum(len(group) for group in asker.outcomes())
-
-
-def test_a_commit_that_takes_long_has_the_next_ones_take_less(
-    memory: Store, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(ingest_route, "_COMMIT_MOST_SECONDS", 0.0)
-    monkeypatch.setattr(ingest_route, "_GROUP_FEWEST", 1)
-    asker = Asker(memory, CommitLimits(group_batches=4))
-    writer = Writer()
-    for step in range(8):
-        asker.put(writer.steps([step]))
-    assert [4, 2, 1, 1] == [len(group) for group in asker.outcomes()]
 
 
 def test_a_closed_intake_takes_nothing_more(memory: Store):

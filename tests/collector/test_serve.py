@@ -103,7 +103,7 @@ def test_it_keeps_large_libraries_out_that_it_does_not_use(tmp_path: Path):
     which files there are is the same everywhere."""
     assert find_spec("pandas") and find_spec("pyarrow.dataset"), "they could be imported"
     data = tmp_path / "data"
-    with collector(data) as process, client_of(data, "ingest") as client:
+    with collector(data) as process, connected(data, "ingest") as client:
         client.ingest(Writer().steps(range(20), loss=2.0))
         proc = Path("/proc") / str(process.pid)
         mapped = (proc / "maps").read_text()

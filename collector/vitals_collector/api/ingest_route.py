@@ -10,9 +10,9 @@ and who comes after a pause is stored at once. Events have a lane of their own, 
 waiting for what they say: they are stored as they come, whatever rows wait for, such as a merge of
 files. The queue is bounded by bytes, by number and by time: what does not fit is refused at once,
 to be sent again, and nothing waits in memory that was not asked for. Where more comes than is
-written, senders would give up on answers that come late, and send all of it again: so a commit
-takes about a second's work, and no rows are taken behind such as have waited too long. A body is
-answered after the commits of all that is in it, never before.
+written, senders would give up on answers that come late, and send all of it again: so no rows are
+taken behind such as have waited too long. A body is answered after the commits of all that is in
+it, never before.
 """
 
 import asyncio
@@ -54,12 +54,6 @@ _WAIT_SECONDS = 3.0
 BUSY = "V304"
 """Error code: more came than is written; try again later."""
 
-_COMMIT_MOST_SECONDS = 1.0
-"""A commit that takes longer has the next ones take less."""
-_GROUP_FEWEST = 512
-"""Batches: so few do not cost more than the commit itself."""
-_GROUP_FIRST = 4_096
-"""Batches, until it is known how long a commit takes: after an outage everybody comes at once."""
 _GROUP_BYTES = 16 << 20
 """Taken into one transaction, beside a number of batches."""
 COMMIT_SECONDS = 1.0
@@ -115,8 +109,9 @@ class CommitLimits:
     max_bytes: int = 64 << 20
     """Of bodies that wait or are being written; one body alone is always taken."""
     max_bodies: int = 4_096
-    group_batches: int = 32_768
-    """Taken into one transaction at most; fewer where that takes long."""
+    group_batches: int = 8_192
+    """Taken into one transaction, about a second's work: after an outage everybody comes at once.
+    """
     wait_seconds: float = _WAIT_SECONDS
     """Rows that have waited so long let no others come behind them."""
     seconds: float = COMMIT_SECONDS
@@ -142,19 +137,11 @@ class _Lane:
         self._num_bytes = 0
         self._next_at = 0.0
         self._is_closed = False
-        self._group_batches = min(_GROUP_FIRST, limits.group_batches)
 
     @property
     def waited_seconds(self) -> float:
         """How long what waits longest has."""
         return time.monotonic() - self.waiting[0].since if self.waiting else 0.0
-
-    def took(self, num_batches: int, seconds: float) -> None:
-        """Have the next group be smaller after one that took long, and larger again by and by."""
-        if seconds > _COMMIT_MOST_SECONDS:
-            self._group_batches = max(_GROUP_FEWEST, min(num_batches, self._group_batches) // 2)
-        elif num_batches > self._group_batches // 2:
-            self._group_batches = min(2 * self._group_batches, self._limits.group_batches)
 
     def put(self, part: _Part) -> None:
         """Queue a part."""
@@ -187,7 +174,7 @@ class _Lane:
                 num_bytes += part.num_bytes
                 num_batches += len(part.places)
                 is_large = num_bytes > _GROUP_BYTES
-                if group and (is_large or num_batches > self._group_batches):
+                if group and (is_large or num_batches > self._limits.group_batches):
                     break
                 group.append(self.waiting.popleft())
                 self._num_bytes -= part.num_bytes
@@ -287,9 +274,7 @@ class CommitQueue:
 
     def _run(self, lane: _Lane) -> None:
         while group := lane.take():
-            began = time.monotonic()
             outcomes = self._store_group(group)
-            num_batches = sum(len(part.places) for part in group)
             with self._lock:  # before the answers: who has one sends again, and must find room
                 done = [
                     part.body
@@ -297,7 +282,6 @@ class CommitQueue:
                     if part.body.came_to(part.places, stored)
                 ]
                 self._num_bytes -= sum(body.num_bytes for body in done)
-                lane.took(num_batches, time.monotonic() - began)
             if not done:
                 continue
             try:

@@ -185,6 +185,23 @@ def take(
     return {row.name: row.epoch for row in held}
 
 
+def ended(connection: Connection, prefix: str, seconds: float) -> list[str]:
+    """Return leases that ended in the last seconds: their holder died, or was away.
+
+    Not all, but the share of this collector beside all others that hold one now.
+    """
+    names = select(leases.c.name).where(
+        leases.c.name.startswith(prefix, autoescape=True),
+        leases.c.expires_unix_ns.between(_NOW - int(seconds * 1e9), _NOW),
+    )
+    found = connection.execute(names.order_by(leases.c.name)).scalars().all()
+    if not found:
+        return []
+    holders = select(func.count(leases.c.holder.distinct())).where(leases.c.expires_unix_ns > _NOW)
+    num_holders = connection.execute(holders).scalar() or 1
+    return list(found[: -(-len(found) // num_holders)])
+
+
 def renew(connection: Connection, holder: str, names: Collection[str]) -> dict[str, int]:
     """Renew those of the names that the holder still has; return their epochs."""
     mine = (leases.c.holder == holder) & leases.c.name.in_(names)
@@ -229,4 +246,4 @@ def _end() -> ColumnElement[int]:
     return _NOW + int(LEASE_SECONDS * 1e9)
 
 
-__all__ = ["PAGER", "UPKEEP", "Lease", "hold", "holders_of", "release", "renew", "take"]
+__all__ = ["PAGER", "UPKEEP", "Lease", "ended", "hold", "holders_of", "release", "renew", "take"]

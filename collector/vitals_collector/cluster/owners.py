@@ -16,6 +16,7 @@ from trainvitals.errors import NotOwnerError, StorageError
 from vitals_collector.cluster.leases import (
     LEASE_SECONDS,
     MARGIN_SECONDS,
+    ended,
     holders_of,
     release,
     renew,
@@ -29,6 +30,7 @@ _IDLE_SECONDS = 600.0
 """After which a run that no rows come of is let go."""
 _PREFIX = "run/"
 _NAMES_AT_ONCE = 1_000
+_ENDED_SECONDS = 60.0
 _ELSEWHERE_SECONDS = 1.0
 """How long a run of another collector is thought to be its; agents ask often meanwhile."""
 _LOG = logging.getLogger("vitals.collector.owners")
@@ -104,10 +106,13 @@ class RunOwners:
 
     def _take(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
         now_ns = self._clock.monotonic_ns()
-        names = {_PREFIX + run_id: run_id for run_id in run_ids}
         with self._store.write() as connection:
+            # What an owner that died had comes soon as well: to take a run over costs by the time.
+            more = ended(connection, _PREFIX, _ENDED_SECONDS)
+            asked = {_PREFIX + run_id for run_id in run_ids}
+            names = {name: name.removeprefix(_PREFIX) for name in (*asked, *more)}
             taken = take(connection, names, self._holder, is_held=False)
-            others = names.keys() - taken.keys()
+            others = asked - taken.keys()
             holders = holders_of(connection, others) if others else {}
         elsewhere = {
             names[name]: _elsewhere(names[name], holders.get(name, "").partition(" ")[0])

@@ -192,3 +192,18 @@ def _ends_of(store: Store, run_ids: list[str]) -> list[int]:
         table = leases.leases.c
         query = select(table.expires_unix_ns).where(table.name.in_(names))
         return list(connection.execute(query).scalars())
+
+
+def test_who_takes_one_run_of_an_owner_that_died_takes_its_share_of_all(
+    first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 1.0)
+    runs = [new_run_id(time.time_ns() + i) for i in range(6)]
+    first.claims.claim(runs)
+    time.sleep(1.1)
+    assert {} == second.claims.claim(runs[:1])
+    names = [f"run/{run_id}" for run_id in runs]
+    with second.read() as connection:
+        holders = leases.holders_of(connection, names).values()
+    assert {"http://second:1"} == {holder.partition(" ")[0] for holder in holders}
+    second.claims.confirm(runs)
