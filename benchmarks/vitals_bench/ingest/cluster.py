@@ -241,7 +241,7 @@ def _kept_rows(load: Load, used: Used) -> Iterator[Row]:
             note=note,
         )
     yield Row(
-        name=f"nodes without an answer a minute after the end, {load.words}",
+        name=f"nodes without an answer two minutes after the end, {load.words}",
         ours=float(used.outcome.num_unanswered),
         unit="nodes",
         goal=exactly(0),

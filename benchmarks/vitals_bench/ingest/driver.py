@@ -28,7 +28,7 @@ from vitals_bench.processes import Started
 
 _TICK_SECONDS = 0.02
 _CONNECTED_AT_ONCE = 64
-_DRAIN_SECONDS = 60.0
+_DRAIN_SECONDS = 120.0
 _TIMEOUT_SECONDS = 5.0
 """After which a node asks another collector, as an agent does."""
 _AGAIN_SECONDS = 0.5
@@ -66,7 +66,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     num_again: int
     """Posts that were sent again: to the run's owner, or because no answer came."""
     num_unanswered: int
-    """Nodes that still waited for an answer a minute after the end."""
+    """Nodes that still waited for an answer two minutes after the end."""
     refused: tuple[str, ...]
     late_seconds: float
     """How far the driver was behind at most."""
@@ -297,7 +297,7 @@ def outcome_of(driver: Started) -> Outcome:
     Raises:
         RuntimeError: it failed, or rows were refused.
     """
-    driver.popen.wait(120.0)
+    driver.popen.wait(180.0)
     lines = driver.log.read_text().splitlines()
     try:
         outcome = msgspec.json.decode(lines[-1] if lines else "", type=Outcome)
