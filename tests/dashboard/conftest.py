@@ -11,6 +11,7 @@ from streamlit.testing.v1 import AppTest
 
 import vitals_dashboard
 from tests.dashboard.stub import CONTROL, READ, Stub, StubServer
+from vitals_dashboard import access
 from vitals_dashboard.settings import SETTINGS_VARIABLE, DashboardSettings, write_settings
 
 PAGES = Path(vitals_dashboard.__file__).parent / "entry" / "vitals_pages.py"
@@ -57,10 +58,13 @@ def open_page(
             collector_url=url or stub.url,
             token_file=str(tokens),
             of_folder=of_folder,
+            control=control,
         )
         (tmp_path / "settings.json").unlink(missing_ok=True)
         write_settings(settings, tmp_path / "settings.json")
         monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "settings.json"))
+        # Pages that are run without a browser have no cookie: test_access.py is about those.
+        monkeypatch.setattr(access, "role", lambda: "control" if control else "look")
         app = AppTest.from_file(str(PAGES), default_timeout=60)
         if page != "overview":
             # A page can be switched to only from a page, whose controls would then still be there:

@@ -32,8 +32,6 @@ def test_what_is_shipped_is_closed_by_default():
     flags = launch.streamlit_command(8501)
     for flag in (
         "--server.address=127.0.0.1",
-        "--server.allowedHosts=127.0.0.1",
-        "--server.allowedHosts=localhost",
         "--server.enableXsrfProtection=true",
         "--server.enableCORS=true",
         "--server.headless=true",
@@ -178,18 +176,25 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
+def by_localhost(address: str) -> str:
+    """Return the address by the name that programs know too, not browsers alone."""
+    return re.sub(r"//[0-9a-f]+\.localhost", "//localhost", address)
+
+
 def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
 @contextmanager
-def dashboard(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def dashboard(
+    folder: Path, tmp_path: Path, *options: str, errors: int = subprocess.DEVNULL
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run ``vitals dashboard FOLDER``; gives the process and the address that it printed."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainvitals", "dashboard", str(folder)],
+        [sys.executable, "-m", "trainvitals", "dashboard", str(folder), *options],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=errors,
         text=True,
         env=environ,
     )
@@ -214,15 +219,19 @@ def test_the_command_serves_a_folder_behind_its_token_and_ends_in_seconds(
 ):
     write_run(runs, name="kept")
     with dashboard(runs, tmp_path) as (process, address):
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{20,}", address)
-        base, _, token = address.partition("/?token=")
+        assert re.fullmatch(r"http://[0-9a-f]{32}\.localhost:\d+/\?token=[\w-]{20,}", address)
+        name, _, token = address.removeprefix("http://").partition(".localhost")
+        token = token.partition("=")[2]
+        address = by_localhost(address)
+        base = address.partition("/?token=")[0]
         children = children_of(process.pid)
         assert 2 == len(children), "a collector and the pages"
         arguments = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in children)
         environments = "".join(
             Path(f"/proc/{pid}/environ").read_text(errors="replace") for pid in children
         )
-        assert token not in arguments and token not in environments
+        for secret in (name, token):
+            assert secret not in arguments and secret not in environments
         with httpx.Client(trust_env=False) as client:
             assert 401 == client.get(base).status_code
             assert 401 == client.get(f"{base}/run?token=guess").status_code
@@ -250,7 +259,7 @@ def test_where_the_command_is_killed_its_parts_end_by_themselves(runs: Path, tmp
     with dashboard(runs, tmp_path) as (process, address):
         children = children_of(process.pid)
         assert 2 == len(children)
-        assert httpx.get(address, follow_redirects=True, trust_env=False).is_success
+        assert httpx.get(by_localhost(address), follow_redirects=True, trust_env=False).is_success
         ends = [os.pidfd_open(pid) for pid in children]
         process.kill()
         assert -signal.SIGKILL == process.wait(30)
