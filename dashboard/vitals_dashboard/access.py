@@ -99,7 +99,7 @@ def closed() -> None:
     """Draw the page of who may not look."""
     st.markdown("**Vitals**")
     if not _is_signed_on(load_settings(os.environ)):
-        st.text("Signed out. Open the address that `vitals dashboard` printed to come back.")
+        st.markdown("Signed out. To come back, open the address that `vitals dashboard` printed.")
         return
     if st.user.is_logged_in:
         st.text(
@@ -148,7 +148,7 @@ def _get_control(session: Session) -> None:
                     max_chars=20,
                     autocomplete="off",
                 )
-                if st.form_submit_button("Get control", type="primary"):
+                if st.form_submit_button("Enter", type="primary"):
                     _redeem(session, code)
         else:
             st.caption("The terminal in which `vitals dashboard` runs will show a code.")

@@ -324,13 +324,14 @@ class Gate:
             return
         given, rest = take_token(scope.get("query_string", b"").decode("latin-1"))
         key = self._doors.session_key(asked.get("cookie", ""), host)
-        is_open = self._doors.is_signed_on(host) or self._sessions.find(key, host) is not None
+        is_signed_on = self._doors.is_signed_on(host)
+        is_open = is_signed_on or self._sessions.find(key, host) is not None
         if kind == "websocket":
             if is_open:
                 await self._app(scope, self._while_signed_in(receive, send, key, host), send)
             else:
                 await send({"type": "websocket.close", "code": 1008})
-        elif given is not None and _same(given, self._doors.token):
+        elif given is not None and not is_signed_on and _same(given, self._doors.token):
             await self._welcome(scope, send, host, rest)
         elif is_open or scope["path"] == HEALTH_PATH:
             await self._app(scope, receive, send)

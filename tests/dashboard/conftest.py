@@ -1,5 +1,6 @@
 """A stub collector, and the pages set up to read it."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from vitals_dashboard import access
 from vitals_dashboard.settings import SETTINGS_VARIABLE, DashboardSettings, write_settings
 
 PAGES = Path(vitals_dashboard.__file__).parent / "entry" / "vitals_pages.py"
+WAIT_MS = 60_000
 KNOWN: dict[str, Any] = {}
 DOOR_TOKEN = "door-token-0123456789abcdef"
 
@@ -85,3 +87,22 @@ def texts(app: AppTest) -> str:
     """Everything a page says, in one string."""
     kinds = (app.text, app.markdown, app.caption, app.metric)
     return "\n".join(str(e.value) for kind in kinds for e in kind)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    context.set_default_timeout(WAIT_MS)
+    yield context.new_page()
+    context.close()

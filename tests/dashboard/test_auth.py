@@ -175,6 +175,15 @@ def test_behind_tls_the_cookie_is_the_hosts_own_and_streamlits_are_secure_too():
     assert "_streamlit_xsrf=1; Path=/; Secure" == headers_of(sent)["set-cookie"]
 
 
+def test_where_a_provider_lets_people_in_the_token_does_not():
+    doors = Doors(token=TOKEN, own_host=OWN, public_url=f"https://{PUBLIC}", signs_on=True)
+    for host, answer in ((PUBLIC, 200), (OWN, 303)):
+        _, sent = House(doors).knock(query=f"token={TOKEN}", host=host)
+        assert answer == sent[0]["status"]
+    assert ["/x"] == House(doors).knock("/x", host=PUBLIC)[0], "the pages ask who it is"
+    assert [] == House(doors).knock("/x", host="localhost")[0]
+
+
 def test_under_a_path_the_cookie_keeps_to_it_and_the_session_can_only_look():
     doors = Doors(token=TOKEN, own_host=OWN, public_url="https://hub.example/user/ada/proxy/1")
     cookie = doors.cookie("hub.example", "key")

@@ -3,7 +3,6 @@
 import csv
 import itertools
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ from tests.dashboard.folder import (
 from tests.dashboard.test_launch import dashboard
 
 pytestmark = pytest.mark.browser
-WAIT_MS = 60_000
 CHART_ROW = 13
 CHART = "[data-testid=stEChartsChart] canvas"
 PAGES = {
@@ -73,25 +71,6 @@ def address(
     write_long_run(folder)
     with dashboard(folder, tmp_path_factory.mktemp("tmp")) as (_, address):
         yield address
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": 1440, "height": 900})
-    context.set_default_timeout(WAIT_MS)
-    yield context.new_page()
-    context.close()
 
 
 def at(address: str, path: str) -> str:
