@@ -82,6 +82,8 @@ def dashboard(
             place = launch.discovered(environ)
         pages = stack.enter_context(launch.pages(place, port, environ, entrance))
         typer.echo(pages.address)
+        if pages.public_address:
+            typer.echo(f"Through the proxy: {pages.public_address}", err=True)
         typer.echo(
             f"Where a browser does not find that name (Safari, tunnels), look-only:"
             f" {pages.look_address}\nCtrl-C stops it.",

@@ -121,6 +121,8 @@ class Pages:
     """The one-click address, under a host name of its own."""
     look_address: str
     """The same by a name that every browser and tunnel knows; look-only."""
+    public_address: str
+    """Where the proxy serves it, with the token unless people sign in there; "" without one."""
     redirect_file: Path
     """A page, readable by this user alone, that leads a browser to the address."""
     codes: int
@@ -368,10 +370,17 @@ def pages(
         yield Pages(
             program=child,
             address=address,
+            public_address=_public_address(entrance, token),
             look_address=f"http://localhost:{port}/?token={token}",
             redirect_file=redirect_file,
             codes=codes,
         )
+
+
+def _public_address(entrance: Entrance, token: str) -> str:
+    if not entrance.public_url or entrance.sign_on is not None:
+        return entrance.public_url
+    return f"{entrance.public_url.rstrip('/')}/?token={token}"
 
 
 def _hold_ipv6(stack: ExitStack, port: int) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import stat
 import subprocess
@@ -23,12 +24,14 @@ from tests.dashboard.folder import write_run
 from tests.dashboard.look_back import proposed, with_look_back
 from tests.dashboard.stub import CONTROL, READ, Stub
 from tests.dashboard.test_launch import by_localhost, dashboard
+from tests.house.pages import ROOT, block
 from trainvitals.errors import InsecurePathError, UsageError
 from vitals_dashboard import access, launch
 from vitals_dashboard.cli import _entrance
 from vitals_dashboard.settings import DashboardSettings, SignOn, check_public_url, read_sign_on
 
 Open = Callable[..., AppTest]
+GUIDE = ROOT / "docs" / "guides" / "dashboard-access.md"
 TABLE = "[data-testid=stDataFrame] canvas"
 
 
@@ -113,6 +116,14 @@ client_secret = "s"
 look = ["@example.org"]
 control = ["ada@example.org"]
 """
+
+
+def test_the_file_of_a_provider_is_as_the_guide_shows_it(tmp_path: Path) -> None:
+    shown = block(GUIDE, "test: oidc").body
+    sign_on = read_sign_on(provider_file(tmp_path, shown))
+    assert ("email", 12.0) == (sign_on.claim, sign_on.hours)
+    every = shown.replace("# claim", "claim").replace("# hours", "hours")
+    assert "groups" == read_sign_on(provider_file(tmp_path, every)).claim
 
 
 def provider_file(tmp_path: Path, text: str = PROVIDER, mode: int = 0o600) -> Path:
@@ -424,3 +435,45 @@ def test_the_browser_is_opened_by_a_page_of_ones_own_that_is_then_deleted(
         process.terminate()
         process.wait(30)
         process.stdout.close()
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx is installed")
+def test_behind_nginx_as_the_guide_configures_it_pages_are_live_and_control_works(
+    browser: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    write_run(tmp_path / "runs", name="kept")
+    port, public = launch.free_port(0), launch.free_port(0)
+    url = f"https://vitals.example:{public}"
+    options = ("--control", "--port", str(port), "--public-url", url)
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=vitals.example"
+    make += f" -keyout {tmp_path}/vitals.key -out {tmp_path}/vitals.pem"
+    subprocess.run(make.split(), check=True, capture_output=True)
+    server = block(GUIDE, "test: nginx").body.replace("/etc/ssl", str(tmp_path))
+    server = server.replace("listen 443", f"listen 127.0.0.1:{public}").replace("8501", str(port))
+    config = tmp_path / "nginx.conf"
+    own = f"pid {tmp_path}/nginx.pid; error_log {tmp_path}/error.log; daemon off;"
+    config.write_text(f"{own} events {{}} http {{ access_log off; {server} }}")
+    with (
+        (tmp_path / "terminal").open("w") as terminal,
+        dashboard(tmp_path / "runs", tmp_path, *options, errors=terminal.fileno()) as (_, address),
+    ):
+        nginx = subprocess.Popen(["nginx", "-p", str(tmp_path), "-c", str(config)])
+        context = browser.browser_type.launch(
+            executable_path=shutil.which("chromium"),
+            args=["--no-sandbox", "--host-resolver-rules=MAP vitals.example 127.0.0.1"],
+        ).new_context(ignore_https_errors=True)
+        context.set_default_timeout(60_000)
+        try:
+            page = context.new_page()
+            page.goto(f"{url}/?token={address.partition('=')[2]}")
+            page.wait_for_selector(TABLE)
+            (cookie,) = [c for c in context.cookies() if "vitals-" in c["name"]]
+            assert cookie["secure"] and cookie["name"].startswith("__Host-")
+            get_control(page, Started(address, tmp_path / "terminal"))
+            page.get_by_text("You may send commands").wait_for()
+        finally:
+            context.browser.close()
+            nginx.terminate()
+            nginx.wait(30)
