@@ -332,7 +332,7 @@ class Gate:
             else:
                 await send({"type": "websocket.close", "code": 1008})
         elif given is not None and not is_signed_on and _same(given, self._doors.token):
-            await self._welcome(scope, send, host, rest)
+            await self._welcome(scope, send, key, host, rest)
         elif is_open or scope["path"] == HEALTH_PATH:
             await self._app(scope, receive, send)
         elif asked.get("sec-fetch-site") == "cross-site" and _is_page(asked):
@@ -391,10 +391,11 @@ class Gate:
 
         return hardened
 
-    async def _welcome(self, scope: Scope, send: Any, host: str, rest: str) -> None:
+    async def _welcome(self, scope: Scope, send: Any, key: str, host: str, rest: str) -> None:
         if self._redirect_file is not None:
             self._redirect_file.unlink(missing_ok=True)
-        session = self._sessions.open(host)
+        # Who opens the address again keeps the session, and with it control.
+        session = self._sessions.find(key, host) or self._sessions.open(host)
         # Relative, as a proxy may serve us under a path; "./" keeps "//host" from being one.
         page = quote(scope["path"].rpartition("/")[2])
         target = f"./{page}" + (f"?{rest}" if rest else "")

@@ -166,6 +166,15 @@ def test_the_token_is_taken_out_of_the_address_and_becomes_a_cookie():
     assert f"{name}={key}; Path=/; HttpOnly; SameSite=Strict" == answer["set-cookie"]
 
 
+def test_who_opens_the_address_again_keeps_the_session():
+    house = House()
+    cookie = house.cookie()
+    _, sent = house.knock(query=f"token={TOKEN}", cookie=cookie)
+    assert headers_of(sent)["set-cookie"].startswith(f"{cookie};")
+    _, sent = house.knock(query=f"token={TOKEN}", cookie=f"{cookie}x")
+    assert not headers_of(sent)["set-cookie"].startswith(f"{cookie}")
+
+
 def test_behind_tls_the_cookie_is_the_hosts_own_and_streamlits_are_secure_too():
     house = House()
     _, sent = house.knock(query=f"token={TOKEN}", host=PUBLIC)

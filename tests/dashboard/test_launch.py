@@ -114,6 +114,30 @@ def test_a_free_port_is_taken_where_none_is_named():
     assert 0 < launch.free_port(0)
 
 
+def test_a_browser_that_tries_ipv6_first_finds_nobody_else_there():
+    """The name leads to both loopbacks; whoever held the other would be given the token."""
+    port = launch.free_port(0)
+
+    def listens() -> bool:
+        with socket.socket(socket.AF_INET6) as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                other.bind(("::1", port))
+            except OSError:
+                return False
+            other.listen()
+            with pytest.raises(UsageError, match="in use by another program"), ExitStack() as stack:
+                launch._hold_ipv6(stack, port)
+            return True
+
+    if not listens():
+        pytest.skip("this machine has no IPv6 loopback")
+    with ExitStack() as stack:
+        launch._hold_ipv6(stack, port)
+        assert not listens()
+    assert listens()
+
+
 # ---------------------------------------------------------------------- mistakes, without traceback
 
 
