@@ -49,6 +49,7 @@ POLL_SECONDS = 0.1
 STREAMLIT_CONFIG: dict[str, str | bool] = {
     "server.address": HOST,
     "server.headless": True,
+    "server.enableAgentApi": False,
     "server.enableXsrfProtection": True,
     "server.enableCORS": True,
     "server.enableWebsocketCompression": True,

@@ -35,6 +35,7 @@ def test_what_is_shipped_is_closed_by_default():
         "--server.enableXsrfProtection=true",
         "--server.enableCORS=true",
         "--server.headless=true",
+        "--server.enableAgentApi=false",
         "--browser.gatherUsageStats=false",
         "--client.showErrorDetails=none",
         "--client.toolbarMode=viewer",
