@@ -32,6 +32,8 @@ LOOK_HOSTS = ("localhost", "127.0.0.1")
 
 IDLE_SECONDS = 24 * 3600.0
 """A session ends so long after its last request; a page that refreshes itself makes requests."""
+SESSION_SECONDS = 7 * 24 * 3600.0
+"""And so long after the token was shown, whoever keeps it busy."""
 CONTROL_SECONDS = 3600.0
 CODE_SECONDS = 120.0
 CODE_TRIES = 3
@@ -121,6 +123,7 @@ class Session:
 
     key: str
     host: str
+    opened: float
     last_seen: float
     code: str = ""
     code_until: float = 0.0
@@ -151,7 +154,8 @@ class Sessions:
 
     def open(self, host: str) -> Session:
         """Begin a session of a browser that has shown the token."""
-        session = Session(key=secrets.token_urlsafe(32), host=host, last_seen=self._now())
+        now = self._now()
+        session = Session(key=secrets.token_urlsafe(32), host=host, opened=now, last_seen=now)
         with self._lock:
             while len(self._sessions) >= MAX_SESSIONS:
                 oldest = min(self._sessions.values(), key=lambda each: each.last_seen)
@@ -166,7 +170,7 @@ class Sessions:
             session = self._sessions.get(key)
             if session is None or session.host != host:
                 return None
-            if now - session.last_seen >= IDLE_SECONDS:
+            if now - session.last_seen >= IDLE_SECONDS or now - session.opened >= SESSION_SECONDS:
                 del self._sessions[key]
                 return None
             session.last_seen = now

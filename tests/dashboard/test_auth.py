@@ -16,6 +16,7 @@ from vitals_dashboard.auth import (
     HEALTH_PATH,
     IDLE_SECONDS,
     MAX_SESSIONS,
+    SESSION_SECONDS,
     Doors,
     Gate,
     Session,
@@ -378,6 +379,14 @@ def test_a_session_ends_a_day_after_its_last_request(sessions, session, clock):
         clock.now += IDLE_SECONDS - 1
         assert sessions.find(session.key, OWN) is session
     clock.now += IDLE_SECONDS
+    assert sessions.find(session.key, OWN) is None
+
+
+def test_a_session_that_is_kept_busy_ends_after_a_week(sessions, session, clock):
+    while clock.now + 3600 < SESSION_SECONDS:
+        clock.now += 3600
+        assert sessions.find(session.key, OWN) is session
+    clock.now = SESSION_SECONDS
     assert sessions.find(session.key, OWN) is None
 
 
