@@ -1,53 +1,105 @@
 """The door: nobody reads a run without the token, on loopback neither (nodes are shared).
 
 It lies around the whole app, so pages, files and the WebSocket are all behind it. The printed
-address carries the token once; the door answers with a cookie and the same address without it, so
-that what people copy and share holds no secret.
+address carries the token once; the door answers with a session's cookie and the same address
+without the token, so that what people copy and share holds no secret.
+
+Browsers send the cookies of a host to every port of it, and any user of a node can listen on one:
+a cookie of ``localhost`` is theirs after one click. So the printed address has a host name of its
+own that nobody can guess, and only sessions opened under such a name may ever control a run.
 """
 
+import base64
 import hashlib
 import hmac
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 Scope = dict[str, Any]
 HEALTH_PATH = "/_stcore/health"
 """Open: says only that the process is up; the launcher waits for it."""
 
-CLOSED_PAGE = b"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Vitals</title>
-<meta name="viewport" content="width=device-width"><style>
-body{font:16px/1.5 system-ui,sans-serif;max-width:34rem;margin:18vh auto;padding:0 1rem;
-color-scheme:light dark}code{font-size:.95em}input{font:inherit;width:18rem;padding:.2rem .4rem}
+NONCE_HEADER, PROOF_HEADER = "vitals-nonce", "vitals-proof"
+LOOK_HOSTS = ("localhost", "127.0.0.1")
+"""Names that this host's other programs share: good to look, never to control."""
+
+IDLE_SECONDS = 24 * 3600.0
+"""A session ends so long after its last request; a page that refreshes itself makes requests."""
+SESSION_SECONDS = 7 * 24 * 3600.0
+"""And so long after the token was shown, whoever keeps it busy."""
+CONTROL_SECONDS = 3600.0
+CODE_SECONDS = 120.0
+CODE_TRIES = 3
+CODE_PAUSE_SECONDS = 10.0
+"""Between two codes of one dashboard: 3 guesses in 10 seconds at one of 2^40."""
+CODE_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
+MAX_SESSIONS = 1000
+
+
+def headers(page: str) -> dict[str, str]:
+    """Return the headers of every answer, files included; nothing is loaded from another host.
+
+    Args:
+        page: Streamlit's own page, whose inline scripts may run, and no other.
+    """
+    inline = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inline]
+    policy = {
+        "default-src": "'self'",
+        "script-src": " ".join(["'self'", *(f"'sha256-{digest}'" for digest in digests)]),
+        "style-src": "'self' 'unsafe-inline'",  # Streamlit styles its widgets one by one
+        "img-src": "'self' data: blob:",
+        "font-src": "'self' data:",
+        "media-src": "'self' data: blob:",
+        "worker-src": "'self' blob:",
+        "object-src": "'none'",
+        "base-uri": "'self'",
+        "form-action": "'self'",
+        "frame-ancestors": "'none'",
+    }
+    return {
+        "content-security-policy": "; ".join(f"{key} {value}" for key, value in policy.items()),
+        "x-frame-options": "DENY",
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cross-origin-resource-policy": "same-origin",
+    }
+
+
+_HEAD = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>Vitals</title>'
+    '<meta name="viewport" content="width=device-width">'
+)
+CLOSED_PAGE = f"""{_HEAD}<style>
+body{{font:16px/1.5 system-ui,sans-serif;max-width:34rem;margin:18vh auto;padding:0 1rem;
+color-scheme:light dark}}code{{font-size:.95em}}
+input{{font:inherit;width:18rem;padding:.2rem .4rem}}
 </style><h1>Vitals</h1><p>This dashboard needs its token.</p>
 <p>The terminal in which <code>vitals dashboard</code> runs has printed an address that ends in
 <code>?token=...</code>: open that one. Or give the token here:</p>
-<form method="get" action="/"><input name="token" type="password" autocomplete="off" autofocus>
-<button>Open</button></form></html>"""
-
-
-def cookie_name(port: int) -> str:
-    """Return the cookie's name; browsers do not keep the cookies of ports apart."""
-    return f"vitals-{port}"
-
-
-def cookie_value(door_token: str) -> str:
-    """Return what the cookie must hold: proof of the token, not the token."""
-    return hmac.new(door_token.encode(), b"vitals dashboard", hashlib.sha256).hexdigest()
+<form method="get" action="./"><input name="token" type="password" autocomplete="off" autofocus>
+<button>Open</button></form></html>""".encode()
+AGAIN_PAGE = f'{_HEAD}<meta http-equiv="refresh" content="0"></html>'.encode()
+"""Asks for itself again: a browser keeps a SameSite=Strict cookie from whoever follows a link."""
 
 
 def _same(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(), expected.encode())
 
 
-def cookie_admits(cookie_header: str, door_token: str, port: int) -> bool:
-    """Return whether the request's cookies prove the token.
-
-    Every program on this host shares its cookies with us: whatever stands beside ours is passed
-    over, where ``http.cookies`` would give up on all of them.
-    """
-    pairs = [part.strip().partition("=") for part in cookie_header.split(";")]
-    expected = cookie_value(door_token)
-    return any(name == cookie_name(port) and _same(value, expected) for name, _, value in pairs)
+def host_name(host: str) -> str:
+    """Return the name in a Host header or Origin, without the port; "" where there is none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
 
 
 def take_token(query: str) -> tuple[str | None, str]:
@@ -57,50 +109,324 @@ def take_token(query: str) -> tuple[str | None, str]:
     return given, urlencode([(k, v) for k, v in pairs if k != "token"])
 
 
+def proof(door_token: str, nonce: str) -> str:
+    """Return what only the process that was given the token can answer to a nonce."""
+    return hmac.new(door_token.encode(), f"proof {nonce}".encode(), hashlib.sha256).hexdigest()
+
+
+# ----------------------------------------------------------------------------------- sessions
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One browser that has shown the token, at one host name."""
+
+    key: str
+    host: str
+    opened: float
+    last_seen: float
+    code: str = ""
+    code_until: float = 0.0
+    tries_left: int = 0
+    control_until: float = 0.0
+
+
+class Sessions:
+    """The sessions of one dashboard process; they end with it. Thread-safe.
+
+    Args:
+        announce: shows a line in the terminal of who started the dashboard; None where it was not
+            started with control, so that no session ever gets it.
+        now: seconds of a clock that only goes forward.
+    """
+
+    def __init__(
+        self,
+        announce: Callable[[str], None] | None = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._announce = announce
+        self._now = now
+        self._sessions: dict[str, Session] = {}
+        self._next_code = 0.0
+        self._lock = threading.Lock()
+
+    def open(self, host: str) -> Session:
+        """Begin a session of a browser that has shown the token."""
+        now = self._now()
+        session = Session(key=secrets.token_urlsafe(32), host=host, opened=now, last_seen=now)
+        with self._lock:
+            while len(self._sessions) >= MAX_SESSIONS:
+                oldest = min(self._sessions.values(), key=lambda each: each.last_seen)
+                del self._sessions[oldest.key]
+            self._sessions[session.key] = session
+        return session
+
+    def find(self, key: str, host: str) -> Session | None:
+        """Return the session of a cookie, which counts as seen now; None where it has ended."""
+        now = self._now()
+        with self._lock:
+            session = self._sessions.get(key)
+            if session is None or session.host != host:
+                return None
+            if now - session.last_seen >= IDLE_SECONDS or now - session.opened >= SESSION_SECONDS:
+                del self._sessions[key]
+                return None
+            session.last_seen = now
+        return session
+
+    def end(self, session: Session) -> None:
+        """Sign out: the cookie opens nothing any more."""
+        with self._lock:
+            self._sessions.pop(session.key, None)
+            session.control_until = 0.0
+
+    def control_seconds(self, session: Session) -> float:
+        """Return for how long the session may still control; 0 where it may not."""
+        return max(0.0, session.control_until - self._now())
+
+    def send_code(self, session: Session) -> str:
+        """Show a new code for this session in the terminal; return why not, "" where it is there.
+
+        Only the session that asked can use it: a code that somebody else asked for is of no use.
+        """
+        if self._announce is None or session.host in LOOK_HOSTS:
+            return "This session can only look."
+        with self._lock:
+            now = self._now()
+            if now < self._next_code:
+                return f"A code was shown just now; wait {self._next_code - now:.0f} seconds."
+            self._next_code = now + CODE_PAUSE_SECONDS
+            code = "".join(secrets.choice(CODE_LETTERS) for _ in range(8))
+            session.code, session.tries_left = code, CODE_TRIES
+            session.code_until = now + CODE_SECONDS
+        self._announce(f"{code[:4]}-{code[4:]}")
+        return ""
+
+    def has_code(self, session: Session) -> bool:
+        """Return whether a code waits to be entered."""
+        return bool(session.code) and self._now() < session.code_until
+
+    def redeem(self, session: Session, given: str) -> bool:
+        """Give the session control if this is its code, which is used up by it or by few tries."""
+        text = "".join(given.split()).replace("-", "").upper()
+        with self._lock:
+            if not self.has_code(session):
+                return False
+            session.tries_left -= 1
+            is_right = _same(text, session.code)
+            if is_right or not session.tries_left:
+                session.code = ""
+            if is_right and session.key in self._sessions:
+                session.control_until = self._now() + CONTROL_SECONDS
+            return is_right
+
+
+# --------------------------------------------------------------------------------------- doors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doors:
+    """What a dashboard is called, and what each of its names opens."""
+
+    token: str
+    own_host: str
+    """``NAME.localhost`` with a NAME of 128 random bits."""
+    public_url: str = ""
+    """Where a proxy with TLS serves it; "" without one."""
+    signs_on: bool = False
+    """At the public address an OpenID provider lets people in, not the token."""
+
+    def __post_init__(self) -> None:
+        if len(self.token) < 16:
+            raise ValueError("the door's token is too short to keep anybody out")
+
+    @property
+    def public_host(self) -> str:
+        """The public address's host name; "" without one."""
+        return urlsplit(self.public_url).hostname or ""
+
+    @property
+    def public_path(self) -> str:
+        """The path of the public address, with a slash at its end."""
+        return urlsplit(self.public_url).path.rstrip("/") + "/"
+
+    def is_known(self, host: str) -> bool:
+        """Say whether a browser may call this server so; else a page has rebound its name."""
+        return bool(host) and host in (self.own_host, self.public_host, *LOOK_HOSTS)
+
+    def may_control(self, host: str) -> bool:
+        """Say whether a session under this name can ever control.
+
+        A public address with a path shares its host, and so its cookies, with other programs.
+        """
+        return host == self.own_host or (host == self.public_host and self.public_path == "/")
+
+    def is_signed_on(self, host: str) -> bool:
+        """Say whether the provider answers for who comes by this name."""
+        return self.signs_on and host == self.public_host
+
+    def cookie_name(self, host: str) -> str:
+        """Return the cookie's name: one of this dashboard alone, as ports share cookies."""
+        name = f"vitals-{proof(self.token, 'cookie')[:12]}"
+        if not self._is_secure(host):
+            return name
+        return f"{'__Host' if self.public_path == '/' else '__Secure'}-{name}"
+
+    def cookie(self, host: str, value: str) -> str:
+        """Return the Set-Cookie header; an empty value takes the cookie away."""
+        path = self.public_path if host == self.public_host else "/"
+        cookie = f"{self.cookie_name(host)}={value}; Path={path}; HttpOnly; SameSite=Strict"
+        cookie += "; Secure" if self._is_secure(host) else ""
+        return cookie if value else f"{cookie}; Max-Age=0"
+
+    def session_key(self, cookie_header: str, host: str) -> str:
+        """Return what the request's cookies say; "" where ours is missing.
+
+        Every program on this host shares its cookies with us: whatever stands beside ours is passed
+        over, where ``http.cookies`` would give up on all of them.
+        """
+        pairs = [part.strip().partition("=") for part in cookie_header.split(";")]
+        name = self.cookie_name(host)
+        return next((value for key, _, value in pairs if key == name), "")
+
+    def _is_secure(self, host: str) -> bool:
+        return host == self.public_host and self.public_url.startswith("https:")
+
+
 class Gate:
     """ASGI middleware that lets through only who has shown the token."""
 
-    def __init__(self, app: Any, *, door_token: str) -> None:
-        if len(door_token) < 16:
-            raise ValueError("the door's token is too short to keep anybody out")
+    def __init__(
+        self,
+        app: Any,
+        *,
+        doors: Doors,
+        sessions: Sessions,
+        page: str = "",
+        redirect_file: Path | None = None,
+    ) -> None:
         self._app = app
-        self._token = door_token
+        self._headers = headers(page)
+        self._doors = doors
+        self._sessions = sessions
+        self._redirect_file = redirect_file
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Pass the request on, exchange the token for the cookie, or refuse."""
+        """Pass the request on, exchange the token for a session, or refuse."""
         kind = scope["type"]
         if kind not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        port = int((scope.get("server") or ("", 0))[1] or 0)
+        asked = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        host = host_name(asked.get("host", ""))
+        if kind == "http":
+            send = self._hardened(send, asked, host)
+        if refusal := self._refusal(scope, asked, host):
+            await _refuse(kind, send, *refusal)
+            return
         given, rest = take_token(scope.get("query_string", b"").decode("latin-1"))
-        if kind == "http" and given is not None and _same(given, self._token):
-            await self._welcome(scope, send, port, rest)
-        elif cookie_admits(headers.get("cookie", ""), self._token, port) or (
-            kind == "http" and scope["path"] == HEALTH_PATH
-        ):
+        key = self._doors.session_key(asked.get("cookie", ""), host)
+        is_signed_on = self._doors.is_signed_on(host)
+        is_open = is_signed_on or self._sessions.find(key, host) is not None
+        if kind == "websocket":
+            if is_open:
+                await self._app(scope, self._while_signed_in(receive, send, key, host), send)
+            else:
+                await send({"type": "websocket.close", "code": 1008})
+        elif given is not None and not is_signed_on and _same(given, self._doors.token):
+            await self._welcome(scope, send, key, host, rest)
+        elif is_open or scope["path"] == HEALTH_PATH:
             await self._app(scope, receive, send)
-        elif kind == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
+        elif asked.get("sec-fetch-site") == "cross-site" and _is_page(asked):
+            await _answer(send, 200, AGAIN_PAGE)
         else:
-            await _answer(send, 401, CLOSED_PAGE, [("content-type", "text/html; charset=utf-8")])
+            cookie = [("set-cookie", self._doors.cookie(host, ""))] if key else []
+            await _answer(send, 401, CLOSED_PAGE, cookie)
 
-    async def _welcome(self, scope: Scope, send: Any, port: int, rest: str) -> None:
-        cookie = f"{cookie_name(port)}={cookie_value(self._token)}; Path=/; HttpOnly; SameSite=Lax"
-        # One leading slash only: "//host" would be an address elsewhere.
-        path = "/" + scope["path"].lstrip("/\\")
-        target = quote(path) + (f"?{rest}" if rest else "")
+    def _refusal(
+        self, scope: Scope, asked: Mapping[str, str], host: str
+    ) -> tuple[int, bytes] | None:
+        if not self._doors.is_known(host):
+            return 400, b"This dashboard has no such host name."
+        is_read = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
+        origin = urlsplit(asked.get("origin", ""))
+        if not is_read and (
+            origin.scheme not in ("http", "https") or origin.netloc != asked["host"]
+        ):
+            return 403, b"The request comes from a page of another origin."
+        return None
+
+    def _while_signed_in(self, receive: Any, send: Any, key: str, host: str) -> Any:
+        """End a connection whose session has ended: a page would go on asking through it."""
+
+        async def checked() -> Any:
+            message = await receive()
+            if (
+                message["type"] == "websocket.receive"
+                and not self._doors.is_signed_on(host)
+                and self._sessions.find(key, host) is None
+            ):
+                await send({"type": "websocket.close", "code": 1008})
+                return {"type": "websocket.disconnect", "code": 1008}
+            return message
+
+        return checked
+
+    def _hardened(self, send: Any, asked: Mapping[str, str], host: str) -> Any:
+        """Add the headers of every answer."""
+        own = dict(self._headers)
+        if nonce := asked.get(NONCE_HEADER):
+            own[PROOF_HEADER] = proof(self._doors.token, nonce)
+        is_tls = self._doors.public_url.startswith("https:") and host == self._doors.public_host
+
+        async def hardened(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                kept = [
+                    (k, v + b"; Secure")
+                    if is_tls and k.lower() == b"set-cookie" and b"secure" not in v.lower()
+                    else (k, v)
+                    for k, v in message.get("headers", [])
+                    if k.decode("latin-1").lower() not in own
+                ]
+                message["headers"] = kept + [(k.encode(), v.encode()) for k, v in own.items()]
+            await send(message)
+
+        return hardened
+
+    async def _welcome(self, scope: Scope, send: Any, key: str, host: str, rest: str) -> None:
+        if self._redirect_file is not None:
+            self._redirect_file.unlink(missing_ok=True)
+        # Who opens the address again keeps the session, and with it control.
+        session = self._sessions.find(key, host) or self._sessions.open(host)
+        # Relative, as a proxy may serve us under a path; "./" keeps "//host" from being one.
+        page = quote(scope["path"].rpartition("/")[2])
+        target = f"./{page}" + (f"?{rest}" if rest else "")
+        cookie = self._doors.cookie(host, session.key)
         await _answer(send, 303, b"", [("location", target), ("set-cookie", cookie)])
 
 
-async def _answer(send: Any, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
+def _is_page(asked: Mapping[str, str]) -> bool:
+    return asked.get("sec-fetch-mode") == "navigate"
+
+
+async def _refuse(kind: str, send: Any, status: int, body: bytes) -> None:
+    if kind == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+    else:
+        await _answer(send, status, body)
+
+
+async def _answer(
+    send: Any, status: int, body: bytes, headers: list[tuple[str, str]] | None = None
+) -> None:
+    kind = "text/html" if body.startswith(b"<") else "text/plain"
     common = [
+        ("content-type", f"{kind}; charset=utf-8"),
         ("cache-control", "no-store"),
-        ("referrer-policy", "no-referrer"),
-        ("x-frame-options", "DENY"),
         ("content-length", str(len(body))),
     ]
-    raw = [(k.encode(), v.encode("latin-1")) for k, v in headers + common]
+    raw = [(k.encode(), v.encode("latin-1")) for k, v in (headers or []) + common]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body})

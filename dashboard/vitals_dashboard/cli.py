@@ -1,12 +1,14 @@
 """``vitals dashboard``: the pages over a collector, or over a folder of runs."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -36,6 +38,20 @@ def dashboard(
     open_browser: Annotated[
         bool, typer.Option("--open", help="Open the address in a browser.")
     ] = False,
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control",
+            help="Let a browser send commands once it gives a code that this terminal shows.",
+        ),
+    ] = False,
+    public_url: Annotated[
+        str, typer.Option(help="Address at which a proxy with TLS serves the pages.")
+    ] = "",
+    oidc: Annotated[
+        Path | None,
+        typer.Option(help="TOML file (mode 0600) of the OpenID provider for --public-url."),
+    ] = None,
 ) -> None:
     """Show runs live in a browser. Prints the address to open; Ctrl-C stops it."""
     import os
@@ -51,6 +67,7 @@ def dashboard(
             f"both a folder ({folder}) and a collector ({collector}) are given",
             hint="leave out one of them",
         )
+    entrance = _entrance(control, public_url, oidc)
     port = launch.free_port(port)
     environ = dict(os.environ)
     with ended_by_signals(), ExitStack() as stack:
@@ -63,12 +80,48 @@ def dashboard(
             place = _named(collector, token_file, environ)
         else:
             place = launch.discovered(environ)
-        child, address = stack.enter_context(launch.pages(place, port, environ))
-        typer.echo(address)
-        typer.echo("Ctrl-C stops it.", err=True)
+        pages = stack.enter_context(launch.pages(place, port, environ, entrance))
+        typer.echo(pages.address)
+        if pages.public_address:
+            typer.echo(f"Through the proxy: {pages.public_address}", err=True)
+        typer.echo(
+            f"Where a browser does not find that name (Safari, tunnels), look-only:"
+            f" {pages.look_address}\nCtrl-C stops it.",
+            err=True,
+        )
         if open_browser:
-            typer.launch(address)
-        launch.watch([*children, child])
+            typer.launch(pages.redirect_file.as_uri())
+        launch.watch([*children, pages.program], pages.codes, _show_code)
+
+
+def _show_code(code: str) -> None:
+    now = time.strftime("%H:%M:%S")
+    typer.echo(
+        f"Control code: {code}  (asked for by a browser at {now}, for 2 minutes; ignore it if that"
+        " was not you)",
+        err=True,
+    )
+
+
+def _entrance(control: bool, public_url: str, oidc: Path | None) -> "launch.Entrance":
+    from vitals_dashboard.launch import Entrance
+    from vitals_dashboard.settings import check_public_url, read_sign_on
+
+    if public_url:
+        check_public_url(public_url)
+    if oidc is None:
+        return Entrance(control=control, public_url=public_url)
+    if urlsplit(public_url).path.strip("/") or not public_url:
+        raise UsageError(
+            f"--oidc needs --public-url https://HOST without a path; it is {public_url!r}",
+            hint="give the address that the proxy serves: the provider sends people back there",
+        )
+    for package in ("authlib", "httpx"):
+        if find_spec(package) is None:
+            raise MissingDependencyError(
+                f"--oidc needs {package}", hint="pip install 'trainvitals[oidc]'"
+            )
+    return Entrance(control=control, public_url=public_url, sign_on=read_sign_on(oidc))
 
 
 def _named(url: str, token_file: Path | None, environ: dict[str, str]) -> "launch.CollectorPlace":

@@ -16,7 +16,7 @@ from trainvitals.views import (
     IncidentView,
     RunSummary,
 )
-from vitals_dashboard import formatting, layout
+from vitals_dashboard import access, formatting, layout
 from vitals_dashboard.source import Source
 from vitals_dashboard.theme import ACTIONS
 
@@ -29,10 +29,6 @@ HEALTHY = "This was healthy"
 HEALTHY_HELP = (
     "Marks step {step:,} as healthy: its level becomes normal, and Vitals no longer withholds"
     " updates or rolls back because of it. " + LAST_WORD
-)
-LOOK_ONLY = (
-    "This dashboard is read-only: it was started without a control token. Give it the collector's"
-    " token file with --token-file, or use `vitals command`."
 )
 Action = Literal["halt", "rollback", "accept", "approve", "veto"]
 ICONS: dict[Action, str] = {
@@ -124,7 +120,7 @@ def command(
     ``step`` is the number that the action takes: to accept a step, to answer a decision's.
     """
     if source.control is None:
-        st.caption(LOOK_ONLY)
+        st.caption(access.how_to_control())
         return
     if no := refused(run, action):
         st.caption(no)

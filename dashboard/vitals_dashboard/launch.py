@@ -7,15 +7,17 @@ launcher, which then stops them in order.
 import errno
 import fcntl
 import hashlib
+import hmac
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -27,26 +29,26 @@ from trainvitals.errors import StorageError, TransportError, UsageError
 from trainvitals.io.client import COLLECTOR_FILE, client_of, collector_on, url_in
 from trainvitals.io.private import ensure_private_dir
 from trainvitals.io.setting_paths import collector_folder, default_data_dir
-from vitals_dashboard.auth import HEALTH_PATH
+from vitals_dashboard.auth import HEALTH_PATH, NONCE_HEADER, PROOF_HEADER, proof
 from vitals_dashboard.settings import (
     SETTINGS_VARIABLE,
     DashboardSettings,
+    SignOn,
+    write_private,
+    write_secrets,
     write_settings,
 )
 
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
-ALLOWED_HOSTS = ("127.0.0.1", "localhost")
-"""Names a browser may call this server by: another one is a web page that rebinds its name."""
-
 START_SECONDS = 60.0
 POLL_SECONDS = 0.1
 
-STREAMLIT_CONFIG: dict[str, str | bool | tuple[str, ...]] = {
+STREAMLIT_CONFIG: dict[str, str | bool] = {
     "server.address": HOST,
-    "server.allowedHosts": ALLOWED_HOSTS,
     "server.headless": True,
+    "server.enableAgentApi": False,
     "server.enableXsrfProtection": True,
     "server.enableCORS": True,
     "server.enableWebsocketCompression": True,
@@ -61,7 +63,8 @@ STREAMLIT_CONFIG: dict[str, str | bool | tuple[str, ...]] = {
     "theme.light.primaryColor": "#0072B2",
     "theme.dark.primaryColor": "#56B4E9",
 }
-"""What is shipped: loopback only, nothing sent home, no traceback shown to a reader."""
+"""What is shipped: loopback only, nothing sent home, no traceback shown to a reader. Which host
+names are allowed is the door's to say: one of them is secret, and every user reads arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +100,41 @@ class Program:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrance:
+    """How people get in, and what they may do."""
+
+    control: bool = False
+    """Whether a session may get control, with a code that the terminal shows."""
+    public_url: str = ""
+    """Where a proxy with TLS serves the pages; "" without one."""
+    sign_on: SignOn | None = None
+    """Who lets people in at the public address; None is the token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """The Streamlit process, and the ways to it."""
+
+    program: Program
+    address: str
+    """The one-click address, under a host name of its own."""
+    look_address: str
+    """The same by a name that every browser and tunnel knows; look-only."""
+    public_address: str
+    """Where the proxy serves it, with the token unless people sign in there; "" without one."""
+    redirect_file: Path
+    """A page, readable by this user alone, that leads a browser to the address."""
+    codes: int
+    """Read end of the pipe with the codes that are to be shown."""
+
+
 def streamlit_command(port: int) -> list[str]:
     """Return the command of the Streamlit process; it holds no secret."""
     flags = [f"--server.port={port}"]
     for name, value in STREAMLIT_CONFIG.items():
-        for item in value if isinstance(value, tuple) else (value,):
-            text = str(item).lower() if isinstance(item, bool) else item
-            flags.append(f"--{name}={text}")
+        text = str(value).lower() if isinstance(value, bool) else value
+        flags.append(f"--{name}={text}")
     entry = Path(__file__).parent / "entry" / "vitals_door.py"
     return [sys.executable, "-m", "streamlit", "run", str(entry), *flags]
 
@@ -288,26 +319,105 @@ def folder_collector(
 
 @contextmanager
 def pages(
-    place: CollectorPlace, port: int, environ: Mapping[str, str]
-) -> Iterator[tuple[Program, str]]:
-    """Run the Streamlit process until the block ends; gives it and its one-click address."""
-    token = secrets.token_urlsafe(24)
-    settings = DashboardSettings(
-        door_token=token,
-        collector_url=place.url,
-        token_file=place.token_file,
-        collector_data=place.collector_data,
-        of_folder=place.of_folder,
-    )
-    with tempfile.TemporaryDirectory(prefix="vitals-dashboard-") as name:  # made 0700
-        private = Path(name)
+    place: CollectorPlace, port: int, environ: Mapping[str, str], entrance: Entrance = Entrance()
+) -> Iterator[Pages]:
+    """Run the Streamlit process until the block ends; gives it and the ways to it."""
+    token, own_host = secrets.token_urlsafe(24), f"{secrets.token_hex(16)}.localhost"
+    with ExitStack() as stack:
+        _hold_ipv6(stack, port)
+        temporary = tempfile.TemporaryDirectory(prefix="vitals-dashboard-")  # made 0700
+        private = Path(stack.enter_context(temporary))
+        codes, code_fd = os.pipe()
+        stack.callback(os.close, codes)
+        address = f"http://{own_host}:{port}/?token={token}"
+        redirect_file = private / "open.html"
+        write_private(_redirect_page(address), redirect_file)
+        settings = DashboardSettings(
+            door_token=token,
+            own_host=own_host,
+            public_url=entrance.public_url,
+            sign_on=entrance.sign_on,
+            control=entrance.control,
+            code_fd=code_fd,
+            redirect_file=str(redirect_file),
+            collector_url=place.url,
+            token_file=place.token_file,
+            collector_data=place.collector_data,
+            of_folder=place.of_folder,
+        )
         write_settings(settings, private / "settings.json")
         own = {**environ, SETTINGS_VARIABLE: str(private / "settings.json")}
-        address = f"http://{HOST}:{port}"
+        command = streamlit_command(port)
+        if entrance.sign_on is not None:
+            write_secrets(entrance.sign_on, entrance.public_url, private / "secrets.toml")
+            command.append(f"--secrets.files={private / 'secrets.toml'}")
         log = private / "dashboard.log"
-        with program("dashboard", streamlit_command(port), log, own) as child:
-            wait_for(child, lambda: _answers(address + HEALTH_PATH))
-            yield child, f"{address}/?token={token}"
+        try:
+            child = stack.enter_context(program("dashboard", command, log, own, (code_fd,)))
+        finally:
+            os.close(code_fd)
+        wait_for(child, lambda: _proves_itself(port, token))
+        yield Pages(
+            program=child,
+            address=address,
+            public_address=_public_address(entrance, token),
+            look_address=f"http://localhost:{port}/?token={token}",
+            redirect_file=redirect_file,
+            codes=codes,
+        )
+
+
+def _public_address(entrance: Entrance, token: str) -> str:
+    if not entrance.public_url or entrance.sign_on is not None:
+        return entrance.public_url
+    return f"{entrance.public_url.rstrip('/')}/?token={token}"
+
+
+def _hold_ipv6(stack: ExitStack, port: int) -> None:
+    """Keep the port of the IPv6 loopback from others: a browser may try that address first."""
+    if not socket.has_ipv6:
+        return
+    try:
+        held = stack.enter_context(socket.socket(socket.AF_INET6))
+        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        held.bind(("::1", port))  # never listened on: a browser is refused, and takes IPv4
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} on ::1 is in use by another program, which a browser may reach"
+                " instead of this dashboard",
+                hint="leave out --port to pick a free one",
+            ) from None
+
+
+def _redirect_page(address: str) -> bytes:
+    """Return a page that leads to an address which may be no argument: every user reads those."""
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Vitals</title>'
+        '<meta name="referrer" content="no-referrer">'
+        f'<meta http-equiv="refresh" content="0; url={address}">'
+        f'<a href="{address}">Open the dashboard</a></html>'
+    ).encode()
+
+
+def _proves_itself(port: int, token: str) -> bool | None:
+    """Return True once the process that was given the token answers at the port.
+
+    Raises:
+        UsageError: another program answers there, and would be sent the token.
+    """
+    nonce = secrets.token_hex(16)
+    url = f"http://{HOST}:{port}{HEALTH_PATH}"
+    try:
+        answer = httpx.get(url, timeout=2.0, trust_env=False, headers={NONCE_HEADER: nonce})
+    except httpx.HTTPError:
+        return None
+    if not hmac.compare_digest(answer.headers.get(PROOF_HEADER, ""), proof(token, nonce)):
+        raise UsageError(
+            f"another program answers at port {port} on {HOST}",
+            hint="leave out --port to pick a free one",
+        )
+    return answer.is_success or None
 
 
 def _collector_answers(data: Path) -> bool | None:
@@ -325,9 +435,15 @@ def _answers(url: str) -> bool | None:
         return None
 
 
-def watch(children: Sequence[Program]) -> None:
-    """Return never: raise TransportError when one of the programs has ended by itself."""
+def watch(children: Sequence[Program], codes: int, show: Callable[[str], None]) -> None:
+    """Show the codes that are asked for; return never.
+
+    Raises:
+        TransportError: one of the programs has ended by itself.
+    """
     while True:
         for child in children:
             child.check()
-        time.sleep(0.5)
+        if select.select([codes], [], [], 0.5)[0]:
+            for code in os.read(codes, 4096).decode().split():
+                show(code)

@@ -7,7 +7,7 @@ from typing import Any
 import streamlit as st
 
 from trainvitals.views import RunsQuestion, RunSummary
-from vitals_dashboard import formatting, states, tables
+from vitals_dashboard import access, formatting, states, tables
 from vitals_dashboard.source import Source, guarded
 from vitals_dashboard.theme import (
     HEALTH_BADGES,
@@ -58,7 +58,15 @@ def refreshing(
     draw: Callable[[Source], None], *, live: bool, key: str, every: float = REFRESH_SECONDS
 ) -> None:
     """Draw now and, while ``live``, again every few seconds; only this part of the page."""
-    st.fragment(guarded, run_every=every if live else None, key=key)(draw)
+
+    def allowed(source: Source) -> None:
+        # Asked anew: a refresh runs nothing else of the page, and a session may have ended.
+        if access.role():
+            draw(access.limited(source))
+        else:
+            access.closed()
+
+    st.fragment(guarded, run_every=every if live else None, key=key)(allowed)
 
 
 def present_palette() -> Palette:
@@ -68,6 +76,8 @@ def present_palette() -> Palette:
 
 def person() -> str:
     """Return who sits here, as far as the machine knows: what forms are filled with."""
+    if name := access.account():
+        return name
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a user id without a name, as in containers

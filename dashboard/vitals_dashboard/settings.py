@@ -3,16 +3,113 @@
 No secret is ever an argument or an environment value; both can be read by others of the machine.
 """
 
+import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
 from trainvitals.errors import UNREADABLE, UsageError
 from trainvitals.io.client import CollectorAddress, Tokens, read_tokens, url_in
+from trainvitals.io.private import open_private
+from vitals_dashboard.auth import LOOK_HOSTS, Doors
+
+Role = Literal["", "look", "control"]
+"""What a session may do; "" is nothing."""
 
 SETTINGS_VARIABLE = "VITALS_DASHBOARD_SETTINGS"
+
+
+class SignOn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A provider of OpenID Connect, and who may do what. Read from a TOML file of mode 0600."""
+
+    server_metadata_url: str
+    """The provider's ``.../.well-known/openid-configuration``."""
+    client_id: str
+    client_secret: str
+    look: tuple[str, ...]
+    """Values of the claim that may look; ``@example.org`` is every address of that domain."""
+    control: tuple[str, ...] = ()
+    """Values that may control too, where the dashboard was started with control."""
+    claim: str = "email"
+    """What is compared: ``email``, which must be verified, or ``groups``, ``sub`` and the like."""
+    hours: float = 12.0
+    """People sign in again so long after the provider has let them in."""
+
+    def role(self, claims: Mapping[str, object], *, unix_seconds: float) -> Role:
+        """Return what a person with these claims may do; "" is nothing."""
+        issued = claims.get("iat")
+        if not isinstance(issued, int | float) or unix_seconds - issued > self.hours * 3600:
+            return ""
+        if self.claim == "email" and claims.get("email_verified") is not True:
+            return ""
+        value = claims.get(self.claim)
+        values = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str)]
+        if self._lists(self.control, values):
+            return "control"
+        return "look" if self._lists(self.look, values) else ""
+
+    def _lists(self, allowed: tuple[str, ...], values: list[str]) -> bool:
+        if self.claim != "email":
+            return not set(allowed).isdisjoint(values)
+        lowered = {entry.lower() for entry in allowed}
+        return any({v.lower(), "@" + v.lower().rpartition("@")[2]} & lowered for v in values)
+
+
+def check_public_url(url: str) -> None:
+    """Check an address at which a proxy serves the pages.
+
+    Raises:
+        UsageError: it is none, or the way to it is not encrypted.
+    """
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+    except ValueError:
+        host, parts = "", urlsplit("")
+    # A name below .localhost needs no proxy: for trying it out.
+    is_safe = parts.scheme == "https" or (parts.scheme == "http" and host.endswith(".localhost"))
+    is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
+    if not host or host in LOOK_HOSTS or not is_plain or not is_safe:
+        raise UsageError(
+            f"--public-url is {url!r}; it must be https://HOST or https://HOST/PATH",
+            hint="let a proxy with TLS serve the pages; docs/guides/dashboard-access.md has one",
+        )
+
+
+def read_sign_on(path: Path) -> SignOn:
+    """Return the provider that a file describes.
+
+    Raises:
+        UsageError: it cannot be read, others can read it, or it lacks something.
+    """
+    hint = "docs/guides/dashboard-access.md shows such a file"
+    try:
+        handle = open_private(path)
+        with os.fdopen(handle, "rb") as file:
+            return msgspec.toml.decode(file.read(), type=SignOn)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
+    except UNREADABLE as error:
+        raise UsageError(f"{path} describes no provider: {error}", hint=hint) from None
+
+
+def write_secrets(sign_on: SignOn, public_url: str, path: Path) -> None:
+    """Write what Streamlit's ``st.login`` reads; nobody else can read it."""
+    values = {
+        "redirect_uri": f"{public_url.rstrip('/')}/oauth2callback",
+        "cookie_secret": secrets.token_urlsafe(32),
+        "client_id": sign_on.client_id,
+        "client_secret": sign_on.client_secret,
+        "server_metadata_url": sign_on.server_metadata_url,
+    }
+    # A JSON string without escapes of surrogates is a TOML string.
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    write_private("\n".join(["[auth]", *lines, ""]).encode(), path)
 
 
 class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,22 +124,51 @@ class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The collector's data folder, which has its present address; "" for a fixed address."""
     of_folder: bool = False
     """The collector is this dashboard's own, over a folder, and its store a temporary one."""
+    own_host: str = "vitals.localhost"
+    """``NAME.localhost``; its NAME is a secret too, made anew with the token."""
+    public_url: str = ""
+    """Where a proxy with TLS serves the pages."""
+    sign_on: SignOn | None = None
+    """Who may enter at the public address, instead of the token."""
+    control: bool = False
+    """Whether any session may get control; where not, no control token is even read."""
+    code_fd: int = -1
+    """The pipe to the terminal, for codes; -1 without control."""
+    redirect_file: str = ""
+    """The page that opened the browser, to be deleted once it has."""
+
+    def doors(self) -> Doors:
+        """Return the names that the door opens for."""
+        return Doors(
+            token=self.door_token,
+            own_host=self.own_host,
+            public_url=self.public_url,
+            signs_on=self.sign_on is not None,
+        )
 
     def collector(self) -> CollectorAddress:
         """Return where the collector is now, and the tokens in force; none without a file.
 
-        One that was started again may have another port.
+        One that was started again may have another port. Without control no control token is kept.
         """
         present = url_in(Path(self.collector_data)) if self.collector_data else ""
         tokens = read_tokens(self.token_file) if self.token_file else Tokens()
+        if not self.control:
+            read = tokens.read or tokens.control
+            tokens = msgspec.structs.replace(tokens, read=read, control="")
         return CollectorAddress(url=present or self.collector_url, tokens=tokens)
 
 
 def write_settings(settings: DashboardSettings, path: Path) -> None:
     """Write the file so that nobody else can read it; it must not exist yet."""
+    write_private(msgspec.json.encode(settings), path)
+
+
+def write_private(content: bytes, path: Path) -> None:
+    """Write a new file of mode 0600."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(handle, "wb") as file:
-        file.write(msgspec.json.encode(settings))
+        file.write(content)
 
 
 def load_settings(environ: Mapping[str, str]) -> DashboardSettings:

@@ -1,5 +1,6 @@
 """A stub collector, and the pages set up to read it."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from streamlit.testing.v1 import AppTest
 import vitals_dashboard
 from tests.dashboard.stub import CONTROL, READ, Stub, StubServer
 from trainvitals.io.control_key import make_control_key
+from vitals_dashboard import access
 from vitals_dashboard.settings import SETTINGS_VARIABLE, DashboardSettings, write_settings
 
 PAGES = Path(vitals_dashboard.__file__).parent / "entry" / "vitals_pages.py"
+WAIT_MS = 60_000
 KNOWN: dict[str, Any] = {}
 DOOR_TOKEN = "door-token-0123456789abcdef"
 
@@ -59,10 +62,13 @@ def open_page(
             collector_url=url or stub.url,
             token_file=str(tokens),
             of_folder=of_folder,
+            control=control,
         )
         (tmp_path / "settings.json").unlink(missing_ok=True)
         write_settings(settings, tmp_path / "settings.json")
         monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "settings.json"))
+        # Pages that are run without a browser have no cookie: test_access.py is about those.
+        monkeypatch.setattr(access, "role", lambda: "control" if control else "look")
         app = AppTest.from_file(str(PAGES), default_timeout=60)
         if page != "overview":
             # A page can be switched to only from a page, whose controls would then still be there:
@@ -83,3 +89,22 @@ def texts(app: AppTest) -> str:
     """Everything a page says, in one string."""
     kinds = (app.text, app.markdown, app.caption, app.metric)
     return "\n".join(str(e.value) for kind in kinds for e in kind)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    context.set_default_timeout(WAIT_MS)
+    yield context.new_page()
+    context.close()

@@ -3,7 +3,6 @@
 import csv
 import itertools
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,10 +21,10 @@ from tests.dashboard.folder import (
     OpenRun,
     write_long_run,
 )
+from tests.dashboard.test_access import Started, get_control
 from tests.dashboard.test_launch import dashboard
 
 pytestmark = pytest.mark.browser
-WAIT_MS = 60_000
 CHART_ROW = 13
 CHART = "[data-testid=stEChartsChart] canvas"
 PAGES = {
@@ -66,32 +65,23 @@ def training(folder: Path) -> Iterator[OpenRun]:
 
 
 @pytest.fixture(scope="module")
-def address(
+def started(
     folder: Path, training: OpenRun, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    """The one-click address of a dashboard over a folder with that run and a long one."""
+) -> Iterator[Started]:
+    """A dashboard with control over a folder with that run and a long one."""
     write_long_run(folder)
-    with dashboard(folder, tmp_path_factory.mktemp("tmp")) as (_, address):
-        yield address
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield chromium
-        chromium.close()
+    tmp = tmp_path_factory.mktemp("tmp")
+    with (
+        (tmp / "terminal").open("w") as terminal,
+        dashboard(folder, tmp, "--control", errors=terminal.fileno()) as (_, address),
+    ):
+        yield Started(address, tmp / "terminal")
 
 
 @pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": 1440, "height": 900})
-    context.set_default_timeout(WAIT_MS)
-    yield context.new_page()
-    context.close()
+def address(started: Started) -> str:
+    """Its one-click address."""
+    return started.address
 
 
 def at(address: str, path: str) -> str:
@@ -151,7 +141,8 @@ def tooltip_at(page: Any, step: int) -> str:
 
 def test_the_live_page_shows_the_decisions_on_the_curve(page, address, tmp_path: Path):
     outside: list[str] = []
-    page.on("request", lambda r: outside.append(r.url) if "127.0.0.1" not in r.url else None)
+    own = f"{address.partition('/?')[0]}/"
+    page.on("request", lambda r: outside.append(r.url) if not r.url.startswith(own) else None)
     page.goto(run_page(address))
     page.wait_for_selector(CHART)
     page.wait_for_timeout(1_000)
@@ -227,8 +218,9 @@ def test_a_zoom_by_range_gets_every_point_and_is_an_address(page, address):
     assert any(b"200 of 200 points" in raw for raw in frames)
 
 
-def test_an_alert_is_silenced_with_a_reason_and_an_end(page, address):
+def test_an_alert_is_silenced_with_a_reason_and_an_end(page, address, started):
     page.goto(at(address, "alerts"))
+    get_control(page, started)
     card = page.locator("[class*='st-key-alert_']").filter(has_text="StepSkipped").first
     card.get_by_text("Silence", exact=True).click()
     form = page.get_by_test_id("stPopoverBody")
@@ -269,7 +261,9 @@ def test_the_answer_to_a_question_is_taken_away_as_csv(page, address, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_page_can_be_read_by_everybody(page, address, theme: str):
+def test_every_page_can_be_read_by_everybody(page, address, started, theme: str):
+    refused: list[str] = []
+    page.on("console", lambda m: refused.append(m.text) if "Security Policy" in m.text else None)
     page.emulate_media(color_scheme=theme)
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
 
@@ -288,9 +282,11 @@ def test_every_page_can_be_read_by_everybody(page, address, theme: str):
         page.wait_for_selector(READY[name])
         assert [] == grave(), name
     page.goto(at(address, PAGES["run"]))
+    get_control(page, started)
     page.get_by_role("button", name="Note").click()
     page.get_by_role("button", name="Add the note").wait_for()
     assert [] == grave(), "a form"
+    assert [] == refused, "the policy lets the pages be as they are"
 
 
 def test_without_the_token_there_is_only_the_door(page, address):

@@ -32,11 +32,10 @@ def test_what_is_shipped_is_closed_by_default():
     flags = launch.streamlit_command(8501)
     for flag in (
         "--server.address=127.0.0.1",
-        "--server.allowedHosts=127.0.0.1",
-        "--server.allowedHosts=localhost",
         "--server.enableXsrfProtection=true",
         "--server.enableCORS=true",
         "--server.headless=true",
+        "--server.enableAgentApi=false",
         "--browser.gatherUsageStats=false",
         "--client.showErrorDetails=none",
         "--client.toolbarMode=viewer",
@@ -117,6 +116,30 @@ def test_a_free_port_is_taken_where_none_is_named():
     assert 0 < launch.free_port(0)
 
 
+def test_a_browser_that_tries_ipv6_first_finds_nobody_else_there():
+    """The name leads to both loopbacks; whoever held the other would be given the token."""
+    port = launch.free_port(0)
+
+    def listens() -> bool:
+        with socket.socket(socket.AF_INET6) as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                other.bind(("::1", port))
+            except OSError:
+                return False
+            other.listen()
+            with pytest.raises(UsageError, match="in use by another program"), ExitStack() as stack:
+                launch._hold_ipv6(stack, port)
+            return True
+
+    if not listens():
+        pytest.skip("this machine has no IPv6 loopback")
+    with ExitStack() as stack:
+        launch._hold_ipv6(stack, port)
+        assert not listens()
+    assert listens()
+
+
 # ---------------------------------------------------------------------- mistakes, without traceback
 
 
@@ -179,18 +202,25 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
+def by_localhost(address: str) -> str:
+    """Return the address by the name that programs know too, not browsers alone."""
+    return re.sub(r"//[0-9a-f]+\.localhost", "//localhost", address)
+
+
 def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
 @contextmanager
-def dashboard(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def dashboard(
+    folder: Path, tmp_path: Path, *options: str, errors: int = subprocess.DEVNULL
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run ``vitals dashboard FOLDER``; gives the process and the address that it printed."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainvitals", "dashboard", str(folder)],
+        [sys.executable, "-m", "trainvitals", "dashboard", str(folder), *options],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=errors,
         text=True,
         env=environ,
     )
@@ -215,15 +245,19 @@ def test_the_command_serves_a_folder_behind_its_token_and_ends_in_seconds(
 ):
     write_run(runs, name="kept")
     with dashboard(runs, tmp_path) as (process, address):
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{20,}", address)
-        base, _, token = address.partition("/?token=")
+        assert re.fullmatch(r"http://[0-9a-f]{32}\.localhost:\d+/\?token=[\w-]{20,}", address)
+        name, _, token = address.removeprefix("http://").partition(".localhost")
+        token = token.partition("=")[2]
+        address = by_localhost(address)
+        base = address.partition("/?token=")[0]
         children = children_of(process.pid)
         assert 2 == len(children), "a collector and the pages"
         arguments = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in children)
         environments = "".join(
             Path(f"/proc/{pid}/environ").read_text(errors="replace") for pid in children
         )
-        assert token not in arguments and token not in environments
+        for secret in (name, token):
+            assert secret not in arguments and secret not in environments
         with httpx.Client(trust_env=False) as client:
             assert 401 == client.get(base).status_code
             assert 401 == client.get(f"{base}/run?token=guess").status_code
@@ -251,7 +285,7 @@ def test_where_the_command_is_killed_its_parts_end_by_themselves(runs: Path, tmp
     with dashboard(runs, tmp_path) as (process, address):
         children = children_of(process.pid)
         assert 2 == len(children)
-        assert httpx.get(address, follow_redirects=True, trust_env=False).is_success
+        assert httpx.get(by_localhost(address), follow_redirects=True, trust_env=False).is_success
         ends = [os.pidfd_open(pid) for pid in children]
         process.kill()
         assert -signal.SIGKILL == process.wait(30)

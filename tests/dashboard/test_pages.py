@@ -1,13 +1,14 @@
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
 from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
-from tests.dashboard.conftest import texts
+from tests.dashboard.conftest import texts, write_tokens
 from tests.dashboard.look_back import with_look_back
 from tests.dashboard.stub import Stub, StubServer
 from trainvitals.views import TableReply
@@ -203,11 +204,17 @@ def test_an_alert_about_a_receiver_leads_to_no_run(stub: Stub, open_page: Open) 
     assert 1 == sum(link.proto.label == "Open run" for link in app.get("page_link"))
 
 
-def test_without_a_control_token_it_says_why_nothing_can_be_done(
-    stub: Stub, open_page: Open
+def test_where_one_can_only_look_it_says_why_nothing_can_be_done(
+    stub: Stub, open_page: Open, tmp_path: Path
 ) -> None:
     stub.alerts.append(samples.alert())
     app = open_page("alerts")
+    assert "`vitals dashboard --control` starts one that can" in shown(app)
+    assert 0 == len(app.button)
+    app = open_page("alerts", control=True)
+    assert len(app.button)
+    write_tokens(tmp_path / "tokens.json")
+    app.run()
     assert "without a control token" in shown(app)
     assert 0 == len(app.button)
 

@@ -117,6 +117,7 @@ def test_the_metadata_is_complete(metadata):
         "remote-write",
         "s3",
         "dashboard",
+        "oidc",
         "grafana",
         "replay",
         "all",

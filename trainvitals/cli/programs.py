@@ -50,6 +50,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "postgresql": ("psycopg", "duckdb_extension_postgres_scanner"),
     "s3": ("duckdb_extension_httpfs",),
     "dashboard": ("streamlit",),
+    "oidc": ("authlib",),
     "grafana": ("grafana_api",),
 }
 """Modules behind the base install and each extra, held against pyproject.toml by a test."""

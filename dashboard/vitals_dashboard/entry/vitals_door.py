@@ -4,19 +4,25 @@ Streamlit puts this folder first on ``sys.path``, so no file in it may be named 
 """
 
 import os
+from pathlib import Path
 
 import streamlit as st
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from vitals_dashboard import access
 from vitals_dashboard.auth import Gate
-from vitals_dashboard.launch import ALLOWED_HOSTS
 from vitals_dashboard.settings import load_settings
 
+settings = load_settings(os.environ)
 app = st.App(
     "vitals_pages.py",
     middleware=[
-        Middleware(TrustedHostMiddleware, allowed_hosts=list(ALLOWED_HOSTS), www_redirect=False),
-        Middleware(Gate, door_token=load_settings(os.environ).door_token),
+        Middleware(
+            Gate,
+            doors=settings.doors(),
+            sessions=access.sessions(),
+            page=(Path(st.__file__).parent / "static" / "index.html").read_text(),
+            redirect_file=Path(settings.redirect_file) if settings.redirect_file else None,
+        )
     ],
 )

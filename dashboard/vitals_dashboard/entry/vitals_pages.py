@@ -4,13 +4,16 @@ from pathlib import Path
 
 import streamlit as st
 
-from vitals_dashboard import layout
+from vitals_dashboard import access, layout
 
 # A file of ours: Streamlit would fetch a material icon for the tab from the internet.
 ICON = Path(__file__).with_name("vitals_icon.svg")
 
 st.set_page_config(page_title="Vitals", page_icon=str(ICON), layout="wide")
 layout.style()
+if not access.role():
+    access.closed()
+    st.stop()
 st.navigation(
     [
         st.Page("vitals_page_overview.py", title="Fleet", icon=":material/list:", default=True),
@@ -47,3 +50,4 @@ st.navigation(
     ],
     position="top",
 ).run()
+access.footer()

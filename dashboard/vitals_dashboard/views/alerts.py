@@ -7,7 +7,7 @@ import streamlit as st
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
 from trainvitals.views import AckRequest, AlertsQuestion, AlertView, RunsQuestion
-from vitals_dashboard import formatting, layout, tables
+from vitals_dashboard import access, formatting, layout, tables
 from vitals_dashboard.source import Source
 from vitals_dashboard.theme import SEVERITY_BADGES, SEVERITY_WORDS
 
@@ -60,11 +60,7 @@ def _body(source: Source, shown: str, text: str) -> None:
     silenced = [a for a in alerts if a.state == "firing" and a.silenced_until_unix_ns > now]
     rest = [a for a in alerts if a.state != "firing"]
     if source.control is None and (firing or silenced):
-        st.caption(
-            "This dashboard is read-only: it was started without a control token, so alerts cannot"
-            " be acknowledged or silenced here. Give it the collector's token file with"
-            " --token-file, or use `vitals alerts ack`."
-        )
+        st.caption(access.how_to_control())
     elif source.of_folder and (firing or silenced):
         st.caption(OF_FOLDER)
     if shown in ("firing", "all"):

@@ -1,0 +1,171 @@
+"""What the browser session that asks may do: nothing, look, or control; and how it gets more."""
+
+import math
+import os
+import time
+from dataclasses import replace
+from functools import cache
+
+import streamlit as st
+
+from vitals_dashboard import formatting
+from vitals_dashboard.auth import CODE_TRIES, Session, Sessions, host_name
+from vitals_dashboard.settings import DashboardSettings, Role, load_settings
+from vitals_dashboard.source import Source
+
+NO_TOKEN = (
+    "This dashboard is look-only: it was started without a control token. Give it the collector's"
+    " token file with --token-file, or use `vitals command`."
+)
+NOT_STARTED = (
+    "This dashboard is look-only. `vitals dashboard --control` starts one that can send commands;"
+    " `vitals command` and `vitals alerts` can do so too."
+)
+SHARED_NAME = (
+    "This address is look-only, as other programs of its host get its cookies. To get control, open"
+    " the other address that `vitals dashboard` printed, which ends in .localhost."
+)
+NO_ROLE = "Your account may look here, not control: the operator lists who may."
+GET_CONTROL = "Look-only. Get control at the end of this page."
+_ANSWER = "control_answer"
+
+
+@cache
+def sessions() -> Sessions:
+    """Return the sessions of this process, which the door and the pages share."""
+    settings = load_settings(os.environ)
+    fd = settings.code_fd
+
+    def announce(code: str) -> None:
+        os.write(fd, f"{code}\n".encode())
+
+    return Sessions(announce if settings.control and fd >= 0 else None)
+
+
+def _host() -> str:
+    return host_name(st.context.headers.get("Host") or "")
+
+
+def _session(settings: DashboardSettings) -> Session | None:
+    host = _host()
+    key = st.context.cookies.get(settings.doors().cookie_name(host), "")
+    return sessions().find(key, host)
+
+
+def _is_signed_on(settings: DashboardSettings) -> bool:
+    return settings.doors().is_signed_on(_host())
+
+
+def role() -> Role:
+    """Return what the session may do now: its control may have run out since the last refresh."""
+    settings = load_settings(os.environ)
+    if settings.sign_on is not None and _is_signed_on(settings):
+        granted = settings.sign_on.role(st.user.to_dict(), unix_seconds=time.time())
+        return "look" if granted == "control" and not settings.control else granted
+    session = _session(settings)
+    if session is None:
+        return ""
+    return "control" if sessions().control_seconds(session) else "look"
+
+
+def limited(source: Source) -> Source:
+    """Return the source as this session may use it."""
+    return source if role() == "control" else replace(source, control=None)
+
+
+def how_to_control() -> str:
+    """Say what this session lacks to send commands."""
+    settings = load_settings(os.environ)
+    if not settings.control:
+        return NOT_STARTED
+    if role() == "control":
+        return NO_TOKEN
+    if _is_signed_on(settings):
+        return NO_ROLE
+    return GET_CONTROL if settings.doors().may_control(_host()) else SHARED_NAME
+
+
+def account() -> str:
+    """Return who has signed in with the provider; "" where the token let in."""
+    if not _is_signed_on(load_settings(os.environ)):
+        return ""
+    return str(st.user.get("email") or st.user.get("name") or st.user.get("sub") or "")
+
+
+# ------------------------------------------------------------------------------------ drawing
+
+
+def closed() -> None:
+    """Draw the page of who may not look."""
+    st.markdown("**Vitals**")
+    if not _is_signed_on(load_settings(os.environ)):
+        st.markdown("Signed out. To come back, open the address that `vitals dashboard` printed.")
+        return
+    if st.user.is_logged_in:
+        st.text(
+            f"{formatting.plain(account(), 80)} may not look here, or signed in too long ago."
+            " Sign in again, or ask the operator of this dashboard."
+        )
+        st.button("Sign out", on_click=st.logout, key="sign_out")
+    st.button("Sign in", on_click=st.login, type="primary", key="sign_in")
+
+
+def footer() -> None:
+    """Draw what the session may do, the way to control, and the way out."""
+    settings = load_settings(os.environ)
+    session = _session(settings)
+    with st.container(horizontal=True, vertical_alignment="center", key="access", gap="small"):
+        if role() == "control":
+            st.caption(_control_text(session))
+        elif how_to_control() == GET_CONTROL and session is not None:
+            _get_control(session)
+        else:
+            st.caption(how_to_control())
+        if name := account():
+            st.text(formatting.plain(name, 80))
+            st.button("Sign out", on_click=st.logout, key="sign_out", type="tertiary")
+        elif session is not None:
+            ended = (session,)
+            st.button(
+                "Sign out", on_click=sessions().end, args=ended, key="sign_out", type="tertiary"
+            )
+
+
+def _control_text(session: Session | None) -> str:
+    if session is None:  # signed on
+        return "You may send commands."
+    minutes = math.ceil(sessions().control_seconds(session) / 60)
+    return f"You may send commands for {formatting.count(minutes, 'more minute')}."
+
+
+def _get_control(session: Session) -> None:
+    with st.popover("Get control", icon=":material/lock_open:", key="get_control"):
+        if sessions().has_code(session):
+            with st.form(key="control_form", border=False):
+                code = st.text_input(
+                    "Code shown in the terminal of `vitals dashboard`",
+                    key="control_code",
+                    max_chars=20,
+                    autocomplete="off",
+                )
+                if st.form_submit_button("Enter", type="primary"):
+                    _redeem(session, code)
+        else:
+            st.caption("The terminal in which `vitals dashboard` runs will show a code.")
+            st.button("Show a code", on_click=_send_code, args=(session,), key="send_code")
+        if text := st.session_state.get(_ANSWER):
+            st.text(text)
+
+
+def _send_code(session: Session) -> None:
+    st.session_state[_ANSWER] = sessions().send_code(session)
+
+
+def _redeem(session: Session, code: str) -> None:
+    is_right = sessions().redeem(session, code)
+    st.session_state[_ANSWER] = (
+        ""
+        if is_right
+        else f"Wrong code. A code can be tried {CODE_TRIES} times within two minutes."
+    )
+    st.rerun()
