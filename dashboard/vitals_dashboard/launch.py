@@ -428,13 +428,6 @@ def _collector_answers(data: Path) -> bool | None:
         return client.answers() or None
 
 
-def _answers(url: str) -> bool | None:
-    try:
-        return httpx.get(url, timeout=2.0, trust_env=False).is_success or None
-    except httpx.HTTPError:
-        return None
-
-
 def watch(children: Sequence[Program], codes: int, show: Callable[[str], None]) -> None:
     """Show the codes that are asked for; return never.
 
