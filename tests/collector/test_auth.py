@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
 
 
 def test_an_empty_token_opens_nothing():
-    assert frozenset() == TOKENS.scopes("")
+    assert (frozenset(), "") == TOKENS.grants("")
 
 
 # --------------------------------------------------------------------------------------- bind
