@@ -23,6 +23,7 @@ import msgspec
 from trainvitals.errors import (
     UNREADABLE,
     DamagedBatchError,
+    ForeignBatchError,
     FormatError,
     NewerVersionError,
     NotOwnerError,
@@ -432,6 +433,7 @@ def refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
         families = {
             "V21": NewerVersionError,
             "V23": DamagedBatchError,
+            "V24": ForeignBatchError,
             "V2": FormatError,
             "V1": UsageError,
         }

@@ -153,7 +153,7 @@ def create_app(
         )
         count = store.counters.refuse
         app.add_middleware(Gate, ingest=ingest_app, config=access, count=count)
-        app.state.ingest = ingest_app
+        app.state.ingest, app.state.known_tokens = ingest_app, known_tokens
     except BaseException:
         store.close()
         raise

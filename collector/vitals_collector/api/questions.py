@@ -24,7 +24,7 @@ from trainvitals.question import ROUTES, Question, Route
 from trainvitals.records import Decision, Finding
 from trainvitals.views import Problem, RunSummary
 from vitals_collector.api.auth import beyond, principal_of, reply, require
-from vitals_collector.queries.query import Query
+from vitals_collector.queries.query import Query, within
 from vitals_collector.storage.tokens import Principal
 
 _BODY, _ASKER = "body", "request"
@@ -90,7 +90,7 @@ def ask_as(query: Query, principal: Principal, route: Route, question: Question[
         run_id = getattr(question, name, "")
         if reach is not None and run_id and run_id not in reach:
             raise beyond(query.store, run_id)
-    return query.within(reach).ask(question)
+    return within(query, reach).ask(question)
 
 
 def _body_type(route: Route) -> type[Any]:

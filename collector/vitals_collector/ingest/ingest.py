@@ -760,18 +760,16 @@ def _within_limits(batch: Checked, principal: Principal) -> Checked:
 def _foreign(
     connection: Connection, new: Sequence[Batch], named: Named
 ) -> dict[int, ForeignBatchError]:
-    """Return the errors, by ``id``, of batches that would begin what their tokens may not write."""
-    asked = [
-        (batch.header.identity, named[id(batch)], batch) for batch in new if id(batch) in named
-    ]
+    """Return the errors, by ``id``, of batches that would begin what is not their token's."""
+    asked = [batch.header.identity for batch in new if id(batch) in named]
     if not asked:
         return {}
-    run_ids = {identity.run_id for identity, _, _ in asked}
+    run_ids = {identity.run_id for identity in asked}
     of_runs = select(runs.c.run_id, runs.c.owner, runs.c.project).where(runs.c.run_id.in_(run_ids))
     known = {row.run_id: (row.owner, row.project) for row in connection.execute(of_runs)}
+    writer = (sources.c.run_id, sources.c.incarnation)
     starts = {(identity.run_id, identity.incarnation) for identity in asked}
-    writer = tuple_(sources.c.run_id, sources.c.incarnation)
-    of_starts = select(writer, sources.c.token_id).where(writer.in_(starts))
+    of_starts = select(*writer, sources.c.token_id).where(tuple_(*writer).in_(starts))
     begun_by = {(run_id, start): by for run_id, start, by in connection.execute(of_starts)}
     foreign: dict[int, ForeignBatchError] = {}
     for batch in new:

@@ -143,14 +143,6 @@ class Query:
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
 
-    def within(self, reach: frozenset[str] | None) -> "Query":
-        """Return one that answers of these runs alone; None: of all."""
-        if reach is None:
-            return self
-        limited = copy.copy(self)
-        limited.reach = reach
-        return limited
-
     def ask(self, question: Question[A]) -> A:
         """Return the answer.
 
@@ -190,6 +182,13 @@ class Query:
             up_since_unix_ns=max(self._up_since_unix_ns, self.store.hearing.since(now)),
             lost_after_seconds=self._lost_after_seconds,
         )
+
+
+def within(query: Query, reach: frozenset[str] | None) -> Query:
+    """Return one that answers of these runs alone; None: of all."""
+    limited = copy.copy(query)
+    limited.reach = reach
+    return limited
 
 
 # --------------------------------------------------------------------------------- the answers
@@ -396,4 +395,4 @@ def _series_reply(run_id: str, request: SeriesRequest, source: str, curve: Drawn
     )
 
 
-__all__ = ["ANSWERS", "Query", "answer_to"]
+__all__ = ["ANSWERS", "Query", "answer_to", "within"]

@@ -184,8 +184,8 @@ sources = Table(
 )
 """One incarnation of a rank, a GPU or a node. ``last_received_unix_ns`` is this collector's own
 clock, and 0 where the rows were read from a folder. ``alive`` is what an agent last said of a
-rank's process: 1, 0, or -1 where none did. ``token_id`` is of the token that began it, "" where that
-was the token file's own: no other token writes to it."""
+rank's process: 1, 0, or -1 where none did. ``token_id`` is of the token that began it, "" where
+that was the token file's own: no other token writes to it."""
 
 streams = Table(
     "streams",
@@ -422,9 +422,10 @@ tokens = Table(
     _number("revoked_unix_ns"),
 )
 """Tokens beside the three of the token file. Of a secret only its SHA-256 is here: it has 256
-random bits, so nobody finds it by trying. ``scopes`` are words; one with a ``project`` or ``run_id``
-(which may be yet to come) is for those runs only. A rotated one stays the same token: its secret of
-before is good until ``previous_ends_unix_ns``. It ends at ``expires_unix_ns``; 0 is never."""
+random bits, so nobody finds it by trying. ``scopes`` are words; one with a ``project`` or
+``run_id`` (which may be yet to come) is for those runs only. A rotated one stays the same token:
+its secret of before is good until ``previous_ends_unix_ns``. It ends at ``expires_unix_ns``; 0 is
+never."""
 
 forgotten = Table(
     "forgotten",

@@ -305,8 +305,14 @@ def _hash(secret: str) -> str:
 def _note(
     connection: Connection, action: str, token_id: str, by: str, now_unix_ns: int, detail: str
 ) -> None:
-    values = {"actor": by, "action": action, "subject": f"token/{token_id}", "detail": detail}
-    connection.execute(insert(audit).values(values, time_unix_ns=now_unix_ns))
+    values = {
+        "time_unix_ns": now_unix_ns,
+        "actor": by,
+        "action": action,
+        "subject": f"token/{token_id}",
+        "detail": detail,
+    }
+    connection.execute(insert(audit).values(values))
 
 
 __all__ = [
