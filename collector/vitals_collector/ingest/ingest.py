@@ -33,13 +33,13 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     String,
+    TextClause,
     and_,
     bindparam,
     case,
     literal_column,
     select,
     text,
-    tuple_,
     update,
 )
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
@@ -394,7 +394,8 @@ def _store(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
             continue
         try:
             offset = _check_offset(batch, offsets.get(key), named.get(id(batch), OWN))
-            _check_gap(batch, offset, received_unix_ns)
+            if batch.header.first_seq > offset.last_seq + 1:
+                _check_gap(batch, offset, received_unix_ns)
         except FormatError as error:
             stored.append(_refused(error))
             continue
@@ -512,25 +513,19 @@ def _read_offsets(
     """Return the offsets of these streams; one that is not known has none."""
     wanted = list(dict.fromkeys(keys))
     marks = {run_id: numbers.marks(run_id) for run_id in {k[0] for k in wanted if k[2] != EVENTS}}
-    # All in one parameter: a statement with a place for each costs more than the rows.
     query, words = _OFFSETS[connection.dialect.name], msgspec.json.encode(wanted).decode()
     offsets: dict[StreamKey, StreamOffset] = {}
-    for row in connection.execute(query, {"keys": words}).all():
-        run_id, incarnation, stream = key = row.run_id, row.incarnation, row.stream
+    for *own, last_seq, promised, last_ns, source, started_ns, token_id in connection.execute(
+        query, {"keys": words}
+    ).all():
+        run_id, incarnation, stream = key = own[0], own[1], own[2]
         # The store of numbers is ahead of the database where somebody died between the two; it is
         # behind where it is the older backup.
-        mark, last_unix_ns = row.last_seq, row.last_unix_ns
+        mark = last_seq
         if stream != EVENTS:
-            mark = min(mark, marks[run_id].get((incarnation, stream), -1))
-            last_unix_ns = last_unix_ns if mark == row.last_seq else 0
+            mark = min(last_seq, marks[run_id].get((incarnation, stream), -1))
         offsets[key] = StreamOffset(
-            key,
-            row.source,
-            mark,
-            last_unix_ns=last_unix_ns,
-            started_unix_ns=row.started_unix_ns,
-            token_id=row.token_id,
-            expected_seq=row.expected_seq,
+            key, source, mark, last_ns if mark == last_seq else 0, started_ns, token_id, 0, promised
         )
     return offsets
 
@@ -627,8 +622,8 @@ def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> Non
     """
     header = batch.header
     num_missing = header.first_seq - offset.last_seq - 1
-    if num_missing <= 0 or isinstance(batch, AskingBatch):  # nearly always; else it comes again
-        return
+    if isinstance(batch, AskingBatch) and num_missing > header.dropped:
+        return  # it is asked for what is missing
     schema = header.stream_schema
     newest = int(column_of(schema, rows_of(schema, batch.rows), "time_unix_ns")[0].max())
     until = min(newest, received_unix_ns or newest)
@@ -669,26 +664,30 @@ def _source_row(identity: Identity) -> dict[str, str | int]:
     }
 
 
-_READ_OFFSETS = """
+def _of_keys(sql: str) -> dict[str, TextClause]:
+    """Return a statement about ``:keys``, a JSON list of lists, by dialect.
+
+    All in one parameter: a statement with a place for each costs more than the rows.
+    """
+    sqlite = {f"k{i}": f"json_extract(k.value, '$[{i}]')" for i in range(3)}
+    postgresql = {f"k{i}": f"k.value->>{i}" for i in range(3)}
+    as_rows = "json_array_elements(CAST(:keys AS json)) k"
+    return {
+        "sqlite": text(sql.format(listed="json_each(:keys) k", **sqlite)),
+        "postgresql": text(sql.format(listed=as_rows, **postgresql)),
+    }
+
+
+_OFFSETS = _of_keys("""
 SELECT s.run_id, s.incarnation, s.stream, s.last_seq, s.expected_seq, s.last_unix_ns,
 w.source, w.started_unix_ns, w.token_id
 FROM {listed} JOIN streams s ON s.run_id = {k0} AND s.incarnation = {k1} AND s.stream = {k2}
 JOIN sources w ON w.run_id = s.run_id AND w.incarnation = s.incarnation
-"""
-_OFFSETS = {
-    "sqlite": text(
-        _READ_OFFSETS.format(
-            listed="json_each(:keys) k",
-            **{f"k{i}": f"json_extract(k.value, '$[{i}]')" for i in range(3)},
-        )
-    ),
-    "postgresql": text(
-        _READ_OFFSETS.format(
-            listed="json_array_elements(CAST(:keys AS json)) k",
-            **{f"k{i}": f"k.value->>{i}" for i in range(3)},
-        )
-    ),
-}
+""")
+_BEGUN_BY = _of_keys("""
+SELECT w.run_id, w.incarnation, w.token_id
+FROM {listed} JOIN sources w ON w.run_id = {k0} AND w.incarnation = {k1}
+""")
 _LOCK = text(
     "SELECT pg_advisory_xact_lock(hashtextextended(run, :seed)) FROM unnest(:of_runs) AS run"
 ).bindparams(bindparam("seed", _LOCK_SEED, BigInteger), bindparam("of_runs", type_=ARRAY(String())))
@@ -767,10 +766,12 @@ def _foreign(
     run_ids = {identity.run_id for identity in asked}
     of_runs = select(runs.c.run_id, runs.c.owner, runs.c.project).where(runs.c.run_id.in_(run_ids))
     known = {row.run_id: (row.owner, row.project) for row in connection.execute(of_runs)}
-    writer = (sources.c.run_id, sources.c.incarnation)
-    starts = {(identity.run_id, identity.incarnation) for identity in asked}
-    of_starts = select(*writer, sources.c.token_id).where(tuple_(*writer).in_(starts))
-    begun_by = {(run_id, start): by for run_id, start, by in connection.execute(of_starts)}
+    starts = sorted({(identity.run_id, identity.incarnation) for identity in asked})
+    query, words = _BEGUN_BY[connection.dialect.name], msgspec.json.encode(starts).decode()
+    begun_by = {
+        (run_id, start): token_id
+        for run_id, start, token_id in connection.execute(query, {"keys": words})
+    }
     foreign: dict[int, ForeignBatchError] = {}
     for batch in new:
         identity, principal = batch.header.identity, named.get(id(batch), OWN)
