@@ -365,7 +365,7 @@ class Run:
         if control is None:
             raise UsageError(
                 f"{self._client.where} is a folder and only read; an annotation is not kept there",
-                hint="give the address of a collector: Client('http://host:port')",
+                hint="give the address of a collector: Client('https://host:port')",
             )
         request = AnnotationRequest(step=step, text=text, by=by or os.environ.get("USER", ""))
         return control.annotate(self.run_id, request)

@@ -35,7 +35,11 @@ _Collector = Annotated[
 ]
 _TokenFile = Annotated[
     Path | None,
-    typer.Option("--token-file", envvar="VITALS_TOKEN_FILE", help="The collector's tokens (0600)."),
+    typer.Option(
+        "--token-file",
+        envvar="VITALS_TOKEN_FILE",
+        help="A copy of the collector's tokens.json (0600).",
+    ),
 ]
 _Listen = Annotated[
     str,
@@ -71,8 +75,8 @@ def register(app: typer.Typer) -> None:
     """Add the ``agent`` command."""
     app.command(
         "agent",
-        epilog="Example: vitals agent --dir ./vitals_runs --collector http://127.0.0.1:8765"
-        " --token-file ~/.local/share/trainvitals/tokens.json",
+        epilog="Example: vitals agent --dir ./vitals_runs --collector https://10.0.0.5:8765"
+        " --token-file tokens.json",
     )(agent)
 
 

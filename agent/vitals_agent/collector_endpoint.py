@@ -22,7 +22,13 @@ from trainvitals.io.client import (
     read_tokens,
     refusal,
 )
-from trainvitals.io.server_identity import connect_unix, not_connected, parse_url, tls_context
+from trainvitals.io.server_identity import (
+    UNPROVEN,
+    connect_unix,
+    not_connected,
+    parse_url,
+    tls_context,
+)
 from trainvitals.io.setting_paths import collector_folder, collector_urls
 from trainvitals.question import Question
 from trainvitals.wire import IngestReply
@@ -248,7 +254,7 @@ class CollectorEndpoint:
     def _turn_to(self, owner: str) -> None:
         """Connect to a collector of those that were named, or to the next one."""
         address = first = self._find()
-        while owner and address is not None and address.url != owner:
+        while owner and address is not None and not _is_at(address, owner):
             address = self._find()
             if address == first:  # all were seen
                 address = self._find()
@@ -269,6 +275,10 @@ class CollectorEndpoint:
 
 
 # ------------------------------------------------------------------------------- where it is
+
+
+def _is_at(address: CollectorAddress, owner: str) -> bool:
+    return address.url.removeprefix(UNPROVEN) == owner.removeprefix(UNPROVEN)
 
 
 def finder(

@@ -1,6 +1,5 @@
 """`vitals deploy ...`: writes the files of a deployment, or pushes the dashboard to Grafana."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ import typer
 from trainvitals.alerting import RUNBOOK
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.errors import StorageError, UsageError
+from trainvitals.io.client import Tokens, read_tokens
 from vitals_deploy import alertmanager, dashboard, prometheus, slurm, systemd
 
 GENERATORS = {
@@ -62,7 +62,10 @@ def deploy_prometheus(
         ),
     ] = None,
     tokens: Annotated[
-        Path | None, typer.Option(help="The collector's tokens.json: its read token is written.")
+        Path | None,
+        typer.Option(
+            help="The collector's tokens.json: its read token and certificate are written."
+        ),
     ] = None,
     public_url: Annotated[
         str, typer.Option(help="The dashboard's address: alerts link a run's page.")
@@ -74,19 +77,20 @@ def deploy_prometheus(
 ) -> None:
     """Write the scrape configuration and the alert rules."""
     targets = prometheus.agent_targets(runs) if runs else None
-    token = None if tokens is None else read_token(tokens, scope="read")
+    found = None if tokens is None else reader_tokens(tokens)
     made = prometheus.files(
         collector=collector,
         alertmanager=alertmanager,
+        tls=None if found is None else found.tls,
         agents=targets,
         public_url=_template_free("--public-url", public_url),
         runbook_url=_template_free("--runbook-url", runbook_url),
     )
-    if token is not None:
+    if found is not None:
         del made[prometheus.TOKEN_FILE]
     _write(output, made, force=force)
-    if token is not None:
-        typer.echo(_write_secret(output / prometheus.TOKEN_FILE, token))
+    if found is not None:
+        typer.echo(_write_secret(output / prometheus.TOKEN_FILE, found.read))
 
 
 def _template_free(option: str, url: str) -> str:
@@ -183,33 +187,30 @@ def deploy_all(output: Output = Path("vitals-deploy"), force: Force = False) -> 
         _write(output / name, generate(), force=force)
 
 
-def read_token(path: Path, *, scope: str) -> str:
-    """Return the token of one scope from the file that the collector made.
+def reader_tokens(path: Path) -> Tokens:
+    """Return what the collector's token file holds.
 
     Raises:
-        StorageError: the file cannot be read.
-        UsageError: it is no token file.
+        UsageError: it is missing, or has no token to read with.
+        InsecurePathError: others may read it.
     """
-    try:
-        token = json.loads(_read_line(path, whole=True))[scope]
-    except (ValueError, KeyError, TypeError):
-        token = None
-    if not isinstance(token, str):
+    tokens = read_tokens(path)
+    if not tokens.read:
         raise UsageError(
-            f"{path} is not a token file with a token for {scope!r}",
+            f"{path} is not a token file with a token for 'read'",
             hint="the collector makes tokens.json in its data directory",
         )
-    return token
+    return tokens
 
 
-def _read_line(path: Path, *, whole: bool = False) -> str:
+def _read_line(path: Path) -> str:
     try:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise StorageError(
             f"{path} cannot be read: {error}", hint="name a text file that you may read"
         ) from error
-    return text if whole else text.partition("\n")[0]
+    return text.partition("\n")[0]
 
 
 def _write(directory: Path, files: dict[str, str], *, force: bool) -> None:
@@ -243,8 +244,8 @@ def write_files(directory: Path, files: Mapping[str, str], *, force: bool = Fals
     texts = {
         directory / name: text
         for name, text in files.items()
-        # A token that was put in its place stays there, whatever is written around it.
-        if name != prometheus.TOKEN_FILE or not (directory / name).exists()
+        # What was put in its place stays there, whatever is written around it.
+        if not text.startswith("put the ") or not (directory / name).exists()
     }
     try:
         changed = [p for p, text in texts.items() if p.exists() and p.read_text() != text]

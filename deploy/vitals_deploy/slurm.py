@@ -26,8 +26,8 @@ set -u
 export VITALS_DIR={runs}
 mkdir -p "$VITALS_DIR" || exit
 
-# Your team's collector, if there is one; the file holds its tokens and must have mode 0600.
-# export VITALS_COLLECTOR_URL=http://collector.example.org:8765
+# Your team's collector, if there is one; the file, a copy of its tokens.json, must have mode 0600.
+# export VITALS_COLLECTOR_URL=https://collector.example.org:8765
 # export VITALS_TOKEN_FILE="$HOME/.config/vitals-tokens.json"
 
 # Without this, torchrun's restarts hang about every second time (pytorch issue 135712).

@@ -5,6 +5,7 @@ import pytest
 
 from tests.agent.builders import RUN, STEPS, rows_in
 from tests.agent.stub_collector import StubCollector
+from tests.collector.rows import Writer
 from trainvitals.errors import FormatError, NewerVersionError, TransportError
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.spool import Spool
@@ -389,3 +390,53 @@ def test_a_collector_that_asks_to_be_left_alone_is(world, stub, client):
     assert [] == stub.batches
     agent.cycle(81.0)
     assert [0] == shipped_steps(stub.batches)
+
+
+# ------------------------------------------------------------- what nobody can have been sent
+
+
+class Forging(Scripted):
+    """Says what it likes of how far streams are durable."""
+
+    def __init__(self, *answers) -> None:
+        super().__init__(*answers)
+        self.num_drops = 0
+
+    def drop(self) -> None:
+        self.num_drops += 1
+
+
+def test_an_acknowledgement_beyond_all_that_was_written_lets_go_of_nothing(tmp_path):
+    writer, spool = Writer(), Spool(tmp_path / "spool", max_bytes=1 << 20, keep=False)
+    client = Forging([1_000_000], [1_000_000], [1])
+    shipper = make_shipper(client)
+    shipper.ship(RUN, spool, 0.0)  # from here on it knows all that was ever sent
+    spool.append(writer.steps([0, 1]))
+    spool.sync()
+    for now in (100.0, 200.0):
+        shipper.ship(RUN, spool, now)
+        assert 1 == len(spool.pending(9))
+        assert not shipper.drained(RUN)
+    assert (2, 2) == (client.num_drops, shipper.num_errors)
+    shipper.ship(RUN, spool, 300.0)
+    assert [] == spool.pending(1)
+    spool.close()
+
+
+def test_what_an_agent_before_sent_and_its_disk_lost_is_no_forgery_but_bounds_what_follows(
+    tmp_path,
+):
+    writer, spool = Writer(), Spool(tmp_path / "spool", max_bytes=1 << 20, keep=False)
+    spool.append(writer.steps([0, 1]))
+    spool.sync()
+    client = Forging([7], [8])
+    shipper = make_shipper(client)
+    shipper.ship(RUN, spool, 0.0)
+    assert [] == spool.pending(1)
+    assert 0 == client.num_drops
+    spool.append(writer.steps([2, 3]))
+    spool.sync()
+    shipper.ship(RUN, spool, 100.0)
+    assert 1 == len(spool.pending(9))
+    assert 1 == client.num_drops
+    spool.close()

@@ -14,9 +14,10 @@ import sqlalchemy
 import uvicorn
 
 from tests.small_disks import small_file_system
-from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.io.client import CollectorAddress, CollectorClient, client_of, read_tokens
 from trainvitals.io.server_identity import UNPROVEN
 from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app
+from vitals_collector.api.certificate import own_certificate, tell_clients
 from vitals_collector.api.serve import ListenSettings, bind, url_of
 from vitals_collector.storage.store import Store, open_data_store, open_store
 
@@ -24,16 +25,21 @@ from vitals_collector.storage.store import Store, open_data_store, open_store
 class Served:
     """A collector on a port of its own, in a thread of the test."""
 
-    def __init__(self, settings: CollectorSettings) -> None:
+    def __init__(self, settings: CollectorSettings, *, tls: bool = False) -> None:
         self.settings = settings
         self.app = create_app(settings)
         self.store: Store = self.app.state.store
+        certificate = own_certificate(settings.data) if tls else None
+        if certificate is not None:
+            tell_clients(settings.data / TOKENS_FILE, certificate)
         self.tokens = read_tokens(settings.data / TOKENS_FILE)
-        self._listen = ListenSettings()
+        self._listen = ListenSettings(tls_cert=certificate)
         self._socket = bind(self._listen)
         self.plain = url_of(self._socket, self._listen)
-        self.url = f"{UNPROVEN}{self.plain}"
-        config = uvicorn.Config(self.app, log_config=None, access_log=False)
+        self.url = self.plain if tls else f"{UNPROVEN}{self.plain}"
+        config = uvicorn.Config(
+            self.app, log_config=None, access_log=False, ssl_certfile=certificate
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
 
@@ -49,7 +55,7 @@ class Served:
     @contextlib.contextmanager
     def client(self, scope: str = "read") -> Iterator[CollectorClient]:
         """Give the client every program uses, with the token of that scope."""
-        with CollectorClient(self.url, getattr(self.tokens, scope)) as client:
+        with client_of(CollectorAddress(url=self.url, tokens=self.tokens), scope) as client:
             yield client
 
     def request(self, method: str, path: str, scope: str = "read", **how: Any) -> httpx.Response:

@@ -14,8 +14,9 @@ import pytest
 
 from tests.agent.builders import RUN
 from tests.agent.conftest import world  # noqa: F401 - a fixture
-from tests.collector.conftest import served  # noqa: F401 - a fixture
+from tests.collector.conftest import Served
 from trainvitals.identity import safe_node_id
+from vitals_collector.api.app import CollectorSettings
 from vitals_deploy import prometheus
 from vitals_deploy.cli import write_files
 
@@ -44,14 +45,25 @@ def until_up(url: str) -> dict[str, str]:
 def test_prometheus_finds_and_scrapes_an_agent_that_ships_to_the_collector(
     tmp_path,
     world,  # noqa: F811 - the fixture that was imported
-    served,  # noqa: F811 - the fixture that was imported
 ):
     world.clock.now_ns = time.time_ns()
     world.rank(node=HERE).step(0, 1)
-    with served.client("ingest") as client:
-        agent = world.agent(client=client, node=HERE, read_token=served.tokens.read)
-        agent.cycle(0.0)
-    made = prometheus.files(collector=urlsplit(served.url).netloc, alertmanager="127.0.0.1:9")
+    settings = CollectorSettings(data=tmp_path / "data", commit_seconds=0.0)
+    with Served(settings, tls=True) as served:
+        with served.client("ingest") as client:
+            agent = world.agent(client=client, node=HERE, read_token=served.tokens.read)
+            agent.cycle(0.0)
+        labels = scraped(tmp_path, served)
+    address = agent.info.url.removeprefix("http://")
+    expected = {"instance": address, "job": "vitals-agent", "node": HERE, "run": RUN}
+    assert expected == labels
+
+
+def scraped(tmp_path, served: Served) -> dict[str, str]:
+    """Return the labels of the agent that a Prometheus finds, which knows the collector by TLS."""
+    collector = urlsplit(served.url).netloc
+    tls = served.tokens.tls
+    made = prometheus.files(collector=collector, alertmanager="127.0.0.1:9", tls=tls)
     folder = tmp_path / "prometheus"
     write_files(folder, {n: t.replace("30s", "1s").replace("15s", "1s") for n, t in made.items()})
     (folder / prometheus.TOKEN_FILE).write_text(served.tokens.read)
@@ -68,12 +80,9 @@ def test_prometheus_finds_and_scrapes_an_agent_that_ships_to_the_collector(
         subprocess.Popen(command, stdout=log, stderr=log) as run,
     ):
         try:
-            labels = until_up(f"http://127.0.0.1:{port}")
+            return until_up(f"http://127.0.0.1:{port}")
         finally:
             run.terminate()
-    address = agent.info.url.removeprefix("http://")
-    expected = {"instance": address, "job": "vitals-agent", "node": HERE, "run": RUN}
-    assert expected == labels
 
 
 class Planted(BaseHTTPRequestHandler):

@@ -8,8 +8,10 @@ import pytest
 
 from trainvitals.cli.main import main
 from trainvitals.errors import StorageError, UsageError
+from trainvitals.io.server_identity import TlsTrust
+from vitals_collector.api.certificate import own_certificate
 from vitals_deploy import prometheus
-from vitals_deploy.cli import GENERATORS, read_token, write_files
+from vitals_deploy.cli import GENERATORS, reader_tokens, write_files
 from vitals_deploy.prometheus import agent_targets
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -89,6 +91,7 @@ def test_what_the_command_for_all_writes_is_taken_by_prometheus_and_alertmanager
 def test_the_read_token_is_handed_on_in_a_file_that_only_its_owner_reads(tmp_path, capsys):
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps({"read": "r3ad", "ingest": "1ngest", "control": "c0ntrol"}))
+    tokens.chmod(0o600)
     with pytest.raises(SystemExit):
         main(["deploy", "prometheus", "--output", str(tmp_path / "out"), "--tokens", str(tokens)])
     written = tmp_path / "out" / "vitals-read.token"
@@ -104,8 +107,9 @@ def test_the_read_token_is_handed_on_in_a_file_that_only_its_owner_reads(tmp_pat
 def test_a_file_that_is_no_token_file_is_refused(tmp_path, text):
     path = tmp_path / "tokens.json"
     path.write_text(text)
+    path.chmod(0o600)
     with pytest.raises(UsageError, match="is not a token file"):
-        read_token(path, scope="read")
+        reader_tokens(path)
 
 
 def test_agents_are_found_in_their_run_directories(tmp_path, run_id):
@@ -122,11 +126,33 @@ def test_agents_are_found_in_their_run_directories(tmp_path, run_id):
 
 
 def test_agents_are_asked_of_the_collector_unless_run_directories_are_named(tmp_path, run_id):
-    main_job = 'url: "http://10.0.0.1:8765/v1/sd/agents"'
+    main_job = 'url: "https://10.0.0.1:8765/v1/sd/agents"'
     asked = prometheus.files(collector="10.0.0.1:8765")
     assert (True, False) == (main_job in asked["prometheus.yml"], "agents/vitals.json" in asked)
     listed = prometheus.files(collector="10.0.0.1:8765", agents=[])
     assert (False, True) == ("http_sd" in listed["prometheus.yml"], "agents/vitals.json" in listed)
+
+
+def test_prometheus_knows_the_collector_by_what_its_token_file_says(tmp_path):
+    own = a_certificate(tmp_path)
+    placeholder = prometheus.files()
+    assert placeholder["vitals-collector.pem"].startswith("put the certificate")
+    made = prometheus.files(tls=TlsTrust(certificates=(own,)))
+    assert own == made["vitals-collector.pem"]
+    tls = '{"ca_file": "vitals-collector.pem", "server_name": "vitals-collector"}'
+    assert 2 == made["prometheus.yml"].count(f"tls_config: {tls}")
+    made = prometheus.files(tls=TlsTrust(ca="PEM of a CA"))
+    assert "PEM of a CA" == made["vitals-collector.pem"]
+    assert 'tls_config: {"ca_file": "vitals-collector.pem"}' in made["prometheus.yml"]
+    made = prometheus.files(tls=TlsTrust())
+    assert "vitals-collector.pem" not in made
+    assert "tls_config: {}" in made["prometheus.yml"]
+
+
+def a_certificate(folder: Path) -> str:
+    """Return a certificate that a collector made."""
+    text = own_certificate(folder).read_text()
+    return text[text.index("-----BEGIN CERTIFICATE") :]
 
 
 @pytest.mark.servers("promtool")

@@ -42,7 +42,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("psutil", "pynvml", "prometheus_client", "sqlalchemy", "alembic"),
     ),
     "collector": (
-        *("fastapi", "uvicorn", "httptools", "uvloop", "pyarrow"),
+        *("fastapi", "uvicorn", "httptools", "uvloop", "cryptography", "pyarrow"),
         *("duckdb", "duckdb_extension_ducklake", "duckdb_extension_sqlite_scanner"),
     ),
     "notify": ("apprise",),

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-import httpcore
 import httpx
 import msgspec
 
@@ -38,13 +37,12 @@ from trainvitals.io.segments import read_fd
 from trainvitals.io.server_identity import (
     UNIX,
     TlsTrust,
-    check_peer,
     not_connected,
     parse_url,
-    socket_in_own_folder,
     tls_context,
 )
 from trainvitals.io.setting_paths import collector_urls
+from trainvitals.io.unix_transport import UnixTransport
 from trainvitals.jsonable import from_json
 from trainvitals.question import Question, as_request
 from trainvitals.views import (
@@ -102,30 +100,6 @@ class CollectorFile(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
 
 
-class _OwnFolderBackend(httpcore.SyncBackend):
-    """Connects only to a socket that nobody else can have put in its place."""
-
-    def connect_unix_socket(
-        self, path: str, timeout: float | None = None, socket_options: Any = None
-    ) -> httpcore.NetworkStream:
-        with socket_in_own_folder(Path(path)) as name:
-            stream = super().connect_unix_socket(name, timeout, socket_options)
-        try:
-            check_peer(stream.get_extra_info("socket"))
-        except BaseException:
-            stream.close()
-            raise
-        return stream
-
-
-def _over_socket(path: Path) -> httpx.HTTPTransport:
-    transport = httpx.HTTPTransport(uds=str(path), trust_env=False)
-    transport._pool = httpcore.ConnectionPool(
-        uds=str(path), network_backend=_OwnFolderBackend(), keepalive_expiry=5.0
-    )
-    return transport
-
-
 class CollectorClient:
     """A collector's API. Thread-safe; close it, or use it in a ``with``.
 
@@ -155,7 +129,7 @@ class CollectorClient:
         self._tls = tls
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         if transport is None and self._address.socket is not None:
-            transport = _over_socket(self._address.socket)
+            transport = UnixTransport(self._address.socket)
         self._http = httpx.Client(
             base_url=self._address.base,
             timeout=timeout,
@@ -323,7 +297,7 @@ def first_that_answers(named: str, tls: TlsTrust) -> str:
                 if client.answers():
                     return url
             except ServerIdentityError:
-                continue
+                continue  # not one of ours; where none is, the first says why when it is asked
     return urls[0]
 
 

@@ -27,6 +27,9 @@ UNPROVEN = "insecure+"
 """Before ``http://``: something else keeps others from reading and answering, such as a TLS proxy
 on this machine, or a mesh."""
 
+SERVER_NAME = "vitals-collector"
+"""In every certificate that a collector makes: for clients that check a name, like Prometheus."""
+
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 _BY_FD = Path("/proc/self/fd")
 
@@ -226,11 +229,17 @@ def not_connected(url: str, trust: TlsTrust, error: BaseException) -> TransportE
     if isinstance(cause, ssl.SSLCertVerificationError):
         pins = ", ".join(fingerprint(pem)[:16] for pem in trust.certificates)
         expected = f"the one in the token file (SHA-256 {pins}...)" if pins else "a trusted one"
+        hint = (
+            "another program may hold that address. If the collector was set up anew on purpose, "
+            "copy its tokens.json here again"
+        )
+        if not pins:
+            hint = "give a copy of the collector's tokens.json, which has its certificate, with "
+            hint += "--token-file or VITALS_TOKEN_FILE"
         return ServerIdentityError(
             f"the server at {url} does not prove that it is the collector: its certificate is not "
             f"{expected}; nothing was sent to it",
-            hint="another program may hold that address. If the collector was set up anew on "
-            "purpose, copy its tokens.json here again (with --tls-ca its certificate may change)",
+            hint=hint,
         )
     if cause is not None:
         return ServerIdentityError(
@@ -240,7 +249,10 @@ def not_connected(url: str, trust: TlsTrust, error: BaseException) -> TransportE
             "--allow-plain (ask the proxy in front), one with --tls-client-ca (put client_cert and "
             "client_key into the token file), or another program",
         )
+    hint = "start one with `vitals collector`, or give its address with --collector"
+    if url.startswith("https:") and not trust.client_cert:
+        # It ends the connection without a word where a certificate is missing.
+        hint += "; one with --tls-client-ca wants client_cert and client_key in the token file"
     return TransportError(
-        f"the collector at {url} cannot be reached: {error or type(error).__name__}",
-        hint="start one with `vitals collector`, or give its address with --collector",
+        f"the collector at {url} cannot be reached: {error or type(error).__name__}", hint=hint
     )

@@ -12,6 +12,7 @@ __all__ = ["PARTS", "Asked"]
 
 PARTS: Mapping[str, Callable[..., Iterator[Row]]] = {
     "cost": later("vitals_bench.ingest.cost", "measure_cost"),
+    "transport": later("vitals_bench.ingest.transport", "measure_transport"),
     "idle": later("vitals_bench.ingest.idle", "measure_idle"),
     "fleet": later("vitals_bench.ingest.fleet", "measure_fleet"),
     "alert": later("vitals_bench.ingest.fleet", "measure_alert"),

@@ -298,12 +298,16 @@ def version_in(text: str) -> str:
 
 
 @contextmanager
-def collector(folder: Path, *arguments: str) -> Iterator[tuple[Started, str, Path]]:
-    """Give a running collector: its process, its address and its tokens' file."""
+def collector(
+    folder: Path, *arguments: str, plain: bool = True
+) -> Iterator[tuple[Started, str, Path]]:
+    """Give a running collector: its process, its address and its tokens' file.
+
+    Over plain HTTP, as what it is compared with; `transport.py` measures what TLS costs.
+    """
     data = folder / "data"
-    # Over plain HTTP, as what it is compared with; `identity.py` measures what the proof costs.
-    plain = ("--data", str(data), "--allow-plain")
-    args = [sys.executable, "-m", "vitals_collector", "collector", *plain]
+    where = ("--data", str(data), *(("--allow-plain",) if plain else ()))
+    args = [sys.executable, "-m", "vitals_collector", "collector", *where]
     with Started("collector", [*args, *arguments], folder) as started:
         address = data / "collector.json"
         started.wait_for(address.exists)

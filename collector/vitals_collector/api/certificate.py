@@ -9,10 +9,8 @@ import msgspec
 from trainvitals.errors import UNREADABLE, ConfigError, FormatError, StorageError
 from trainvitals.io.client import Tokens
 from trainvitals.io.rundir import replace_file
-from trainvitals.io.server_identity import TlsTrust, fingerprint
+from trainvitals.io.server_identity import SERVER_NAME, TlsTrust, fingerprint
 
-SERVER_NAME = "vitals-collector"
-"""In every certificate made here: for clients that check a name, such as Prometheus."""
 SYSTEM_CA = "system"
 _FILE = "tls.pem"
 
@@ -122,4 +120,4 @@ def _certificate_in(path: Path, *, whole: bool = False) -> str:
     return pem
 
 
-__all__ = ["SERVER_NAME", "SYSTEM_CA", "own_certificate", "tell_clients"]
+__all__ = ["SYSTEM_CA", "own_certificate", "tell_clients"]
