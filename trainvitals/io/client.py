@@ -398,7 +398,7 @@ def refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
         problem = Problem(code="", text=text)
     if status in (401, 403):
         hint = problem.hint or "give the collector's token file with --token-file"
-        return UnauthorizedError(problem.text, hint=hint)
+        return UnauthorizedError(problem.text, hint=hint, code=problem.code)
     if status == OWNED_ELSEWHERE:
         owner = response.headers.get(OWNER_HEADER, "")
         return NotOwnerError(problem.text, hint=problem.hint, owner=owner)

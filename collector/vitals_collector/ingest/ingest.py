@@ -215,7 +215,7 @@ def store_bodies(
     """
     checked = iter(check_bodies(bodies, asking))
     by_body = [[next(checked) for _ in body] for body in bodies]
-    named: Named = {}
+    named: dict[int, Principal] = {}
     for of_body, principal in zip(by_body, principals, strict=bool(principals)):
         if principal.token_id:
             of_body[:] = [_within_limits(batch, principal) for batch in of_body]

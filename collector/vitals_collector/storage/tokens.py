@@ -127,8 +127,10 @@ class KnownTokens:
         if state != "active":
             raise UnauthorizedError(
                 f"token {row.token_id} of {row.owner} is {state}",
-                hint="take its new secret, or ask who runs the collector for one: "
-                f"`vitals token rotate {row.token_id}` makes it",
+                hint="who runs the collector makes another one: `vitals token create`"
+                if state == "revoked"
+                else "take its new secret, or ask who runs the collector for one: "
+                f"`vitals token rotate {row.token_id}`",
                 code=ENDED,
             )
         return Principal(
