@@ -100,14 +100,18 @@ class Parts:
         address = f"{scheme}://127.0.0.1:{self.port}"
         where = (address, "--token-file", self.lab.tokens, "--node", NODE)
         arguments = ("agent", "--dir", self.lab.runs, "--collector", *where)
-        self.running["agent"] = self.lab.start_vitals(*arguments, PYTHONPATH=path)
+        self.running["agent"] = self.lab.start_vitals(
+            *arguments, PYTHONPATH=path, PYTHONSAFEPATH="1"
+        )
 
     def collector(self, path: str, data: Path) -> None:
         """Start the collector of the version at ``path``."""
         # Neither knows how the other proves itself; while they are upgraded that is waived.
         plain = ("--allow-plain",) if path == path_of(ROOT) else ()
         listen = ("--data", data, "--listen", f"127.0.0.1:{self.port}", *plain)
-        self.running["collector"] = self.lab.start_vitals("collector", *listen, PYTHONPATH=path)
+        self.running["collector"] = self.lab.start_vitals(
+            "collector", *listen, PYTHONPATH=path, PYTHONSAFEPATH="1"
+        )
         until(lambda: _answers(self.port), "the collector answers")
 
     def rank(self, rank: int, path: str) -> subprocess.Popen[bytes]:
