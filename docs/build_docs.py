@@ -77,7 +77,7 @@ def runbook_page() -> str:
         lines += [f"- Vitals {spec.did}", f"- To do: {spec.to_do}"]
         lines += [f"- Severity: {_SEVERITIES[spec.severity]}.", f"- Resolves when {spec.ends}"]
     lines += ["", "## Alerts of Prometheus", "", RULES]
-    for rule in (*prometheus.ABSENCE_RULES, *prometheus.LOSS_RULES):
+    for rule in (*prometheus.ABSENCE_RULES, *prometheus.LOSS_RULES, *prometheus.ACCESS_RULES):
         lines += ["", f"## {rule.name}", "", rule.description, ""]
         lines += [f"- Vitals {rule.did}", f"- To do: {rule.to_do}"]
         lines += [f"- Severity: {_SEVERITIES[rule.severity]}.", f"- Resolves when {rule.ends}"]

@@ -337,6 +337,12 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         "collector_rejected_batches_total", "collector", "Batches rejected.", labels=("reason",)
     ),
     _plain(
+        "collector_refused_requests_total",
+        "collector",
+        "Requests refused for want of a right (401, 403), by error code.",
+        labels=("reason",),
+    ),
+    _plain(
         "collector_deferred_bodies_total",
         "collector",
         "Request bodies deferred for lack of memory; the agent sends them again.",

@@ -7,7 +7,8 @@ VitalsError
 |-- FormatError                V2xx  bytes are not what they should be
 |   |-- NewerVersionError      V21x  written by a newer Vitals
 |   |-- CheckpointCorruptError V22x  a checkpoint does not match its manifest
-|   `-- DamagedBatchError      V23x  a batch's checksum does not hold
+|   |-- DamagedBatchError      V23x  a batch's checksum does not hold
+|   `-- ForeignBatchError      V24x  a batch is of a run or start that its token may not write
 |-- StorageError               V3xx  a file, directory or database cannot be used
 |   `-- InsecurePathError      V31x  wrong owner, mode, or a link where none may be
 |-- TransportError             V4xx  the other side did not answer, or refused
@@ -80,6 +81,12 @@ class DamagedBatchError(FormatError):
     """A batch was damaged on its way or where it lies; sent again, it may arrive whole."""
 
     code = "V230"
+
+
+class ForeignBatchError(FormatError):
+    """A batch is of a run or a start that belongs to another token than the one it came with."""
+
+    code = "V240"
 
 
 class CheckpointCorruptError(FormatError):

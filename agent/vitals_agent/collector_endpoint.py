@@ -12,7 +12,7 @@ from urllib.parse import urlencode, urlsplit
 
 import httpx
 
-from trainvitals.errors import NotOwnerError, TransportError, UnauthorizedError
+from trainvitals.errors import ForeignBatchError, NotOwnerError, TransportError
 from trainvitals.io.client import (
     CollectorAddress,
     CollectorClient,
@@ -144,8 +144,9 @@ Find = Callable[[], CollectorAddress | None]
 class CollectorEndpoint:
     """A collector that may come, go, and come back elsewhere. Thread-safe.
 
-    It is looked for while none is known, and again once one did not answer or knew our token no
-    more: it may have been started again, at another port.
+    It is looked for while none is known, and again once one did not answer, knew our token no more,
+    or found that the run is not of that token: it may have been started again, at another port, and
+    the token file may hold another token.
 
     Args:
         find: returns where a collector is now; None where there is none.
@@ -238,7 +239,7 @@ class CollectorEndpoint:
             )
         try:
             answer = self._call_owner(client, call)
-        except (TransportError, UnauthorizedError):
+        except (TransportError, ForeignBatchError):
             self._is_doubtful = True
             raise
         self._is_doubtful = False

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 from trainvitals.errors import (
     DamagedBatchError,
+    ForeignBatchError,
     FormatError,
     NewerVersionError,
     ServerIdentityError,
@@ -406,8 +407,10 @@ class Shipper:
         stopped.due = now + min(MAX_RETRY_SECONDS, seconds)
         error = FormatError(reply.text, code=reply.code)
         self._faults.record("shipper.refused", error)
-        is_damage = reply.code.startswith(DamagedBatchError.code[:3])
-        if not is_damage and stopped.num_tries >= MAX_TRIES:
+        may_be_taken = reply.code.startswith(
+            (DamagedBatchError.code[:3], ForeignBatchError.code[:3])
+        )
+        if not may_be_taken and stopped.num_tries >= MAX_TRIES:
             self._set_aside(progress, sent)
 
     def _set_aside(self, progress: _Progress, sent: _Waiting) -> None:

@@ -248,7 +248,8 @@ LOSS_RULES = (
     ),
     Rule(
         name="VitalsBatchesRejected",
-        expr="sum by (reason) (increase(collector_rejected_batches_total[15m])) > 0",
+        expr="sum by (reason) (increase("
+        'collector_rejected_batches_total{reason!="V240"}[15m])) > 0',
         severity="notify",
         summary="The collector rejects batches: {{ $labels.reason }}",
         description="The collector rejects batches; usually an agent is newer than the collector.",
@@ -271,10 +272,34 @@ LOSS_RULES = (
     ),
 )
 
+ACCESS_RULES = (
+    Rule(
+        name="VitalsAccessRefused",
+        # Known tokens that are used beyond their rights tell by one request. No token and a wrong
+        # one are what a scanner or a mistyped address brings: only many of them tell.
+        expr="sum by (reason) (increase("
+        'collector_refused_requests_total{reason!~"V41[01]"}[15m])) > 0 '
+        'or sum by (reason) (increase(collector_refused_requests_total{reason=~"V41[01]"}[15m])) '
+        "> 20 or sum by (reason) (increase("
+        'collector_rejected_batches_total{reason="V240"}[15m])) > 0',
+        severity="notify",
+        summary="The collector refuses access: {{ $labels.reason }}",
+        description="Requests came with no or a wrong token (V410), for another host or page "
+        "(V411), without the scope (V412), beyond the token's project or run (V413), with an "
+        "expired or revoked token (V414), or with rows of another token's run (V240).",
+        did="refused and counted them; agents keep the rows.",
+        to_do="`vitals token list` shows whose tokens there are. If a job has the wrong file, give "
+        "it the right one; if a token is misused, `vitals token revoke ID`.",
+        ends=_NO_MORE_LOSS,
+        metrics=("collector_refused_requests_total", "collector_rejected_batches_total"),
+    ),
+)
+
 GROUPS = (
     ("vitals-engine", ENGINE_RULES),
     ("vitals-absence", ABSENCE_RULES),
     ("vitals-loss", LOSS_RULES),
+    ("vitals-access", ACCESS_RULES),
 )
 
 

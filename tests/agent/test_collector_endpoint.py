@@ -9,7 +9,7 @@ import pytest
 
 from tests.agent.builders import RUN
 from tests.agent.stub_collector import StubCollector
-from trainvitals.errors import TransportError, UsageError
+from trainvitals.errors import ForeignBatchError, TransportError, UsageError
 from trainvitals.io.client import CollectorAddress, Tokens
 from trainvitals.views import CommandsQuestion
 from vitals_agent.collector_endpoint import (
@@ -99,6 +99,31 @@ def test_it_is_looked_for_only_while_it_is_in_doubt_and_not_at_every_turn(stub):
     assert all(link.reachable(now / 2) for now in range(120, 141))
     assert 1 + 3 == len(looked)
     link.close()
+
+
+def test_a_token_of_another_run_is_read_again_until_it_is_the_right_one(tmp_path, stub):
+    address_file(tmp_path, stub.url)
+    tokens_file(tmp_path, ingest="of another run")
+
+    class Client:
+        def __init__(self, address: CollectorAddress) -> None:
+            self.token = address.tokens.ingest
+
+        def ingest_all(self, raws, *, asks: bool = False):
+            if self.token != "the right one":
+                raise ForeignBatchError("the batch is of another run")
+            return ()
+
+        def close(self) -> None:
+            """Do nothing."""
+
+    link = CollectorEndpoint(finder(str(tmp_path), None, {}), connect=Client)
+    assert link.reachable(0.0)
+    with pytest.raises(ForeignBatchError):
+        link.ingest_all([])
+    tokens_file(tmp_path, ingest="the right one")
+    assert link.reachable(10.0)
+    assert () == link.ingest_all([])
 
 
 def test_a_collector_that_is_gone_is_talked_to_no_more(tmp_path, stub):

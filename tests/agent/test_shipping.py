@@ -272,9 +272,10 @@ def test_a_batch_that_was_damaged_on_its_way_comes_again_before_what_follows_it(
     spool.close()
 
 
-def test_a_batch_is_never_given_up_for_damage_on_its_way(world):
+@pytest.mark.parametrize("code", ["V230", "V240"], ids=["damage on its way", "a wrong token"])
+def test_a_batch_is_never_given_up_for_what_may_pass(world, code: str):
     spool = spool_with(world, 0)
-    client = Scripted(*[["V230"]] * (3 * MAX_TRIES), [0])
+    client = Scripted(*[[code]] * (3 * MAX_TRIES), [0])
     shipper = make_shipper(client)
     for number in range(3 * MAX_TRIES):
         shipper.ship(RUN, spool, 100.0 * number)

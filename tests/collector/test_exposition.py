@@ -12,7 +12,7 @@ from tests.orders import keys, signed
 from trainvitals.alerting import Alert, fingerprint
 from trainvitals.catalog import CATALOG, GPU_SCHEMA, STEP_METRICS
 from trainvitals.detect.registry import ACTED_CAUSES
-from trainvitals.errors import FormatError, NewerVersionError, StorageError
+from trainvitals.errors import ForeignBatchError, FormatError, NewerVersionError, StorageError
 from trainvitals.identity import new_run_id
 from trainvitals.records import Decision, DecisionMade, Finding, FindingRaised, RunInfo, RunStarted
 from trainvitals.testing import ManualClock
@@ -269,8 +269,10 @@ def test_what_can_be_counted_is_there_before_it_happens(page: Page):
     for outcome in ("delivered", "dropped", "failed", "retried"):
         told = page.value("collector_notifications_total", notifier="log", outcome=outcome)
         assert 0.0 == told
-    for error in (FormatError, NewerVersionError, StorageError):
+    for error in (FormatError, NewerVersionError, StorageError, ForeignBatchError):
         assert 0.0 == page.value("collector_rejected_batches_total", reason=error.code)
+    for code in ("V410", "V411", "V412", "V413", "V414"):
+        assert 0.0 == page.value("collector_refused_requests_total", reason=code)
 
 
 def raise_alert(page: Page, run: str, name: str, severity: str, cause: str) -> None:

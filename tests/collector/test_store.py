@@ -32,6 +32,22 @@ def test_the_migrations_make_exactly_the_tables_of_the_schema(store: Store):
         assert [] == compare_metadata(context, metadata)
 
 
+def test_a_database_of_before_tokens_gets_them_and_keeps_what_it_has(store: Store):
+    ingest(store, Writer().steps(range(3)))
+    with store.write() as connection:
+        for of in ("runs DROP owner", "sources DROP token_id", "streams DROP last_unix_ns"):
+            connection.exec_driver_sql(f"ALTER TABLE {of}")
+        connection.exec_driver_sql("DROP TABLE tokens")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = 'v3'")
+    url = store.engine.url.render_as_string(hide_password=False)
+    opened = open_store(url, store.numbers)
+    with opened.write() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert [] == compare_metadata(context, metadata)
+    assert 3 == num_stored(opened)
+    opened.engine.dispose()
+
+
 def test_the_database_and_all_its_files_are_private(tmp_path: Path):
     store = open_data_store(tmp_path / "data")
     ingest(store, Writer().steps([0]))

@@ -24,6 +24,8 @@ LOSSES = (
     ("collector_damaged_stretches_total", "VitalsSpoolDamaged"),
     ("collector_damaged_batches_total", "VitalsStoreDamaged"),
     ('collector_rejected_batches_total{reason="newer"}', "VitalsBatchesRejected"),
+    ('collector_refused_requests_total{reason="V413"}', "VitalsAccessRefused"),
+    ('collector_rejected_batches_total{reason="V240"}', "VitalsAccessRefused"),
     (
         'collector_notifications_total{notifier="webhook", outcome="failed"}',
         "VitalsNotificationsFailing",
@@ -242,6 +244,7 @@ class TestAlerts:
             'agent_dropped_rows_total{instance="a"}': nan,
             "collector_lost_rows_total": nan,
             'collector_rejected_batches_total{reason="corrupt"}': nan,
+            'collector_refused_requests_total{reason="V413"}': nan,
             'collector_notifications_total{notifier="log", outcome="failed"}': nan,
         }
         assert [] == fire(tmp_path, series, "10m", alert)
@@ -343,4 +346,6 @@ class TestAlerts:
         assert 1 == len(fire(tmp_path, {series: "0x4 1x4 stale _x100"}, "10m", alert))
 
     def test_every_rule_about_a_loss_is_tried(self):
-        assert {alert for _, alert in LOSSES} == {rule.name for rule in prometheus.LOSS_RULES}
+        assert {alert for _, alert in LOSSES} == {
+            rule.name for rule in prometheus.LOSS_RULES + prometheus.ACCESS_RULES
+        }

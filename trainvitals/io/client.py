@@ -23,6 +23,7 @@ import msgspec
 from trainvitals.errors import (
     UNREADABLE,
     DamagedBatchError,
+    ForeignBatchError,
     FormatError,
     NewerVersionError,
     NotOwnerError,
@@ -411,7 +412,7 @@ def refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
         problem = Problem(code="", text=text)
     if status in (401, 403):
         hint = problem.hint or "give the collector's token file with --token-file"
-        return UnauthorizedError(problem.text, hint=hint)
+        return UnauthorizedError(problem.text, hint=hint, code=problem.code)
     if status == OWNED_ELSEWHERE:
         owner = response.headers.get(OWNER_HEADER, "")
         return NotOwnerError(problem.text, hint=problem.hint, owner=owner)
@@ -420,6 +421,7 @@ def refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
         families = {
             "V21": NewerVersionError,
             "V23": DamagedBatchError,
+            "V24": ForeignBatchError,
             "V2": FormatError,
             "V1": UsageError,
         }

@@ -33,8 +33,10 @@ from vitals_collector.alerts.silences import (
     add_silence,
     end_silence,
     listed_silences,
+    names_run,
     parse_matchers,
     silences_now,
+    unknown_silence,
 )
 from vitals_collector.storage.schema import alerts, audit, engine_state
 from vitals_collector.storage.store import UNKNOWN, Store, clean, insert
@@ -121,8 +123,9 @@ def listed(
     run_id: str = "",
     state: str = "",
     newest_by: NewestBy = "updated_unix_ns",
+    reach: frozenset[str] | None = None,
 ) -> tuple[AlertView, ...]:
-    """Return alerts, the newest first, with the silences that hold now."""
+    """Return alerts, the newest first, with the silences that hold now; of all runs, or some."""
     query = select(alerts).order_by(alerts.c[newest_by].desc(), alerts.c.fingerprint)
     if run_id:
         query = query.where(alerts.c.run_id == run_id)
@@ -130,14 +133,57 @@ def listed(
         query = query.where(alerts.c.state == state)
     with store.read() as connection:
         quiet = silences_now(connection, now_unix_ns)
-        rows = connection.execute(query.limit(MAX_LISTED)).all()
-    return tuple(_silenced(entry_of(row).view, quiet) for row in rows)
+        if reach is None:
+            query = query.limit(MAX_LISTED)
+        rows = [row for row in connection.execute(query) if reach is None or row.run_id in reach]
+    return tuple(_silenced(entry_of(row).view, quiet) for row in rows[:MAX_LISTED])
 
 
-def silences_listed(store: Store, *, now_unix_ns: int) -> tuple[SilenceView, ...]:
-    """Return the silences in force and to come, with how many alerts each silences now."""
+def silences_listed(
+    store: Store, *, now_unix_ns: int, reach: frozenset[str] | None = None
+) -> tuple[SilenceView, ...]:
+    """Return the silences in force and to come, with how many alerts each silences now.
+
+    Of some runs, where there is a ``reach``: those that are about nothing else.
+    """
     with store.read() as connection:
-        return listed_silences(connection, _open_views(connection), now_unix_ns)
+        views = listed_silences(connection, _open_views(connection), now_unix_ns)
+        return tuple(view for view in views if _is_within(connection, view, reach))
+
+
+def check_alert(store: Store, fingerprint: str, reach: frozenset[str] | None) -> None:
+    """Refuse an alert that is of none of these runs, as one that is not there.
+
+    Raises:
+        UsageError: there is no such alert.
+    """
+    with store.read() as connection:
+        if reach is not None and not _is_of(connection, fingerprint, reach):
+            raise unknown_alert(fingerprint)
+
+
+def check_silence(store: Store, silence_id: int, reach: frozenset[str] | None) -> None:
+    """Refuse a silence that is about other runs as well, as one that is not there.
+
+    Raises:
+        UsageError: there is no such silence.
+    """
+    views = silences_listed(store, now_unix_ns=0, reach=reach) if reach is not None else ()
+    if reach is not None and all(view.id != silence_id for view in views):
+        raise unknown_silence(silence_id)
+
+
+def _is_within(connection: Connection, view: SilenceView, reach: frozenset[str] | None) -> bool:
+    if reach is None:
+        return True
+    if view.fingerprint:
+        return _is_of(connection, view.fingerprint, reach)
+    return names_run(view.matchers, reach)
+
+
+def _is_of(connection: Connection, fingerprint: str, reach: frozenset[str]) -> bool:
+    entry = _load(connection, fingerprint)
+    return entry is not None and entry.view.run_id in reach
 
 
 class Inbox:
@@ -275,8 +321,13 @@ class Inbox:
 
     # ------------------------------------------------------------------------------ for people
 
-    def acknowledge(self, fingerprint: str, request: AckRequest) -> AlertView:
+    def acknowledge(self, fingerprint: str, request: AckRequest, *, caller: str = "") -> AlertView:
         """Acknowledge an alert, or silence it for a while; both are written into the audit.
+
+        Args:
+            fingerprint: of the alert.
+            request: who, why, and for how long.
+            caller: whose token that was, for the audit: a name is only what somebody wrote.
 
         Raises:
             UsageError: no such alert, nobody's name, or a silence without reason or end.
@@ -286,18 +337,14 @@ class Inbox:
         with self._store.write() as connection:
             entry = _load(connection, fingerprint)
             if entry is None:
-                raise UsageError(
-                    f"there is no alert {fingerprint[:64]!r}",
-                    hint="`vitals alerts list` shows the fingerprints",
-                    code=UNKNOWN,
-                )
+                raise unknown_alert(fingerprint)
             if request.silence_seconds:
                 add_silence(connection, request, starts=now, fingerprint=fingerprint)
             else:
                 entry = Entry(replace(entry.view, acknowledged_by=request.by), entry.life)
                 _save(connection, entry)
             action = "silence" if request.silence_seconds else "acknowledge"
-            _write_audit(connection, action, f"alert/{fingerprint}", request, now)
+            _write_audit(connection, action, f"alert/{fingerprint}", request, now, caller)
             quiet = silences_now(connection, now)
         if quiet.of(entry.view) is not None:
             self._hush(fingerprint)
@@ -305,7 +352,7 @@ class Inbox:
             self._hush(fingerprint, keep_posting=True)
         return _silenced(entry.view, quiet)
 
-    def silence(self, request: SilenceRequest) -> SilenceView:
+    def silence(self, request: SilenceRequest, *, caller: str = "") -> SilenceView:
         """Silence all alerts that fit the matchers, now or from a later moment on.
 
         Raises:
@@ -324,7 +371,7 @@ class Inbox:
         words = msgspec.json.encode(request.matchers).decode()
         with self._store.write() as connection:
             silence_id = add_silence(connection, as_ack, starts=starts, matchers=words)
-            _write_audit(connection, "silence", f"alert/{words}", as_ack, now)
+            _write_audit(connection, "silence", f"alert/{words}", as_ack, now, caller)
             fitting = [
                 view.fingerprint
                 for view in _open_views(connection)
@@ -342,7 +389,9 @@ class Inbox:
             num_firing=len(fitting),
         )
 
-    def end_silence(self, silence_id: int, request: EndSilenceRequest) -> SilenceView:
+    def end_silence(
+        self, silence_id: int, request: EndSilenceRequest, *, caller: str = ""
+    ) -> SilenceView:
         """End a silence now; what it hid and still fires is handed out within a minute.
 
         Raises:
@@ -353,7 +402,8 @@ class Inbox:
         now = self._clock.time_ns()
         with self._store.write() as connection:
             view = end_silence(connection, silence_id, now)
-            _write_audit(connection, "end silence", f"silence/{silence_id}", as_ack, now)
+            subject = f"silence/{silence_id}"
+            _write_audit(connection, "end silence", subject, as_ack, now, caller)
         return view
 
     def _check(self, request: AckRequest) -> None:
@@ -604,14 +654,28 @@ def _silenced(view: AlertView, quiet: Silences) -> AlertView:
     return replace(view, silenced_until_unix_ns=silence.ends_unix_ns, silence_reason=silence.reason)
 
 
+def unknown_alert(fingerprint: str) -> UsageError:
+    """Return the error that says that no alert has this fingerprint."""
+    return UsageError(
+        f"there is no alert {fingerprint[:64]!r}",
+        hint="`vitals alerts list` shows the fingerprints",
+        code=UNKNOWN,
+    )
+
+
 def _write_audit(
-    connection: Connection, action: str, subject: str, request: AckRequest, now: int
+    connection: Connection,
+    action: str,
+    subject: str,
+    request: AckRequest,
+    now: int,
+    caller: str,
 ) -> None:
     """Append who ordered what to the audit."""
     length = f"{request.silence_seconds:g} s: " if request.silence_seconds else ""
     values = {
         "time_unix_ns": now,
-        "actor": request.by,
+        "actor": f"{request.by} ({caller})" if caller else request.by,
         "action": action,
         "subject": subject,
         "detail": f"{length}{request.reason}",
@@ -627,6 +691,8 @@ __all__ = [
     "NewestBy",
     "Occurrence",
     "RunNow",
+    "check_alert",
+    "check_silence",
     "entry_of",
     "listed",
     "settle",

@@ -4,7 +4,7 @@ A matcher is about ``name``, ``run``, ``severity`` or a label: equal, or by a pa
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,12 +157,22 @@ def end_silence(connection: Connection, silence_id: int, now: int) -> SilenceVie
     statement = update(silences).where(is_it).values(ends_unix_ns=now).returning(silences)
     row = connection.execute(statement).first()
     if row is None:
-        raise UsageError(
-            f"there is no silence {silence_id} that still holds",
-            hint="`vitals alerts silences` shows their numbers",
-            code=UNKNOWN,
-        )
+        raise unknown_silence(silence_id)
     return _view(row, 0)
+
+
+def unknown_silence(silence_id: int) -> UsageError:
+    """Return the error that says that no silence has this number, or that it is over."""
+    return UsageError(
+        f"there is no silence {silence_id} that still holds",
+        hint="`vitals alerts silences` shows their numbers",
+        code=UNKNOWN,
+    )
+
+
+def names_run(words: Sequence[str], reach: Collection[str]) -> bool:
+    """Return whether matchers fit no alerts but those of one of these runs."""
+    return any(word.removeprefix("run=") in reach for word in words if word.startswith("run="))
 
 
 def _view(row: Row[Any], num_firing: int) -> SilenceView:
@@ -183,6 +193,8 @@ __all__ = [
     "add_silence",
     "end_silence",
     "listed_silences",
+    "names_run",
     "parse_matchers",
     "silences_now",
+    "unknown_silence",
 ]

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from trainvitals import __version__
 from trainvitals.clock import Clock, SystemClock
-from trainvitals.errors import UsageError, VitalsError
+from trainvitals.errors import UnauthorizedError, UsageError, VitalsError
 from trainvitals.io.control_key import make_control_key
 from trainvitals.views import Problem
 from trainvitals.wire import IngestReply
@@ -33,8 +33,8 @@ from vitals_collector.api.auth import (
     access_config,
     bug,
     load_or_create_tokens,
+    principal_of,
     problem,
-    problem_of,
     reply,
     require,
 )
@@ -52,6 +52,7 @@ from vitals_collector.queries.query import Query
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.upkeep import Upkeep
 from vitals_collector.storage.store import Store, ensure_data_dir, open_data_store
+from vitals_collector.storage.tokens import KnownTokens
 
 TOKENS_FILE = "tokens.json"
 
@@ -129,7 +130,8 @@ def create_app(
             leads=lambda: acting.lease.epoch() is not None,
         )
         owners = _owners(store, settings, clock, place)
-        parts: list[_Part] = [acting, *owners, ingest_app, lease, upkeep]
+        known_tokens = KnownTokens(store, clock=clock)
+        parts: list[_Part] = [known_tokens, acting, *owners, ingest_app, lease, upkeep]
         if writer is not None:
             parts.append(writer)
         app = FastAPI(
@@ -142,13 +144,18 @@ def create_app(
         _add_routes(app, store, acting, clock, settings)
         app.include_router(_ingest_router(store, ingest_app))
         app.include_router(ack_router(links, acting.inbox))
-        _answer_errors(app)
+        _answer_errors(app, store)
         document(app)
         access = access_config(
-            tokens, bound=settings.bound, hosts=settings.hosts, origins=settings.origins
+            tokens,
+            find=known_tokens.find,
+            bound=settings.bound,
+            hosts=settings.hosts,
+            origins=settings.origins,
         )
-        app.add_middleware(Gate, ingest=ingest_app, config=access)
-        app.state.ingest = ingest_app
+        count = store.counters.refuse
+        app.add_middleware(Gate, ingest=ingest_app, config=access, count=count)
+        app.state.ingest, app.state.known_tokens = ingest_app, known_tokens
     except BaseException:
         store.close()
         raise
@@ -273,7 +280,7 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
         A body has at most 16 MiB. 503 and 507 say when to send it again (``Retry-After``).
         """
         # IngestApp serves this path without coming here; what is said above is for the document.
-        return await ingest_app.answer(await request.body())
+        return await ingest_app.answer(await request.body(), principal_of(request))
 
     @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))
     def healthz() -> Response:
@@ -288,8 +295,14 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
     return router
 
 
-def _answer_errors(app: FastAPI) -> None:
+def _answer_errors(app: FastAPI, store: Store) -> None:
     """Make every error a Problem: ours, FastAPI's, and those nobody thought of."""
+
+    async def ours(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, VitalsError)
+        if isinstance(error, UnauthorizedError):
+            store.counters.refuse(error.code)
+        return problem(error)
 
     async def wrong_request(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -305,7 +318,7 @@ def _answer_errors(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         return bug(request.url.path, error)
 
-    app.add_exception_handler(VitalsError, problem_of)
+    app.add_exception_handler(VitalsError, ours)
     app.add_exception_handler(RequestValidationError, wrong_request)
     app.add_exception_handler(HTTPException, no_route)
     app.add_exception_handler(Exception, unexpected)

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import httptools
 import msgspec
+from sqlalchemy import select
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -44,6 +45,9 @@ from trainvitals.jsonable import to_json
 from trainvitals.question import TokenScope
 from trainvitals.views import Problem
 from trainvitals.wire import OWNED_ELSEWHERE, OWNER_HEADER
+from vitals_collector.storage.schema import runs
+from vitals_collector.storage.store import Store, unknown_run
+from vitals_collector.storage.tokens import LIMITED, Principal
 
 OPEN_PATHS = frozenset({"/healthz"})
 ACK_PATH = "/ack/"
@@ -60,6 +64,11 @@ HEAD_SECONDS = 10.0
 """From the connection, or from a request's first byte, to the end of the request's head."""
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 100
+
+FOREIGN_NAME = "V411"
+"""Error code: ``Host`` or ``Origin`` is not this collector's."""
+NO_SCOPE = "V412"
+"""Error code: the token lacks the scope."""
 
 _GRANTS: Mapping[str, frozenset[TokenScope]] = {
     "read": frozenset({"read"}),
@@ -149,6 +158,8 @@ class AccessConfig:
 
     tokens: Tokens
     """The secrets of this collector."""
+    find: Callable[[str], Principal] = field(default=lambda _secret: Principal())
+    """Returns whom any other secret stands for."""
     hosts: frozenset[str] = _LOOPBACK_NAMES
     """Names in ``Host`` that are this server; ports do not matter (SSH forwards change them)."""
     origins: frozenset[str] = field(default_factory=frozenset)
@@ -158,6 +169,7 @@ class AccessConfig:
 def access_config(
     tokens: Tokens,
     *,
+    find: Callable[[str], Principal] = lambda _secret: Principal(),
     bound: str = "127.0.0.1",
     hosts: Iterable[str] = (),
     origins: Iterable[str] = (),
@@ -168,6 +180,7 @@ def access_config(
     names = {_bare(name) for name in (*own, *hosts)}
     return AccessConfig(
         tokens=tokens,
+        find=find,
         hosts=_LOOPBACK_NAMES | names,
         origins=frozenset(origin.rstrip("/").lower() for origin in origins),
     )
@@ -219,12 +232,21 @@ class Gate:
         ingest: takes what agents post past ``app``, whose routing and parsing cost more than
             storing it; reads and bounds the bodies itself.
         config: whom to let in.
+        count: is told the code of each refusal for want of a right.
     """
 
-    def __init__(self, app: ASGIApp, *, ingest: ASGIApp, config: AccessConfig) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        ingest: ASGIApp,
+        config: AccessConfig,
+        count: Callable[[str], object] = lambda _code: None,
+    ) -> None:
         self._app = app
         self._ingest = ingest
         self._config = config
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection; anything but HTTP and the lifespan is closed."""
@@ -241,6 +263,8 @@ class Gate:
             announced_bytes(scope, MAX_JSON_BYTES)
             body = await read_body(receive, MAX_JSON_BYTES)
         except Refused as refused:
+            if isinstance(refused.error, UnauthorizedError):
+                self._count(refused.error.code)
             await problem(refused.error, refused.status)(scope, receive, send)
             return
         except ClientDisconnect:
@@ -251,16 +275,18 @@ class Gate:
         headers = Headers(scope=scope)
         self._check_host(headers.getlist("host"))
         self._check_origin(headers)
-        state = scope.setdefault("state", {})
-        state["scopes"], state["token_name"] = self._grants(headers)
         is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(ACK_PATH)
-        if not scope["state"]["scopes"] and not is_open:
+        principal = Principal() if is_open else self._principal(headers)
+        scope.setdefault("state", {})["principal"] = principal
+        scope["state"]["scopes"] = principal.scopes
+        scope["state"]["token_name"] = principal.name
+        if not principal.scopes and not is_open:
             raise Refused(
                 401,
                 UnauthorizedError(
                     "this needs a token; there was none, or not one of this collector's",
                     hint="send `Authorization: Bearer TOKEN` with a token of the collector's "
-                    "tokens.json (VITALS_TOKEN_FILE)",
+                    "tokens.json (VITALS_TOKEN_FILE), or one that `vitals token create` made",
                 ),
             )
         _check_content_type(scope, headers)
@@ -272,7 +298,7 @@ class Gate:
                 UnauthorizedError(
                     f"Host is {', '.join(values)!r}; this collector is not called that",
                     hint="start it with --allow-host NAME for each name it is reached by",
-                    code="V411",
+                    code=FOREIGN_NAME,
                 ),
             )
 
@@ -285,17 +311,23 @@ class Gate:
                     403,
                     UnauthorizedError(
                         f"Origin is {origin!r}; pages from elsewhere may not call this collector",
-                        code="V411",
+                        code=FOREIGN_NAME,
                     ),
                 )
 
-    def _grants(self, headers: Headers) -> tuple[frozenset[TokenScope], str]:
-        """Return what the token allows, and its name for the audit."""
+    def _principal(self, headers: Headers) -> Principal:
+        """Return whom the token stands for; nobody, where there is none of ours."""
         values = headers.getlist("authorization")
         scheme, _, token = values[0].partition(" ") if len(values) == 1 else ("", "", "")
         if scheme.lower() != "bearer":
-            return frozenset(), ""
-        return self._config.tokens.grants(token.strip())
+            return Principal()
+        granted, name = self._config.tokens.grants(token.strip())
+        if granted:
+            return Principal(granted, name)
+        try:
+            return self._config.find(token.strip())
+        except UnauthorizedError as error:
+            raise Refused(401, error) from None
 
 
 def require(*scopes: TokenScope) -> Callable[[Request], None]:
@@ -316,9 +348,54 @@ def check_scopes(granted: frozenset[TokenScope], scopes: Sequence[TokenScope]) -
     if granted.isdisjoint(scopes):
         raise UnauthorizedError(
             f"the token lacks the scope {' or '.join(scopes)}",
-            hint="use the token of that name in the collector's tokens.json",
-            code="V412",
+            hint="use the token of that name in the collector's tokens.json, or one that "
+            "`vitals token create --scope` made for it",
+            code=NO_SCOPE,
         )
+
+
+def principal_of(request: Request) -> Principal:
+    """Return who asks, as the gate found."""
+    principal: Principal = request.state.principal
+    return principal
+
+
+def check_run(store: Store, principal: Principal, run_id: str, scope: TokenScope) -> None:
+    """Refuse a run that a token does not reach, as one that is not there.
+
+    Raises:
+        UsageError: no run of that id is there for this token.
+    """
+    with store.read() as connection:
+        reach = principal.reach(connection, scope)
+    if reach is not None and run_id not in reach:
+        raise beyond(store, run_id)
+
+
+def beyond(store: Store, run_id: str) -> UsageError:
+    """Count that a token was used beyond its reach; return what is said of a run that is not."""
+    with store.read() as connection:
+        is_there = connection.execute(select(runs.c.run_id).where(runs.c.run_id == run_id)).first()
+    if is_there is not None:
+        store.counters.refuse(LIMITED)
+    return unknown_run(run_id)
+
+
+def unlimited(request: Request) -> None:
+    """A FastAPI dependency: refuse a token that is limited to a project or run."""
+    principal = principal_of(request)
+    if principal.is_limited:
+        raise UnauthorizedError(
+            f"the token is limited to {_limit(principal)}; this is about all runs",
+            hint="name a run of it (silences take the matcher run=RUN_ID), or use a token without "
+            "--project and --run",
+            code=LIMITED,
+        )
+
+
+def _limit(principal: Principal) -> str:
+    of_project = f"project {principal.project}"
+    return of_project if principal.project else f"run {principal.run_id}"
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not an error
@@ -462,12 +539,6 @@ def bug(path: str, error: Exception) -> Response:
     _LOG.error("unexpected error in %s", path, exc_info=error)
     text = "internal error in the collector; see its log"
     return reply(Problem(code="V000", text=text), 500)
-
-
-async def problem_of(_request: Request, error: Exception) -> Response:
-    """Answer a VitalsError: the exception handler of the app."""
-    assert isinstance(error, VitalsError)
-    return problem(error)
 
 
 # ------------------------------------------------------------------------------ before any request

@@ -1,6 +1,6 @@
 """The routes that act: commands to runs, what people say of alerts, and notes at a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
 from typing import Annotated
 
@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trainvitals.clock import Clock
+from trainvitals.question import TokenScope
 from trainvitals.records import Command
 from trainvitals.views import (
     AckRequest,
@@ -23,8 +24,9 @@ from trainvitals.views import (
 )
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.annotations import annotate
-from vitals_collector.alerts.inbox import Inbox
-from vitals_collector.api.auth import reply, require
+from vitals_collector.alerts.inbox import Inbox, check_alert, check_silence
+from vitals_collector.alerts.silences import names_run
+from vitals_collector.api.auth import check_run, principal_of, reply, require, unlimited
 from vitals_collector.api.questions import answers, body_of, takes
 from vitals_collector.storage.store import Store
 
@@ -50,7 +52,7 @@ def control_router(
     router = APIRouter(prefix="/v1")
     _add_commands(router, store, clock, keys, tuple(folders))
     _add_delivery(router, store, clock)
-    _add_alerts(router, inbox)
+    _add_alerts(router, store, inbox)
     _add_annotations(router, store, clock)
     return router
 
@@ -61,7 +63,7 @@ def _add_commands(
     @router.post(
         "/runs/{run_id}/commands",
         tags=["commands"],
-        dependencies=[Depends(require("control"))],
+        dependencies=[Depends(require("control")), Depends(reaches(store, "control"))],
         responses=answers(CommandView),
         openapi_extra=takes(Command),
     )
@@ -77,7 +79,7 @@ def _add_delivery(router: APIRouter, store: Store, clock: Clock) -> None:
     @router.post(
         "/runs/{run_id}/commands/{number}/delivered",
         tags=["commands"],
-        dependencies=[Depends(require("ingest"))],
+        dependencies=[Depends(require("ingest")), Depends(reaches(store, "ingest"))],
         responses=answers(CommandView),
         openapi_extra=takes(DeliveredRequest),
     )
@@ -99,7 +101,7 @@ def _add_delivery(router: APIRouter, store: Store, clock: Clock) -> None:
         return reply(view)
 
 
-def _add_alerts(router: APIRouter, inbox: Inbox) -> None:
+def _add_alerts(router: APIRouter, store: Store, inbox: Inbox) -> None:
     @router.post(
         "/alerts/{fingerprint}/ack",
         tags=["alerts"],
@@ -108,10 +110,13 @@ def _add_alerts(router: APIRouter, inbox: Inbox) -> None:
         openapi_extra=takes(AckRequest),
     )
     def acknowledge_alert(
-        fingerprint: str, body: Annotated[AckRequest, Depends(body_of(AckRequest))]
+        fingerprint: str,
+        request: Request,
+        body: Annotated[AckRequest, Depends(body_of(AckRequest))],
     ) -> Response:
         """Acknowledge an alert, or silence it where ``silence_seconds`` is given."""
-        return reply(inbox.acknowledge(fingerprint, body))
+        check_alert(store, fingerprint, _reach(store, request))
+        return reply(inbox.acknowledge(fingerprint, body, caller=caller(request)))
 
     @router.post(
         "/silences",
@@ -121,10 +126,13 @@ def _add_alerts(router: APIRouter, inbox: Inbox) -> None:
         openapi_extra=takes(SilenceRequest),
     )
     def silence_alerts(
-        body: Annotated[SilenceRequest, Depends(body_of(SilenceRequest))],
+        request: Request, body: Annotated[SilenceRequest, Depends(body_of(SilenceRequest))]
     ) -> Response:
         """Silence all alerts that fit the matchers, now or in a maintenance window."""
-        return reply(inbox.silence(body))
+        reach = _reach(store, request)
+        if reach is not None and not names_run(body.matchers, reach):
+            unlimited(request)
+        return reply(inbox.silence(body, caller=caller(request)))
 
     @router.post(
         "/silences/{silence_id}/end",
@@ -135,17 +143,19 @@ def _add_alerts(router: APIRouter, inbox: Inbox) -> None:
     )
     def end_silence(
         silence_id: Annotated[int, Path(ge=0, le=2**31 - 1)],
+        request: Request,
         body: Annotated[EndSilenceRequest, Depends(body_of(EndSilenceRequest))],
     ) -> Response:
         """End a silence that is in force or to come."""
-        return reply(inbox.end_silence(silence_id, body))
+        check_silence(store, silence_id, _reach(store, request))
+        return reply(inbox.end_silence(silence_id, body, caller=caller(request)))
 
 
 def _add_annotations(router: APIRouter, store: Store, clock: Clock) -> None:
     @router.post(
         "/runs/{run_id}/annotations",
         tags=["look back"],
-        dependencies=[Depends(require("control"))],
+        dependencies=[Depends(require("control")), Depends(reaches(store, "control"))],
         responses=answers(AnnotationView),
         openapi_extra=takes(AnnotationRequest),
     )
@@ -161,6 +171,21 @@ def _add_annotations(router: APIRouter, store: Store, clock: Clock) -> None:
 def caller(request: Request) -> str:
     """Return who asks, as far as a token can say: its name. An address is nobody."""
     return f"{getattr(request.state, 'token_name', '') or 'no'} token"
+
+
+def reaches(store: Store, scope: TokenScope) -> Callable[[str, Request], None]:
+    """Return a FastAPI dependency: the token reaches the run that the path names."""
+
+    def check(run_id: str, request: Request) -> None:
+        check_run(store, principal_of(request), run_id, scope)
+
+    return check
+
+
+def _reach(store: Store, request: Request) -> frozenset[str] | None:
+    """Return the runs that a token with the scope ``control`` reaches; None: all."""
+    with store.read() as connection:
+        return principal_of(request).reach(connection, "control")
 
 
 __all__ = ["control_router"]

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from trainvitals.errors import ConfigError
 from trainvitals.identity import safe_node_id
 from vitals_collector.alerts.notifiers import refuse_address
-from vitals_collector.api.auth import reply, require
+from vitals_collector.api.auth import reply, require, unlimited
 from vitals_collector.api.questions import answers
 from vitals_collector.live.run_status import Liveness, SourceState, absent, run_state
 from vitals_collector.storage.schema import sources
@@ -64,7 +64,8 @@ def discovery_router(store: Store, *, liveness: Callable[[], Liveness]) -> APIRo
         store: says who ships, and from where.
         liveness: tells a run that goes on from a lost one.
     """
-    router = APIRouter(tags=["metrics"], dependencies=[Depends(require("read"))])
+    permitted = [Depends(require("read")), Depends(unlimited)]
+    router = APIRouter(tags=["metrics"], dependencies=permitted)
 
     @router.get("/v1/sd/agents", responses=answers(tuple[TargetGroup, ...]))
     def agents(request: Request) -> Response:

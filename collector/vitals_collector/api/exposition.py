@@ -22,12 +22,12 @@ from trainvitals.alerting import ALERTS
 from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
 from trainvitals.clock import Clock
 from trainvitals.detect.registry import ACTED_CAUSES
-from trainvitals.errors import VitalsError
+from trainvitals.errors import UnauthorizedError, VitalsError
 from trainvitals.views import AlertView, CommandStatus, RunSummary
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.alerts.silences import silences_now
-from vitals_collector.api.auth import require
+from vitals_collector.api.auth import FOREIGN_NAME, NO_SCOPE, require, unlimited
 from vitals_collector.api.ingest_route import BUSY
 from vitals_collector.api.remote_write import OUTCOMES
 from vitals_collector.live import overview
@@ -36,6 +36,7 @@ from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.interface import FULL, STORED_STREAMS, Reason, Span
 from vitals_collector.storage.schema import alerts, decisions, findings, sources, streams
 from vitals_collector.storage.store import LOCKED, PARTS, REMOVAL_REASONS, Moment, Store
+from vitals_collector.storage.tokens import ENDED, LIMITED
 
 
 def _codes(of: type[VitalsError]) -> set[str]:
@@ -54,6 +55,7 @@ TOLD_AFTER_END_SECONDS = 86_400.0
 """How long an alert that resolved is told as 0: rules believe an older 1 for as long, so that the
 death of this process resolves nothing."""
 _REJECTIONS = [(code,) for code in sorted(_codes(VitalsError) | {BUSY, FULL, LOCKED})]
+_REFUSALS = [(code,) for code in (UnauthorizedError.code, FOREIGN_NAME, NO_SCOPE, LIMITED, ENDED)]
 MAX_LABEL = 80
 MAX_CAUSES, OTHER_CAUSES = 32, "others"
 """Of one alert in one run, each told by itself; what more there is, is told as one: names may be
@@ -184,7 +186,8 @@ def metrics_router(collector: Collector) -> APIRouter:
     """Return the ``/metrics`` route over a registry of its own."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    router = APIRouter(tags=["metrics"], dependencies=[Depends(require("read"))])
+    permitted = [Depends(require("read")), Depends(unlimited)]
+    router = APIRouter(tags=["metrics"], dependencies=permitted)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     def metrics(request: Request) -> Response:
@@ -331,6 +334,7 @@ def _own_families(store: Store) -> dict[str, Samples]:
         "collector_damaged_stretches_total": {(): float(counters.num_damaged)},
         "collector_damaged_batches_total": {(): float(store.damage.num)},
         "collector_rejected_batches_total": _born(_REJECTIONS, _by_one(counters.rejected)),
+        "collector_refused_requests_total": _born(_REFUSALS, _by_one(counters.refused)),
         "collector_thinned_rows_total": _born(
             product(STORED_STREAMS, get_args(Reason)), counters.thinned.items()
         ),

@@ -30,7 +30,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trainvitals.clock import Clock
-from trainvitals.errors import FormatError, StorageError, UsageError, VitalsError
+from trainvitals.errors import (
+    FormatError,
+    StorageError,
+    UnauthorizedError,
+    UsageError,
+    VitalsError,
+)
 from trainvitals.wire import ASK_HEADER, IngestReply, is_of_events, split_batches
 from vitals_collector.api.auth import (
     MAX_INGEST_BYTES,
@@ -44,6 +50,7 @@ from vitals_collector.api.auth import (
 )
 from vitals_collector.ingest.ingest import Stored, answer_of, store_bodies
 from vitals_collector.storage.store import Store
+from vitals_collector.storage.tokens import OWN, Principal
 
 _MAX_BYTES = 64 << 20
 """Of bodies that are being read or stored."""
@@ -76,6 +83,8 @@ class PendingBody:
     turn: "asyncio.Future[Outcome]"
     asks: bool = False
     """Whether its sender would rather fill holes than have them counted as lost."""
+    principal: Principal = OWN
+    """Who sent it."""
     _stored: dict[int, Stored] = field(default_factory=dict)
     """By its place what became of a batch; the lanes take turns, each with its own."""
     _error: Exception | None = None
@@ -294,8 +303,9 @@ class CommitQueue:
         try:
             raws = [[part.body.raws[i] for i in part.places] for part in group]
             asking, now = [part.body.asks for part in group], self._clock.time_ns()
+            principals = [part.body.principal for part in group]
             with self._store.hearing.storing(self._clock):
-                return store_bodies(self._store, raws, now, asking)
+                return store_bodies(self._store, raws, now, asking, principals)
         except VitalsError as error:
             return [error] * len(group)
         except Exception as error:  # noqa: BLE001 - said to every asker, and this thread goes on
@@ -388,6 +398,9 @@ class IngestApp:
         try:
             check_scopes(scope["state"]["scopes"], ("ingest",))
             response = await self._serve(scope, receive)
+        except UnauthorizedError as error:
+            self._store.counters.refuse(error.code)
+            response = problem(error)
         except VitalsError as error:
             response = problem(error)
         except (Refused, ClientDisconnect):
@@ -396,11 +409,12 @@ class IngestApp:
             response = bug(scope["path"], error)
         await response(scope, receive, hardened(send))
 
-    async def answer(self, body: bytes, *, asks: bool = False) -> Response:
+    async def answer(self, body: bytes, principal: Principal, *, asks: bool = False) -> Response:
         """Store a body's batches; return the answer once they are durable.
 
         Args:
             body: the batches.
+            principal: who sent them.
             asks: whether one behind a hole is answered by ``from_seq``, and not stored.
 
         Raises:
@@ -413,7 +427,7 @@ class IngestApp:
             self._store.counters.reject(error.code)
             raise
         turn: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.commits.put(PendingBody(raws, len(body), turn, asks))
+        self.commits.put(PendingBody(raws, len(body), turn, asks, principal))
         outcome = await turn
         if isinstance(outcome, Exception):
             raise outcome
@@ -430,7 +444,8 @@ class IngestApp:
             raise
         try:
             body = await read_body(receive, MAX_INGEST_BYTES)
-            return await self.answer(body, asks=(_ASKS, b"ask") in scope["headers"])
+            asks = (_ASKS, b"ask") in scope["headers"]
+            return await self.answer(body, scope["state"]["principal"], asks=asks)
         finally:
             self._room.release(num_bytes)
 

@@ -23,10 +23,12 @@ from trainvitals.errors import UNREADABLE, UsageError
 from trainvitals.question import ROUTES, Question, Route
 from trainvitals.records import Decision, Finding
 from trainvitals.views import Problem, RunSummary
-from vitals_collector.api.auth import reply, require
-from vitals_collector.queries.query import Query
+from vitals_collector.api.auth import beyond, principal_of, reply, require
+from vitals_collector.queries.query import Query, within
+from vitals_collector.storage.tokens import Principal
 
-_BODY = "body"
+_BODY, _ASKER = "body", "request"
+T = TypeVar("T")
 
 
 def question_router(query: Query) -> APIRouter:
@@ -39,7 +41,8 @@ def question_router(query: Query) -> APIRouter:
 
 def _add(router: APIRouter, route: Route, query: Query) -> None:
     body: Any = _body_type(route) if route.method == "POST" else None
-    parameters = [_parameter(field, Path) for field in route.in_path]
+    parameters = [Parameter(_ASKER, Parameter.KEYWORD_ONLY, annotation=Request)]
+    parameters += [_parameter(field, Path) for field in route.in_path]
     if body is None:
         parameters += [_parameter(field, QueryParameter) for field in route.others]
     else:
@@ -48,13 +51,14 @@ def _add(router: APIRouter, route: Route, query: Query) -> None:
     of_address = route.in_path if body is not None else (*route.in_path, *route.others)
 
     def endpoint(**values: Any) -> Response:
+        principal = principal_of(values[_ASKER])
         sent = values.get(_BODY) if body is not None else None
         if isinstance(sent, route.kind):
-            return reply(query.ask(sent))
+            return reply(ask_as(query, principal, route, sent))
         fields = {field.name: values[field.encode_name] for field in of_address}
         if sent is not None:
             fields |= {field.name: getattr(sent, field.name) for field in route.others}
-        return reply(query.ask(route.kind(**fields)))
+        return reply(ask_as(query, principal, route, route.kind(**fields)))
 
     # FastAPI reads what a route takes from its function's signature.
     endpoint.__signature__ = Signature(parameters, return_annotation=Response)  # type: ignore[attr-defined]
@@ -69,6 +73,24 @@ def _add(router: APIRouter, route: Route, query: Query) -> None:
         responses=answers(route.answer),
         openapi_extra=None if body is None else takes(body),
     )
+
+
+def ask_as(query: Query, principal: Principal, route: Route, question: Question[T]) -> T:
+    """Return the answer, of those runs that the token reaches; others are not there for it.
+
+    Raises:
+        UsageError: as ``Query.ask`` does.
+    """
+    scope = next(scope for scope in route.scopes if scope in principal.scopes)
+    reach = None
+    if principal.token_id:
+        with query.store.read() as connection:
+            reach = principal.reach(connection, scope)
+    for name in ("run_id", "other"):
+        run_id = getattr(question, name, "")
+        if reach is not None and run_id and run_id not in reach:
+            raise beyond(query.store, run_id)
+    return within(query, reach).ask(question)
 
 
 def _body_type(route: Route) -> type[Any]:
@@ -129,7 +151,6 @@ def _name(kind: type[Question[Any]]) -> str:
 
 # ----------------------------------------------------------------------------- the OpenAPI document
 
-T = TypeVar("T")
 _TYPES: dict[str, Any] = {}
 _REF = "#/components/schemas/{name}"
 _WORDS = {"type": "string", "enum": ["nan", "inf", "-inf"]}

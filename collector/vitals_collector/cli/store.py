@@ -181,7 +181,7 @@ def delete(
             typer.confirm(f"Permanently remove run {run_id} ({name or 'no name'})?", abort=True)
         when = Liveness(now_unix_ns=time.time_ns(), lost_after_seconds=lost_after)
         with _room_told():
-            deleted = removal.delete_run(store, run_id, by=_user(), when=when)
+            deleted = removal.delete_run(store, run_id, by=user(), when=when)
     _say(
         f"run {deleted.run_id} removed: {deleted.num_bytes} bytes, which the collector gives back "
         "within 10 minutes (`vitals store compact` at once)"
@@ -200,7 +200,7 @@ def pin(
     from vitals_collector.retention.removal import pin
 
     with _one_run(run, data, database) as (store, run_id):
-        pin(store, run_id, by=_user(), now_unix_ns=time.time_ns(), is_kept=not off)
+        pin(store, run_id, by=user(), now_unix_ns=time.time_ns(), is_kept=not off)
     _say(f"run {run_id} is {'no longer ' if off else ''}kept for ever")
 
 
@@ -224,7 +224,7 @@ def _store(data: Path | None, database: str) -> "Iterator[Store]":
 def _one_run(run: str, data: Path | None, database: str) -> "Iterator[tuple[Store, str]]":
     """Give the store, and the id of the one run that is meant."""
     with _store(data, database) as store:
-        yield store, _find(store, run)
+        yield store, find_run(store, run)
 
 
 @contextmanager
@@ -262,7 +262,7 @@ def _names(store: "Store") -> dict[str, str]:
     return {row.run_id: row.name for row in rows}
 
 
-def _find(store: "Store", id_or_name: str) -> str:
+def find_run(store: "Store", id_or_name: str) -> str:
     """Return the one run of that id, beginning of an id, or name."""
     from vitals_collector.storage.store import UNKNOWN
 
@@ -278,7 +278,8 @@ def _find(store: "Store", id_or_name: str) -> str:
     return matches[0]
 
 
-def _user() -> str:
+def user() -> str:
+    """Return who runs this program, for the audit."""
     import getpass
 
     try:
@@ -291,4 +292,14 @@ def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
-__all__ = ["CapGigabytes", "LostAfter", "data_dir", "register"]
+__all__ = [
+    "CapGigabytes",
+    "Data",
+    "Database",
+    "Form",
+    "LostAfter",
+    "data_dir",
+    "find_run",
+    "register",
+    "user",
+]

@@ -5,6 +5,10 @@ one commit of the store of numbers, then in one of the database the events and w
 only then answer. What came together is stored together, so that a commit and a statement cost once
 for all of it. A refused batch changes nothing and keeps no other back.
 
+A run belongs to the owner of the token that began it, and a start of a writer to that very token:
+what comes of it with another one is refused. The token file's own token may write to all. That is
+asked of new starts; of known ones it stands beside how far they are stored.
+
 How far each writer's stream is stored is what makes at-least-once exactly once. The database says
 it, and of rows the store of numbers too, from the commit that holds them. Who dies between the two
 commits has answered nobody: what comes again is new to the database, which then says all of it,
@@ -17,6 +21,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +33,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     String,
+    TextClause,
     and_,
     bindparam,
     case,
@@ -47,9 +53,9 @@ from trainvitals.catalog import (
     SCALARS_SCHEMA,
     steps_schema,
 )
-from trainvitals.errors import FormatError, NotOwnerError, VitalsError
+from trainvitals.errors import ForeignBatchError, FormatError, NotOwnerError, VitalsError
 from trainvitals.identity import Identity
-from trainvitals.records import EVENT_SCHEMA, EventRow, decode_events
+from trainvitals.records import EVENT_SCHEMA, EventRow, RunStarted, decode_events
 from trainvitals.rows import Schema, column_of, rows_of
 from trainvitals.wire import AskingBatch, Batch, IngestReply, decode_batch
 from vitals_collector.ingest import projections
@@ -62,6 +68,7 @@ from vitals_collector.storage.schema import (
     streams,
 )
 from vitals_collector.storage.store import Prepared, Store, clean, insert
+from vitals_collector.storage.tokens import OWN, Principal
 
 _FOREIGN_KEY = "23503"
 """PostgreSQL's word for a row that hangs on one which is not there."""
@@ -79,8 +86,15 @@ _KINDS = {
 }
 """Of each stream's columns, as the catalog has them: what reads them relies on it."""
 
+MOST_ROWS_PER_SECOND = 100_000
+"""Of one stream: what no writer reaches, so that no more can be lost."""
+GAP_SECONDS = 10.0
+"""Beyond the time that has passed by the clocks: they are not quite right."""
+
 Checked = Batch | FormatError
 """A batch that is fit to be stored, or why it is not."""
+Named = Mapping[int, Principal]
+"""Who sent a batch, by its ``id``, where that may not write to all runs."""
 
 
 class Summary(NamedTuple):
@@ -104,6 +118,12 @@ class StreamOffset:
     key: StreamKey
     source: str
     last_seq: int = -1
+    last_unix_ns: int = 0
+    """When its newest row was made; 0 where that is not known."""
+    started_unix_ns: int = 0
+    """When its writer started."""
+    token_id: str = ""
+    """Of the token that began its writer."""
     num_lost: int = 0
     """New in this transaction."""
     expected_seq: int = -1
@@ -164,12 +184,14 @@ def ingest_bodies(
     bodies: Sequence[Sequence[bytes]],
     received_unix_ns: int,
     asking: Sequence[bool] = (),
+    principals: Sequence[Principal] = (),
 ) -> list[Answer]:
     """Store the batches of all bodies in one transaction; return each body's answer, in order.
 
     Args and errors are those of ``store_bodies``.
     """
-    return [answer_of(stored) for stored in store_bodies(store, bodies, received_unix_ns, asking)]
+    stored = store_bodies(store, bodies, received_unix_ns, asking, principals)
+    return [answer_of(of_body) for of_body in stored]
 
 
 def store_bodies(
@@ -177,6 +199,7 @@ def store_bodies(
     bodies: Sequence[Sequence[bytes]],
     received_unix_ns: int,
     asking: Sequence[bool] = (),
+    principals: Sequence[Principal] = (),
 ) -> list[tuple[Stored, ...] | NotOwnerError]:
     """Store the batches of all bodies in one transaction; return what became of each, in order.
 
@@ -185,12 +208,18 @@ def store_bodies(
         bodies: the batches, by who sent them.
         received_unix_ns: this collector's clock.
         asking: of each body, whether its sender asks before a hole is counted as lost.
+        principals: of each body, who sent it; none, where all may write to all runs.
 
     Raises:
         StorageError: the database refused; nothing was stored.
     """
     checked = iter(check_bodies(bodies, asking))
     by_body = [[next(checked) for _ in body] for body in bodies]
+    named: dict[int, Principal] = {}
+    for of_body, principal in zip(by_body, principals, strict=bool(principals)):
+        if principal.token_id:
+            of_body[:] = [_within_limits(batch, principal) for batch in of_body]
+            named |= {id(batch): principal for batch in of_body if isinstance(batch, Batch)}
     run_ids = {run_id for of_body in by_body for run_id in runs_in(of_body)}
     elsewhere = store.claims.claim(run_ids)
     away = [
@@ -202,7 +231,7 @@ def store_bodies(
     # Events wait for no merge of files: people may be waiting for what they say.
     of_rows = any(isinstance(batch, Batch) and batch.header.stream != EVENTS for batch in every)
     with store.write_rows() if of_rows else store.write() as connection:
-        stored = store_batches(connection, store.numbers, every, received_unix_ns)
+        stored = store_batches(connection, store.numbers, every, received_unix_ns, named)
         # Of a run whose lease has ended by now the rows may not count: the database says nothing.
         store.claims.confirm(run_ids - elsewhere.keys())
     announce(store, stored)
@@ -235,15 +264,18 @@ def store_batches(
     numbers: Numbers,
     checked: Sequence[Checked],
     received_unix_ns: int = 0,
+    named: Named = MappingProxyType({}),
 ) -> list[Stored]:
     """Store what is fit for it, who calls commits, then announces.
 
     Rows are durable when this returns, whatever becomes of the caller's transaction: what it would
-    have said of them is written when they come again.
+    have said of them is written when they come again. All batches but the ``named`` may be of any
+    run.
     """
     good = [batch for batch in checked if isinstance(batch, Batch)]
     lock_runs(connection, {batch.header.identity.run_id for batch in good})
-    stored = iter(_store_or_halve(connection, numbers, good, received_unix_ns) if good else ())
+    written = _Written(connection, numbers, received_unix_ns, named)
+    stored = iter(_store_or_halve(written, good) if good else ())
     return [
         _refused(batch_or_error) if isinstance(batch_or_error, FormatError) else next(stored)
         for batch_or_error in checked
@@ -294,14 +326,22 @@ def _refused(error: FormatError) -> Stored:
     return Stored(reply, error=error)
 
 
-def _store_or_halve(
-    connection: Connection, numbers: Numbers, batches: Sequence[Batch], received_unix_ns: int
-) -> list[Stored]:
+class _Written(NamedTuple):
+    """Into what batches are written, and with what is known of all of them."""
+
+    connection: Connection
+    numbers: Numbers
+    received_unix_ns: int
+    """0: they were found in a folder."""
+    named: Named
+
+
+def _store_or_halve(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
     """Store the batches; where one cannot be stored, find it by halves and refuse it alone."""
     try:
         # A savepoint: what a refused batch began must go, and the transaction is everybody's.
-        with connection.begin_nested():
-            return _store(connection, numbers, batches, received_unix_ns)
+        with written.connection.begin_nested():
+            return _store(written, batches)
     except (OverflowError, DataError) as error:
         if len(batches) == 1:
             text = f"the batch holds a value that no database stores: {error}"
@@ -315,8 +355,8 @@ def _store_or_halve(
             return [_refused(FormatError(text))]
     half = len(batches) // 2
     return [
-        *_store_or_halve(connection, numbers, batches[:half], received_unix_ns),
-        *_store_or_halve(connection, numbers, batches[half:], received_unix_ns),
+        *_store_or_halve(written, batches[:half]),
+        *_store_or_halve(written, batches[half:]),
     ]
 
 
@@ -330,15 +370,17 @@ def _is_of_a_batch(error: Exception) -> bool:
     return not isinstance(error, (MemoryError, VitalsError))
 
 
-def _store(
-    connection: Connection, numbers: Numbers, batches: Sequence[Batch], received_unix_ns: int
-) -> list[Stored]:
+def _store(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
+    connection, numbers, received_unix_ns, named = written
     keys = [key_of(batch) for batch in batches]
     offsets = _read_offsets(connection, numbers, keys)
     # Whether the run was removed is asked of new streams alone: its removal took the known ones.
     unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
     removed = _forgotten_runs(connection, unknown)
-    _register_streams(connection, numbers, offsets, _without_forgotten(unknown, removed))
+    unknown = _without_forgotten(unknown, removed)
+    foreign = _foreign(connection, unknown, named)
+    unknown = [batch for batch in unknown if id(batch) not in foreign]
+    _register_streams(connection, numbers, offsets, unknown, named)
     run_ids = {run_id for run_id, _, stream in keys if stream != EVENTS}
     damaged = {run_id for run_id in run_ids if numbers.has_holes(run_id)}
     stored, rows = list[Stored](), list[Batch]()
@@ -347,8 +389,13 @@ def _store(
         if removed and is_forgotten(batch, removed):
             stored.append(_pass_over(batch))
             continue
+        if id(batch) in foreign:
+            stored.append(_refused(foreign[id(batch)]))
+            continue
         try:
-            offset = _check_offset(batch, offsets.get(key))
+            offset = _check_offset(batch, offsets.get(key), named.get(id(batch), OWN))
+            if batch.header.first_seq > offset.last_seq + 1:
+                _check_gap(batch, offset, received_unix_ns)
         except FormatError as error:
             stored.append(_refused(error))
             continue
@@ -469,14 +516,18 @@ def _read_offsets(
     # All in one parameter: a statement with a place for each costs more than the rows.
     query, words = _OFFSETS[connection.dialect.name], msgspec.json.encode(wanted).decode()
     offsets: dict[StreamKey, StreamOffset] = {}
-    for *own, last_seq, promised, source in connection.execute(query, {"keys": words}).all():
+    for *own, last_seq, promised, last_ns, source, started_ns, token_id in connection.execute(
+        query, {"keys": words}
+    ).all():
         run_id, incarnation, stream = key = own[0], own[1], own[2]
         # The store of numbers is ahead of the database where somebody died between the two; it is
         # behind where it is the older backup.
         mark = last_seq
         if stream != EVENTS:
             mark = min(last_seq, marks[run_id].get((incarnation, stream), -1))
-        offsets[key] = StreamOffset(key, source, mark, expected_seq=promised)
+        offsets[key] = StreamOffset(
+            key, source, mark, last_ns if mark == last_seq else 0, started_ns, token_id, 0, promised
+        )
     return offsets
 
 
@@ -497,6 +548,7 @@ def _register_streams(
     numbers: Numbers,
     offsets: dict[StreamKey, StreamOffset],
     new: Sequence[Batch],
+    named: Named,
 ) -> None:
     """Make the rows that new streams hang on, and add the streams' offsets.
 
@@ -506,19 +558,30 @@ def _register_streams(
     if not new:
         return
     started: dict[str, int] = {}
-    writers: dict[tuple[str, str], Identity] = {}
-    for identity in (batch.header.identity for batch in new):
+    writers: dict[tuple[str, str], tuple[Identity, Principal]] = {}
+    begun_by: dict[str, Principal] = {}
+    for batch in new:
+        identity, principal = batch.header.identity, named.get(id(batch), OWN)
         earliest = started.get(identity.run_id, identity.started_unix_ns)
         started[identity.run_id] = min(earliest, identity.started_unix_ns)
-        writers.setdefault((identity.run_id, identity.incarnation), identity)
+        begun_by.setdefault(identity.run_id, principal)
+        writers.setdefault((identity.run_id, identity.incarnation), (identity, principal))
     keys = sorted({key_of(batch) for batch in new})
     connection.execute(
         insert(connection, runs).on_conflict_do_nothing(),
-        [{"run_id": run_id, "started_unix_ns": ns} for run_id, ns in started.items()],
+        [
+            {
+                "run_id": run_id,
+                "started_unix_ns": ns,
+                "owner": begun_by[run_id].owner,
+                "project": begun_by[run_id].project,
+            }
+            for run_id, ns in started.items()
+        ],
     )
     connection.execute(
         insert(connection, sources).on_conflict_do_nothing(),
-        [_source_row(identity) for identity in writers.values()],
+        [_source_row(identity) | {"token_id": by.token_id} for identity, by in writers.values()],
     )
     connection.execute(
         insert(connection, streams).on_conflict_do_nothing(),
@@ -527,11 +590,12 @@ def _register_streams(
     offsets.update(_read_offsets(connection, numbers, keys))
 
 
-def _check_offset(batch: Batch, offset: StreamOffset | None) -> StreamOffset:
+def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principal) -> StreamOffset:
     """Return the offset if the batch may move it.
 
     Raises:
         FormatError: the incarnation is known as another source, or could not be introduced.
+        ForeignBatchError: another token began it.
     """
     identity = batch.header.identity
     if offset is None:
@@ -542,7 +606,36 @@ def _check_offset(batch: Batch, offset: StreamOffset | None) -> StreamOffset:
             f"not {identity.source}",
             hint="each start of each source makes an incarnation of its own",
         )
+    if principal.token_id not in ("", offset.token_id):
+        raise _foreign_start(identity, principal)
     return offset
+
+
+def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> None:
+    """Refuse rows that are numbered further ahead than can have been lost since the last one.
+
+    The time between is taken from the rows themselves, made by one clock; but none of it is yet to
+    come by ours. Else one batch with a huge number would end its stream: all that is sent after it
+    would seem to be stored.
+
+    Raises:
+        FormatError: more is missing than any writer writes.
+    """
+    header = batch.header
+    num_missing = header.first_seq - offset.last_seq - 1
+    if isinstance(batch, AskingBatch) and num_missing > header.dropped:
+        return  # it is asked for what is missing
+    schema = header.stream_schema
+    newest = int(column_of(schema, rows_of(schema, batch.rows), "time_unix_ns")[0].max())
+    until = min(newest, received_unix_ns or newest)
+    since = offset.last_unix_ns or offset.started_unix_ns
+    seconds = max(0.0, (until - since) / 1e9) + GAP_SECONDS
+    if num_missing > MOST_ROWS_PER_SECOND * seconds:
+        raise FormatError(
+            f"rows of {schema.stream} go on at {header.first_seq} after {offset.last_seq}; no more "
+            f"than {MOST_ROWS_PER_SECOND * seconds:.0f} can be missing after {seconds:.0f} s",
+            hint="a writer whose numbers are wrong starts anew: each start has its own",
+        )
 
 
 def _fits(identity: Identity) -> bool:
@@ -572,25 +665,30 @@ def _source_row(identity: Identity) -> dict[str, str | int]:
     }
 
 
-_READ_OFFSETS = """
-SELECT s.run_id, s.incarnation, s.stream, s.last_seq, s.expected_seq, w.source
+def _of_keys(sql: str) -> dict[str, TextClause]:
+    """Return a statement about ``:keys``, a JSON list of lists, by dialect.
+
+    All in one parameter: a statement with a place for each costs more than the rows.
+    """
+    sqlite = {f"k{i}": f"json_extract(k.value, '$[{i}]')" for i in range(3)}
+    postgresql = {f"k{i}": f"k.value->>{i}" for i in range(3)}
+    as_rows = "json_array_elements(CAST(:keys AS json)) k"
+    return {
+        "sqlite": text(sql.format(listed="json_each(:keys) k", **sqlite)),
+        "postgresql": text(sql.format(listed=as_rows, **postgresql)),
+    }
+
+
+_OFFSETS = _of_keys("""
+SELECT s.run_id, s.incarnation, s.stream, s.last_seq, s.expected_seq, s.last_unix_ns,
+w.source, w.started_unix_ns, w.token_id
 FROM {listed} JOIN streams s ON s.run_id = {k0} AND s.incarnation = {k1} AND s.stream = {k2}
 JOIN sources w ON w.run_id = s.run_id AND w.incarnation = s.incarnation
-"""
-_OFFSETS = {
-    "sqlite": text(
-        _READ_OFFSETS.format(
-            listed="json_each(:keys) k",
-            **{f"k{i}": f"json_extract(k.value, '$[{i}]')" for i in range(3)},
-        )
-    ),
-    "postgresql": text(
-        _READ_OFFSETS.format(
-            listed="json_array_elements(CAST(:keys AS json)) k",
-            **{f"k{i}": f"k.value->>{i}" for i in range(3)},
-        )
-    ),
-}
+""")
+_BEGUN_BY = _of_keys("""
+SELECT w.run_id, w.incarnation, w.token_id
+FROM {listed} JOIN sources w ON w.run_id = {k0} AND w.incarnation = {k1}
+""")
 _LOCK = text(
     "SELECT pg_advisory_xact_lock(hashtextextended(run, :seed)) FROM unnest(:of_runs) AS run"
 ).bindparams(bindparam("seed", _LOCK_SEED, BigInteger), bindparam("of_runs", type_=ARRAY(String())))
@@ -631,6 +729,78 @@ def is_forgotten(batch: Batch, removed: Mapping[str, int]) -> bool:
 def _without_forgotten(new: Sequence[Batch], removed: Mapping[str, int]) -> list[Batch]:
     """Return the batches that may be stored."""
     return [batch for batch in new if not is_forgotten(batch, removed)]
+
+
+# ---------------------------------------------------------------------------- whose the batches are
+
+
+def _within_limits(batch: Checked, principal: Principal) -> Checked:
+    """Return the batch, or why it is not for a token that is limited to a project or a run."""
+    if not isinstance(batch, Batch):
+        return batch
+    run_id = batch.header.identity.run_id
+    if principal.run_id and run_id != principal.run_id:
+        return ForeignBatchError(
+            f"the batch is of run {run_id}; token {principal.token_id} of {principal.owner} is "
+            f"limited to run {principal.run_id}"
+        )
+    if not principal.project or batch.header.stream != EVENTS:
+        return batch
+    for row in decode_events(batch.header.stream_schema, batch.rows):
+        named = row.event.info.project if isinstance(row.event, RunStarted) else ""
+        if named not in ("", principal.project):
+            return ForeignBatchError(
+                f"run {run_id} says that it is of project {named!r}; token {principal.token_id} of "
+                f"{principal.owner} is limited to project {principal.project!r}",
+                hint="set VITALS_PROJECT to that, or use a token of the run's own project",
+            )
+    return batch
+
+
+def _foreign(
+    connection: Connection, new: Sequence[Batch], named: Named
+) -> dict[int, ForeignBatchError]:
+    """Return the errors, by ``id``, of batches that would begin what is not their token's."""
+    asked = [batch.header.identity for batch in new if id(batch) in named]
+    if not asked:
+        return {}
+    run_ids = {identity.run_id for identity in asked}
+    of_runs = select(runs.c.run_id, runs.c.owner, runs.c.project).where(runs.c.run_id.in_(run_ids))
+    known = {row.run_id: (row.owner, row.project) for row in connection.execute(of_runs)}
+    starts = sorted({(identity.run_id, identity.incarnation) for identity in asked})
+    query, words = _BEGUN_BY[connection.dialect.name], msgspec.json.encode(starts).decode()
+    begun_by = {
+        (run_id, start): token_id
+        for run_id, start, token_id in connection.execute(query, {"keys": words})
+    }
+    foreign: dict[int, ForeignBatchError] = {}
+    for batch in new:
+        identity, principal = batch.header.identity, named.get(id(batch), OWN)
+        start = (identity.run_id, identity.incarnation)
+        # What nobody knows yet belongs to the first who comes, in this order.
+        of_run = known.setdefault(identity.run_id, (principal.owner, principal.project))
+        if not principal.may_write(identity.run_id, *of_run):
+            foreign[id(batch)] = _foreign_run(identity, principal)
+        elif principal.token_id not in ("", begun_by.setdefault(start, principal.token_id)):
+            foreign[id(batch)] = _foreign_start(identity, principal)
+    return foreign
+
+
+def _foreign_run(identity: Identity, principal: Principal) -> ForeignBatchError:
+    limit = f" for project {principal.project!r}" if principal.project else ""
+    return ForeignBatchError(
+        f"run {identity.run_id} is not one of token {principal.token_id}{limit} of "
+        f"{principal.owner}",
+        hint="all agents of a job use one token, or tokens of one owner or project",
+    )
+
+
+def _foreign_start(identity: Identity, principal: Principal) -> ForeignBatchError:
+    return ForeignBatchError(
+        f"incarnation {identity.incarnation} was begun with another token than "
+        f"{principal.token_id} of {principal.owner}",
+        hint="one that is rotated stays the same token; change to another when the job starts",
+    )
 
 
 # ------------------------------------------------------- which batches are fit, and what rows hold
@@ -785,6 +955,9 @@ def _note(
     offsets = [offset for _, offset in accepted]
     summaries = summarize(batches)
     _note_columns(connection, batches, summaries)
+    for offset, summary in zip(offsets, summaries, strict=True):
+        newest = min(summary.newest_unix_ns, received_unix_ns or summary.newest_unix_ns)
+        offset.last_unix_ns = max(newest, offset.last_unix_ns)
     moved = {id(offset): offset for offset in offsets}  # a stream's batches share one: moved once
     _MOVE.execute(connection, [_moved(offset) for offset in moved.values()])
     _note_sources(connection, offsets, summaries, received_unix_ns)
@@ -824,7 +997,7 @@ def _note_columns(
 
 
 def _moved(offset: StreamOffset) -> tuple[Any, ...]:
-    return (*offset.key, offset.last_seq, offset.num_lost)
+    return (*offset.key, offset.last_seq, offset.num_lost, offset.last_unix_ns)
 
 
 def _note_sources(
@@ -862,6 +1035,7 @@ _MOVE = Prepared(
     )
     .values(
         last_seq=bindparam("new_last_seq"),
+        last_unix_ns=bindparam("new_last_unix_ns"),
         num_lost=streams.c.num_lost + bindparam("new_lost"),
         # What a collector stored and died before it said so counts, and not twice.
         num_rows=bindparam("new_last_seq")
@@ -869,7 +1043,7 @@ _MOVE = Prepared(
         - bindparam("new_lost")
         + literal_column("1"),
     ),
-    ("of_run", "of_writer", "of_stream", "new_last_seq", "new_lost"),
+    ("of_run", "of_writer", "of_stream", "new_last_seq", "new_lost", "new_last_unix_ns"),
 )
 # A spool may arrive late: an old batch must not make its writer look silent.
 _HEAR = (

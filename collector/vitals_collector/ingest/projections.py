@@ -180,7 +180,8 @@ def _run_started(
         .where(mine, runs.c.info_unix_ns <= row.time_unix_ns)
         .values(
             name=clean(info.name),
-            project=clean(info.project),
+            # Where it names none: that of the token that began the run, if it is for one.
+            project=clean(info.project) or runs.c.project,
             user_name=clean(info.user),
             mode=clean(info.mode),
             world_size=info.world_size,

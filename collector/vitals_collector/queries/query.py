@@ -4,6 +4,7 @@ One function for each question, and one class that HTTP routes, the command line
 without any server ask: they cannot answer differently.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -124,6 +125,8 @@ class Query:
     """
 
     newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
+    reach: frozenset[str] | None = None
+    """The runs of which is answered; None: of all."""
 
     def __init__(
         self,
@@ -146,6 +149,12 @@ class Query:
         Raises:
             UsageError: unknown run, metric or source, or a number out of bounds.
         """
+        if self.reach is not None:
+            named = {getattr(question, name, "") for name in ("run_id", "other")} - {""}
+            if beyond := named - self.reach:
+                raise unknown_run(min(beyond))
+            if not named and type(question) not in _OF_ALL_RUNS:
+                raise TypeError(f"{type(question).__name__} names no run, and leaves none out")
         answer: A = ANSWERS[type(question)](self, question)
         return answer
 
@@ -175,13 +184,24 @@ class Query:
         )
 
 
+def within(query: Query, reach: frozenset[str] | None) -> Query:
+    """Return one that answers of these runs alone; None: of all."""
+    limited = copy.copy(query)
+    limited.reach = reach
+    return limited
+
+
 # --------------------------------------------------------------------------------- the answers
+
+_OF_ALL_RUNS = (RunsQuestion, AlertsQuestion, SilencesQuestion, TableQuestion)
+"""Questions that may name no run: each answer leaves out what is not in ``Query.reach``."""
 
 
 @answer_to(RunsQuestion)
 def _runs(query: Query, _: RunsQuestion) -> tuple[RunSummary, ...]:
     with query.read() as moment:
-        return overview.summaries(moment.sql, query.liveness())
+        found = overview.summaries(moment.sql, query.liveness())
+    return tuple(run for run in found if query.reach is None or run.run_id in query.reach)
 
 
 @answer_to(RunQuestion)
@@ -297,12 +317,14 @@ def _alerts(query: Query, asked: AlertsQuestion) -> tuple[AlertView, ...]:
         run_id=asked.run_id,
         state=asked.state,
         newest_by=query.newest_alerts_by,
+        reach=query.reach,
     )
 
 
 @answer_to(SilencesQuestion)
 def _silences(query: Query, _asked: SilencesQuestion) -> tuple[SilenceView, ...]:
-    return inbox.silences_listed(query.store, now_unix_ns=query.clock.time_ns())
+    now = query.clock.time_ns()
+    return inbox.silences_listed(query.store, now_unix_ns=now, reach=query.reach)
 
 
 @answer_to(CommandsQuestion)
@@ -341,7 +363,7 @@ def _table(query: Query, asked: TableQuestion) -> TableReply:
     if asked.table == "alerts":
         query.raise_alerts()
     with query.read() as moment:
-        return tables.ask(moment, asked, query.liveness())
+        return tables.ask(moment, asked, query.liveness(), query.reach)
 
 
 def _selected(moment: Moment, run_id: str, asked: SeriesRequest) -> tuple[str, Curve]:
@@ -373,4 +395,4 @@ def _series_reply(run_id: str, request: SeriesRequest, source: str, curve: Drawn
     )
 
 
-__all__ = ["ANSWERS", "Query", "answer_to"]
+__all__ = ["ANSWERS", "Query", "answer_to", "within"]

@@ -41,8 +41,19 @@ _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
 
 
-def ask(moment: Moment, request: TableQuestion, when: Liveness) -> TableReply:
+def ask(
+    moment: Moment,
+    request: TableQuestion,
+    when: Liveness,
+    reach: frozenset[str] | None = None,
+) -> TableReply:
     """Return the rows that meet the request's conditions.
+
+    Args:
+        moment: what is read.
+        request: the table, and the conditions.
+        when: what tells a running run from a lost one.
+        reach: the runs whose rows there are; None: of all.
 
     Raises:
         UsageError: an unknown run, column or operator, or a number out of bounds.
@@ -56,6 +67,8 @@ def ask(moment: Moment, request: TableQuestion, when: Liveness) -> TableReply:
     conditions = parse(request.where, columns)
     shown = _shown(request, columns, list(columns))
     rows = _READ[request.table](moment.sql, request, when)
+    if reach is not None:
+        rows = [row for row in rows if row["run_id"] in reach]
     which = _met(rows, columns, conditions)
     if request.newest_first:
         which = which[::-1]

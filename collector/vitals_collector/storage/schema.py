@@ -136,10 +136,12 @@ runs = Table(
     _number("info_unix_ns"),
     _number("pinned_unix_ns"),
     _number("num_bytes"),
+    _text("owner"),
 )
 """``info`` is the RunInfo of the newest RunStarted; empty where only rows came so far. A pinned run
 is kept whatever its age: 0 where it is not. ``num_bytes`` is what its rows took when they were last
-measured, 0 where they were not."""
+measured, 0 where they were not. ``owner`` is whose token began it, "" where that was the token
+file's own."""
 
 attempts = Table(
     "attempts",
@@ -177,11 +179,13 @@ sources = Table(
     _text("ended_state"),
     _text("ended_reason"),
     _number("ended_unix_ns"),
+    _text("token_id"),
     Index("ix_sources_source", "run_id", "source"),
 )
 """One incarnation of a rank, a GPU or a node. ``last_received_unix_ns`` is this collector's own
 clock, and 0 where the rows were read from a folder. ``alive`` is what an agent last said of a
-rank's process: 1, 0, or -1 where none did."""
+rank's process: 1, 0, or -1 where none did. ``token_id`` is of the token that began it, "" where
+that was the token file's own: no other token writes to it."""
 
 streams = Table(
     "streams",
@@ -193,12 +197,15 @@ streams = Table(
     _number("num_rows"),
     _number("num_lost"),
     _number("expected_seq", -1),
+    _number("last_unix_ns"),
 )
 """How far each (run, incarnation, stream) is stored: what makes at-least-once exactly once. The
 store of numbers may be ahead of it by what nobody was answered for.
 
 ``expected_seq`` is the last number that a spool once held: where it is above ``last_seq``, the end
-of the stream is lost, or yet to come."""
+of the stream is lost, or yet to come. ``last_unix_ns`` is when its newest row was made, by the
+writer's clock, and at the latest when it was received; 0 where no version that notes it stored any:
+how many rows may be lost until the next one depends on it."""
 
 measured_columns = Table(
     "measured_columns",
@@ -398,6 +405,27 @@ positions = Table(
     Column("position", LargeBinary, nullable=False),
 )
 """How far each spool of a watched folder is ingested; written with the rows, in one transaction."""
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("token_id", String(8), primary_key=True),
+    Column("hash", String(64), nullable=False, unique=True),
+    _text("previous_hash"),
+    _number("previous_ends_unix_ns"),
+    Column("owner", Text, nullable=False),
+    Column("scopes", Text, nullable=False),
+    _text("project"),
+    _text("run_id"),
+    _number("created_unix_ns"),
+    _number("expires_unix_ns"),
+    _number("revoked_unix_ns"),
+)
+"""Tokens beside the three of the token file. Of a secret only its SHA-256 is here: it has 256
+random bits, so nobody finds it by trying. ``scopes`` are words; one with a ``project`` or
+``run_id`` (which may be yet to come) is for those runs only. A rotated one stays the same token:
+its secret of before is good until ``previous_ends_unix_ns``. It ends at ``expires_unix_ns``; 0 is
+never."""
 
 forgotten = Table(
     "forgotten",

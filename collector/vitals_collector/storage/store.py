@@ -60,6 +60,7 @@ Part = Literal[
     "ingest",
     "leases",
     "remote_write",
+    "tokens",
     "upkeep",
     "watching",
 ]
@@ -81,6 +82,8 @@ class IngestCounters:
     """Stretches of spools, and their states, that were damaged and passed over."""
     rejected: dict[str, int] = field(default_factory=dict)
     """Refused batches by error code."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Requests refused for want of a right, by error code."""
     num_deferred: int = 0
     """Bodies sent away because there was no room, to come back later."""
     thinned: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -103,6 +106,11 @@ class IngestCounters:
         """Count a body that holds no batches; single batches are counted where they are stored."""
         with self.lock:
             self.rejected[code] = self.rejected.get(code, 0) + 1
+
+    def refuse(self, code: str) -> None:
+        """Count a request whose token, or its absence, does not allow it."""
+        with self.lock:
+            self.refused[code] = self.refused.get(code, 0) + 1
 
     def fail(self, part: Part) -> None:
         """Count an error that ended nothing but what a part was at; it is tried again."""

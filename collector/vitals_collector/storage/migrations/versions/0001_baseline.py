@@ -1,6 +1,6 @@
-"""The first version: every table, from ``schema``.
+"""The first version: every table, from ``schema`` as it is now.
 
-The next one appends what changes, and this one then spells out what it made until then.
+So a new database has at once what later versions add; those add it where it is missing.
 """
 
 from alembic import op

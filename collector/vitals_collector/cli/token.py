@@ -1,0 +1,227 @@
+"""`vitals token`: who may ingest, read and control, beside the three tokens of the token file.
+
+As `vitals store` does, these commands open the collector's database themselves: whoever may read
+its data directory may do so. A collector knows within seconds.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from trainvitals.cli.groups import Commands, add_group
+from trainvitals.cli.output import Format, moment, write_json, write_rows
+from trainvitals.errors import StorageError, UsageError
+from trainvitals.io.private import replace_file
+from trainvitals.io.rundir import is_run_id
+from vitals_collector.cli.store import Data, Database, Form, data_dir, find_run, user
+
+if TYPE_CHECKING:
+    from vitals_collector.storage.store import Store
+
+_DAY_NS = 86_400_000_000_000
+
+
+class Scope(StrEnum):
+    """What a token is for."""
+
+    INGEST = "ingest"
+    READ = "read"
+    CONTROL = "control"
+
+
+TokenId = Annotated[str, typer.Argument(metavar="ID", help="The token's id.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write a token file (0600) for --token-file and VITALS_TOKEN_FILE, with the "
+        "collector's certificate [default: print the secret, once]."
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    commands: Commands = {
+        "create": (create, "vitals token create ada --project llm --output ada.json"),
+        "list": (list_tokens, "vitals token list"),
+        "rotate": (rotate, "vitals token rotate 3f2a9c0d --output ada.json"),
+        "revoke": (revoke, "vitals token revoke 3f2a9c0d"),
+    }
+    about = "Create, list, rotate and revoke tokens of people and jobs."
+    add_group(app, "token", commands, about=about, example="vitals token list")
+
+
+def create(
+    owner: Annotated[str, typer.Argument(help="Whose it is: a person, a team or a job.")],
+    scope: Annotated[
+        list[Scope] | None, typer.Option(help="What it is for; repeatable [default: ingest].")
+    ] = None,
+    project: Annotated[str, typer.Option(help="For runs of this project only.")] = "",
+    run: Annotated[
+        str, typer.Option(help="For this run only: its id, also before it starts, or its name.")
+    ] = "",
+    days: Annotated[float, typer.Option(help="Days until it ends; 0 is never.", min=0.0)] = 0.0,
+    output: Output = None,
+    data: Data = None,
+    database: Database = "",
+) -> None:
+    """Create a token for a person or a job; its secret is shown or written once.
+
+    A run belongs to the owner of the token that begins it: tokens of other owners cannot write to
+    it, unless they are for its project. Control includes read.
+    """
+    from vitals_collector.storage import tokens
+
+    scopes = tuple(dict.fromkeys(each.value for each in scope or (Scope.INGEST,)))
+    now = time.time_ns()
+    with _store(data, database) as store:
+        run_id = run if not run or is_run_id(run) else find_run(store, run)
+        with store.write() as connection:
+            token_id, secret = tokens.create(
+                connection,
+                owner=owner,
+                scopes=scopes,
+                project=project,
+                run_id=run_id,
+                expires_unix_ns=_end(days, now),
+                by=user(),
+                now_unix_ns=now,
+            )
+            if output is not None:
+                _write(output, secret, scopes, data_dir(data), is_new=True)
+    _tell(token_id, owner, secret, output)
+
+
+def list_tokens(data: Data = None, database: Database = "", form: Form = Format.TABLE) -> None:
+    """List all tokens but the three of the token file, without their secrets."""
+    from vitals_collector.storage import tokens
+
+    now = time.time_ns()
+    with _store(data, database) as store, store.read() as connection:
+        listed = tokens.listed(connection)
+    header = ("id", "owner", "scopes", "runs", "created", "ends", "state")
+    rows = [
+        (
+            row.token_id,
+            row.owner,
+            row.scopes,
+            f"project {row.project}" if row.project else f"run {row.run_id}" if row.run_id else "",
+            moment(row.created_unix_ns),
+            moment(row.expires_unix_ns),
+            tokens.state_of(row, now),
+        )
+        for row in listed
+    ]
+    if form is Format.JSON:
+        write_json([dict(zip(header, row, strict=True)) for row in rows])
+    else:
+        write_rows(header, rows, form)
+
+
+def rotate(
+    token: TokenId,
+    overlap_hours: Annotated[
+        float, typer.Option(help="Hours that the secret of before still works.", min=0.0)
+    ] = 1.0,
+    days: Annotated[
+        float | None,
+        typer.Option(help="Days until it ends, 0 is never [default: as it was].", min=0.0),
+    ] = None,
+    output: Output = None,
+    data: Data = None,
+    database: Database = "",
+) -> None:
+    """Give a token a new secret; it stays the same token, and its runs its own.
+
+    Agents read their token file again when its secret no longer works: write the new one to it.
+    Give --overlap-hours 0 where the secret of before has leaked.
+    """
+    from vitals_collector.storage import tokens
+
+    now = time.time_ns()
+    with _store(data, database) as store, store.write() as connection:
+        row, secret = tokens.rotate(
+            connection,
+            token,
+            overlap_seconds=overlap_hours * 3600.0,
+            expires_unix_ns=None if days is None else _end(days, now),
+            by=user(),
+            now_unix_ns=now,
+        )
+        if output is not None:
+            _write(output, secret, row.scopes.split(), data_dir(data), is_new=False)
+    _tell(token, row.owner, secret, output)
+
+
+def revoke(token: TokenId, data: Data = None, database: Database = "") -> None:
+    """End a token for good, within seconds; what was written with it stays."""
+    from vitals_collector.storage import tokens
+
+    with _store(data, database) as store, store.write() as connection:
+        tokens.revoke(connection, token, by=user(), now_unix_ns=time.time_ns())
+    sys.stderr.write(f"token {token} is revoked; collectors refuse it within seconds\n")
+
+
+@contextmanager
+def _store(data: Path | None, database: str) -> "Iterator[Store]":
+    """Give the database alone: no row is read, so the lake need not be opened."""
+    from vitals_collector.storage.store import DATABASE_FILE, open_store
+
+    file = data_dir(data) / DATABASE_FILE
+    if not database and not file.is_file():
+        raise UsageError(
+            f"there is no store in {file.parent}",
+            hint="start `vitals collector` once, or give its --data or --database",
+        )
+    store = open_store(database or f"sqlite:///{file}")
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _end(days: float, now_unix_ns: int) -> int:
+    return now_unix_ns + int(days * _DAY_NS) if days else 0
+
+
+def _write(
+    output: Path, secret: str, scopes: "list[str] | tuple[str, ...]", data: Path, *, is_new: bool
+) -> None:
+    """Write a file as clients read it, for this user alone; a new one never over another."""
+    from trainvitals.io.client import Tokens, read_tokens
+    from vitals_collector.api.app import TOKENS_FILE
+
+    own = data / TOKENS_FILE
+    tls = read_tokens(own).tls if own.exists() else Tokens().tls
+    granted = {*scopes, "read"} if "control" in scopes else set(scopes)
+    fields: dict[str, object] = dict.fromkeys(sorted(granted), secret)
+    body = msgspec.json.encode({**fields, "tls": tls}) + b"\n"
+    try:
+        if is_new:
+            os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+        replace_file(output, body, mode=0o600)
+    except FileExistsError as error:
+        raise UsageError(
+            f"{output} is there already", hint="give another name; `rotate` writes over its file"
+        ) from error
+    except OSError as error:
+        raise StorageError(f"{output} cannot be written: {error.strerror}") from error
+
+
+def _tell(token_id: str, owner: str, secret: str, output: Path | None) -> None:
+    if output is None:
+        sys.stdout.write(f"{secret}\n")
+        sys.stderr.write(f"token {token_id} of {owner}: this is the only time it is shown\n")
+    else:
+        sys.stderr.write(f"token {token_id} of {owner} is in {output}\n")
+
+
+__all__ = ["register"]

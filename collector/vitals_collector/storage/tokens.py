@@ -1,0 +1,329 @@
+"""Tokens for people and jobs, beside the three of the token file: who holds one, and for what.
+
+A token has scopes and an owner, and may be limited to one project or run. What it begins is its
+own: no other token writes to it. They lie in the database, so all collectors on it know them, and
+what is created, rotated or revoked there holds within seconds.
+"""
+
+import hashlib
+import logging
+import secrets
+import threading
+from collections.abc import Collection, Iterable
+from typing import NamedTuple, get_args
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from trainvitals.clock import Clock
+from trainvitals.errors import StorageError, UnauthorizedError, UsageError
+from trainvitals.identity import check_run_id
+from trainvitals.question import TokenScope
+from vitals_collector.storage.schema import audit, runs, tokens
+from vitals_collector.storage.store import UNKNOWN, Store
+
+PREFIX = "vitals_"
+"""Begins each secret, so that those who look for secrets in files and logs know it for one."""
+ENDED = "V414"
+"""Error code: the token has expired or was revoked."""
+LIMITED = "V413"
+"""Error code: the token is limited to a project or run, and this is beyond it."""
+LOOK_SECONDS = 2.0
+_MAX_NAME = 100
+_LOG = logging.getLogger("vitals.collector.tokens")
+
+
+class Principal(NamedTuple):
+    """Who asks: what a request's token stands for. Without scopes it is nobody."""
+
+    scopes: frozenset[TokenScope] = frozenset()
+    name: str = ""
+    """For the audit: the token's owner and id, or which of the token file's three it is."""
+    token_id: str = ""
+    """"": one of the token file's, which are for all runs."""
+    owner: str = ""
+    project: str = ""
+    """The only one whose runs it is for; "" does not limit it."""
+    run_id: str = ""
+    """The only run it is for; "" does not limit it."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it is for one project or run only."""
+        return bool(self.project or self.run_id)
+
+    def may_write(self, run_id: str, owner: str, project: str) -> bool:
+        """Return whether it may write to a run that is there.
+
+        Args:
+            run_id: which.
+            owner: whose token began it.
+            project: what it belongs to.
+        """
+        if not self.token_id:
+            return True
+        if self.run_id:
+            return run_id == self.run_id
+        return project == self.project if self.project else owner == self.owner
+
+    def reach(self, connection: Connection, scope: TokenScope) -> frozenset[str] | None:
+        """Return the runs for which it may be used so; None: for all."""
+        if self.run_id:
+            return frozenset((self.run_id,))
+        if self.project:
+            is_its = runs.c.project == self.project
+        elif self.token_id and scope == "ingest":
+            is_its = runs.c.owner == self.owner
+        else:
+            return None
+        return frozenset(connection.execute(select(runs.c.run_id).where(is_its)).scalars())
+
+
+OWN = Principal(frozenset(("ingest",)), "ingest")
+"""Who reads folders, and ingests with the token file's token: may write to all runs."""
+
+
+class KnownTokens:
+    """The database's tokens as they were seconds ago, for each request. Thread-safe.
+
+    Where the database cannot be read, those that are known stay: nothing can be asked of it either.
+    """
+
+    def __init__(self, store: Store, *, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._by_hash: dict[str, tuple[Row[tuple[object, ...]], int]] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="vitals-tokens")
+        self.look()
+
+    def look(self) -> None:
+        """Read them anew.
+
+        Raises:
+            StorageError: the database refused.
+        """
+        known = {}
+        with self._store.read() as connection:
+            for row in connection.execute(select(tokens)):
+                if row.previous_hash:
+                    known[row.previous_hash] = row, row.previous_ends_unix_ns
+                known[row.hash] = row, 0
+        self._by_hash = known
+
+    def find(self, secret: str) -> Principal:
+        """Return whom a secret stands for: nobody, where it is none of ours.
+
+        Raises:
+            UnauthorizedError: the token has expired or was revoked.
+        """
+        # Looked up by its hash: how long that takes says nothing about any secret.
+        row, until = self._by_hash.get(_hash(secret), (None, 0))
+        if row is None:
+            return Principal()
+        now = self._clock.time_ns()
+        state = state_of(row, now)
+        if state == "active" and until and now >= until:
+            state = "rotated"
+        if state != "active":
+            raise UnauthorizedError(
+                f"token {row.token_id} of {row.owner} is {state}",
+                hint="who runs the collector makes another one: `vitals token create`"
+                if state == "revoked"
+                else "take its new secret, or ask who runs the collector for one: "
+                f"`vitals token rotate {row.token_id}`",
+                code=ENDED,
+            )
+        return Principal(
+            scopes=_granted(row.scopes),
+            name=f"{row.owner}'s {row.token_id}",
+            token_id=row.token_id,
+            owner=row.owner,
+            project=row.project,
+            run_id=row.run_id,
+        )
+
+    def start(self) -> None:
+        """Begin to follow what changes."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End."""
+        self._stop.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(LOOK_SECONDS):
+            try:
+                self.look()
+            except StorageError as error:
+                self._store.counters.fail("tokens")
+                _LOG.warning("tokens_not_read: %s", error.text)
+
+
+# -------------------------------------------------------------------------------- for who hands out
+
+
+def create(
+    connection: Connection,
+    *,
+    owner: str,
+    scopes: Collection[str],
+    project: str = "",
+    run_id: str = "",
+    expires_unix_ns: int = 0,
+    by: str,
+    now_unix_ns: int,
+) -> tuple[str, str]:
+    """Add a token; return its id, and the secret, which is nowhere else.
+
+    Raises:
+        UsageError: no or a wrong owner, scope or limit.
+    """
+    for what, text, least in (("owner", owner, 1), ("project", project, 0)):
+        if not least <= len(text) <= _MAX_NAME or not text.isprintable():
+            raise UsageError(
+                f"the {what} is {text[:40]!r}; it must have {least} to {_MAX_NAME} printable "
+                "characters"
+            )
+    offered = get_args(TokenScope)
+    if not scopes or not set(scopes) <= set(offered):
+        raise UsageError(f"scopes are {', '.join(scopes)}; known are {', '.join(offered)}")
+    if project and run_id:
+        raise UsageError("a token is limited to a project or to a run, not to both")
+    if run_id:
+        check_run_id(run_id)
+    token_id, secret = secrets.token_hex(4), _new_secret()
+    values = {
+        "token_id": token_id,
+        "hash": _hash(secret),
+        "owner": owner,
+        "scopes": " ".join(name for name in offered if name in scopes),
+        "project": project,
+        "run_id": run_id,
+        "created_unix_ns": now_unix_ns,
+        "expires_unix_ns": expires_unix_ns,
+    }
+    connection.execute(insert(tokens).values(values))
+    _note(connection, "create token", token_id, by, now_unix_ns, f"{owner}: {values['scopes']}")
+    return token_id, secret
+
+
+def rotate(
+    connection: Connection,
+    token_id: str,
+    *,
+    overlap_seconds: float,
+    expires_unix_ns: int | None = None,
+    by: str,
+    now_unix_ns: int,
+) -> tuple[Row[tuple[object, ...]], str]:
+    """Give a token a new secret; return its row and the secret. It owns what it did before.
+
+    Args:
+        connection: of a transaction.
+        token_id: which.
+        overlap_seconds: how long the secret of before stays good.
+        expires_unix_ns: when it ends from now on; None is as it was.
+        by: who does it.
+        now_unix_ns: when.
+
+    Raises:
+        UsageError: there is none of that id, it was revoked, or it would have ended already.
+    """
+    row, secret = _row(connection, token_id), _new_secret()
+    if row.revoked_unix_ns:
+        raise UsageError(
+            f"token {token_id} was revoked; it does not come back",
+            hint="`vitals token create` makes another one",
+        )
+    expires = row.expires_unix_ns if expires_unix_ns is None else expires_unix_ns
+    if 0 < expires <= now_unix_ns:
+        raise UsageError(
+            f"token {token_id} has expired", hint="give --days, for how long it is to be good"
+        )
+    values = {
+        "hash": _hash(secret),
+        "previous_hash": row.hash,
+        "previous_ends_unix_ns": now_unix_ns + int(overlap_seconds * 1e9),
+        "expires_unix_ns": expires,
+    }
+    connection.execute(update(tokens).where(tokens.c.token_id == token_id).values(values))
+    _note(connection, "rotate token", token_id, by, now_unix_ns, row.owner)
+    return row, secret
+
+
+def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) -> None:
+    """End a token for good; what it began stays its own. A second time changes nothing.
+
+    Raises:
+        UsageError: there is none of that id.
+    """
+    row = _row(connection, token_id)
+    if row.revoked_unix_ns:
+        return
+    is_it = tokens.c.token_id == token_id
+    connection.execute(update(tokens).where(is_it).values(revoked_unix_ns=now_unix_ns))
+    _note(connection, "revoke token", token_id, by, now_unix_ns, row.owner)
+
+
+def listed(connection: Connection) -> Iterable[Row[tuple[object, ...]]]:
+    """Return all tokens, the oldest first; of no secret more than its hash."""
+    order = (tokens.c.created_unix_ns, tokens.c.token_id)
+    return connection.execute(select(tokens).order_by(*order)).all()
+
+
+def state_of(row: Row[tuple[object, ...]], now_unix_ns: int) -> str:
+    """Return whether a token is active, expired or revoked."""
+    if row.revoked_unix_ns:
+        return "revoked"
+    return "expired" if 0 < row.expires_unix_ns <= now_unix_ns else "active"
+
+
+def _row(connection: Connection, token_id: str) -> Row[tuple[object, ...]]:
+    row = connection.execute(select(tokens).where(tokens.c.token_id == token_id)).first()
+    if row is None:
+        raise UsageError(
+            f"there is no token {token_id[:40]!r}",
+            hint="`vitals token list` shows their ids",
+            code=UNKNOWN,
+        )
+    return row
+
+
+def _granted(scopes: str) -> frozenset[TokenScope]:
+    words = scopes.split()
+    named = {scope for scope in get_args(TokenScope) if scope in words}
+    return frozenset(named | {"read"} if "control" in named else named)
+
+
+def _new_secret() -> str:
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _note(
+    connection: Connection, action: str, token_id: str, by: str, now_unix_ns: int, detail: str
+) -> None:
+    values = {
+        "time_unix_ns": now_unix_ns,
+        "actor": by,
+        "action": action,
+        "subject": f"token/{token_id}",
+        "detail": detail,
+    }
+    connection.execute(insert(audit).values(values))
+
+
+__all__ = [
+    "OWN",
+    "KnownTokens",
+    "Principal",
+    "create",
+    "listed",
+    "revoke",
+    "rotate",
+    "state_of",
+]
