@@ -351,9 +351,10 @@ def test_a_limited_control_token_acts_on_its_runs_alone(two_runs: Served):
         ada.annotate(RUN, AnnotationRequest(step=1, text="seen"))
         with pytest.raises(UsageError, match="there is no run"):
             ada.annotate(OTHER_RUN, AnnotationRequest(step=1, text="seen"))
-        for run, says in ((RUN, "reason"), (OTHER_RUN, "there is no run")):
-            with pytest.raises(UsageError, match=says):
-                ada.send_command(run, CommandRequest(action="halt", reason=""))
+        halt, keys = CommandRequest(action="halt", reason="enough"), served.settings.data
+        assert "pending" == ada.send_command(RUN, halt, issued_by="ada", keys=keys).status
+        with pytest.raises(UsageError, match="there is no run"):
+            ada.send_command(OTHER_RUN, halt, issued_by="ada", keys=keys)
         mine = SilenceRequest(matchers=(f"run={RUN}",), by="ada", reason="known", seconds=60.0)
         silence = ada.silence(mine)
         for matchers in (("severity=page",), (f"run={OTHER_RUN}",), ("run=~.*",)):
