@@ -523,7 +523,7 @@ class StepController:
                 self.has_work_beside = True
 
     def _profiled(self, path: Path) -> None:
-        text = f"the profile is {path}; open it with https://ui.perfetto.dev or chrome://tracing"
+        text = f"the profile is {path}; open it with Perfetto or chrome://tracing"
         self._note("profile_written", text, self.last_step, "info")
 
     def _end_profile(self) -> None:
