@@ -86,7 +86,7 @@ def register(app: typer.Typer) -> None:
     """Add the ``agent`` command."""
     app.command(
         "agent",
-        epilog="Example: vitals agent --dir ./vitals_runs --collector https://monitor.example.org:8765"
+        epilog="Example: vitals agent --dir ./vitals_runs --collector https://c.example.org:8765"
         " --token-file tokens.json",
     )(agent)
 

@@ -12,12 +12,12 @@ from tests.collector.test_both_ways import story, through_a_folder
 from trainvitals.cli.main import main
 from trainvitals.cli.output import Format
 from trainvitals.errors import UsageError
+from trainvitals.io.client import COLLECTOR_FILE, CollectorFile
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.sample_ids import SampleFile, StepSamples
 from trainvitals.io.spool import Spool
 from trainvitals.records import AttemptStarted, BatchNoted, RunEnded, RunInfo, RunStarted
 from trainvitals.views import RunsQuestion, StepQuestion
-from vitals_collector.api.serve import ADDRESS_FILE, CollectorFile
 from vitals_collector.queries.open import find_run, open_reader
 from vitals_collector.queries.tail import Tail
 from vitals_collector.queries.why import explain
@@ -75,7 +75,8 @@ def test_a_collector_is_named_by_its_data_folder_as_well(
     assert 2 == vitals("runs", "--collector", data)
     assert "no collector runs on that folder" in capsys.readouterr().err
     body = msgspec.json.encode(CollectorFile(url=served.url, pid=1))
-    (data / ADDRESS_FILE).write_bytes(body)
+    (data / COLLECTOR_FILE).touch(0o600)
+    (data / COLLECTOR_FILE).write_bytes(body)
     assert 0 == vitals("show", "tiny", "--collector", data)
     assert RUN in capsys.readouterr().out
     command = ("command", RUN, "halt", "--reason", "enough", "--collector", data)

@@ -39,7 +39,8 @@ def wanted() -> list[Requirement]:
     lines += [line for extra in every for line in extras[extra]]
     lines += [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     found = [Requirement(line) for line in lines]
-    return [each for each in found if each.name not in ("torch", "trainvitals")]
+    wanted = (each for each in found if each.name not in ("torch", "trainvitals"))
+    return sorted(wanted, key=str)
 
 
 @pytest.mark.parametrize("requirement", wanted(), ids=str)
