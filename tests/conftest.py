@@ -127,3 +127,14 @@ def identity(run_id: str) -> Identity:
         started_unix_ns=time.time_ns(),
         started_monotonic_ns=time.monotonic_ns(),
     )
+
+
+@pytest.fixture(autouse=True)
+def own_main() -> Iterator[None]:
+    """Keep this process's main module: Streamlit's AppTest leaves its page there.
+
+    Processes that are spawned by a later test would begin with it.
+    """
+    main = sys.modules["__main__"]
+    yield
+    sys.modules["__main__"] = main

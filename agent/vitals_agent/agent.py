@@ -345,8 +345,8 @@ class Agent:
     def _journals(self) -> Iterable[JournalRef]:
         # One that was taken over may be started again: its agent leaves where it finds us.
         run_ids = {self.config.run_id, *self.runs} if self.config.run_id else {""}
-        found = (discover(self.config.base, run_id) for run_id in sorted(run_ids))
-        return filter(self._is_ours, chain.from_iterable(found))
+        of_runs = (discover(self.config.base, run_id) for run_id in sorted(run_ids))
+        return filter(self._is_ours, chain.from_iterable(of_runs))
 
     def _is_ours(self, ref: JournalRef) -> bool:
         if ref.run_dir is None or ref.run_dir.name != ref.run_id:
@@ -471,8 +471,8 @@ class Agent:
         it is kept after it was shipped. So are served for a while those that hold what the
         collector acknowledged: it may have been restored.
         """
-        found = RunDir.find_all(self.config.vitals_dir)
-        for run_dir in found:
+        run_dirs = RunDir.find_all(self.config.vitals_dir)
+        for run_dir in run_dirs:
             if self.config.run_id not in ("", run_dir.run_id):
                 continue
             with self.faults.contained("discover"):
@@ -484,7 +484,7 @@ class Agent:
                     ):
                         self._let_go(run.run_id)
         if self.config.run_id and self.config.takes_over:
-            for run_dir in found[-MAX_TAKEN_OVER:]:
+            for run_dir in run_dirs[-MAX_TAKEN_OVER:]:
                 with self.faults.contained("discover"):
                     is_new = run_dir.is_ours and run_dir.run_id not in self.runs
                     if is_new and self._is_left_to_us(run_dir):

@@ -22,7 +22,7 @@ class Message:
         self.store: Store = served.app.state.store
         self.inbox = served.app.state.acting.inbox
         ingest(self.store, Writer().steps([0]))
-        self.http = httpx.Client(base_url=served.url)
+        self.http = httpx.Client(base_url=served.plain)
         self.clock = ManualClock(time_ns=served.app.state.acting.inbox._clock.time_ns())
         self.links = AckLinks(self.store, clock=self.clock, collector_url="https://c.example")
         self.fire()

@@ -649,7 +649,7 @@ def test_what_file_and_environment_say_of_notifiers_is_what_the_collector_tells(
 ):
     """An address that nobody hands over, on either way, is found here."""
     started: list[CollectorSettings] = []
-    monkeypatch.setattr(command, "_serve", lambda settings, where: started.append(settings))
+    monkeypatch.setattr(command, "_serve", lambda settings, *_, **__: started.append(settings))
     app = typer.Typer()
     command.register(app)
     file = tmp_path / "receivers.toml"
@@ -672,7 +672,7 @@ def test_an_address_on_the_command_line_is_refused_with_the_way_that_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ):
     started: list[CollectorSettings] = []
-    monkeypatch.setattr(command, "_serve", lambda settings, where: started.append(settings))
+    monkeypatch.setattr(command, "_serve", lambda settings, *_, **__: started.append(settings))
     app = typer.Typer()
     command.register(app)
     words = ["collector", "--data", str(tmp_path / "data"), option, "http://user:s3cret@h/"]

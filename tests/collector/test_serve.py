@@ -46,7 +46,11 @@ def collector(data: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     try:
         assert process.stderr is not None
         said = []  # on a full disk a warning comes before the address
-        while not (said and said[-1].startswith("vitals collector: https://127.0.0.1:")):
+        said_address = (
+            "vitals collector: https://127.0.0.1:",
+            "vitals collector: http://127.0.0.1:",
+        )
+        while not (said and said[-1].startswith(said_address)):
             said.append(process.stderr.readline())
             assert said[-1], said
         yield process

@@ -197,6 +197,7 @@ def dashboard(real: Real, where: str) -> Callable[[], object]:
         collector_url=real.url,
         token_file=str(real.tokens),
         collector_data=where if is_here else "",
+        control=True,
     )
 
     def ask() -> None:

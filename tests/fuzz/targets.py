@@ -408,6 +408,7 @@ def read_receivers(folder: Path, raw: bytes) -> None:
 
 
 def read_addresses(folder: Path, raw: bytes) -> None:
+    (folder / "collector.json").touch(0o600)
     (folder / "collector.json").write_bytes(raw)
     collector_on(folder)
     finder(str(folder), None, {})()

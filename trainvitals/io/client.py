@@ -348,7 +348,10 @@ def url_in(data: Path) -> str:
     is_here = file.node in ("", socket.gethostname())
     if is_here and file.socket and os.sep not in file.socket:
         return f"{UNIX}{data.absolute() / file.socket}"
-    host = urlsplit(file.url).hostname or ""
+    try:
+        host = urlsplit(file.url).hostname or ""
+    except ValueError:  # a damaged file: no address at all
+        return ""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -137,12 +137,12 @@ def _signed_part(command: Command) -> bytes:
 
     What is empty is left out, so that a later version's field changes nothing where it is not used.
     """
-    said = {
+    signed_fields = {
         name: value
         for name, value in msgspec.structs.asdict(command).items()
         if value and name not in ("signature", "control_signature")
     }
-    return _CONTEXT + msgspec.msgpack.encode(said, order="sorted")
+    return _CONTEXT + msgspec.msgpack.encode(signed_fields, order="sorted")
 
 
 def _write(path: Path, raw: bytes) -> None:

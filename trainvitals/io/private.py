@@ -244,7 +244,10 @@ def read_whole(fd: int, path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
         OSError: it cannot be read.
     """
     with open(fd, "rb") as file:
-        raw = file.read(max_bytes + 1)
+        size = os.fstat(fd).st_size  # so much memory is taken at once, and no more
+        raw = file.read(min(size, max_bytes) + 1)
+        if size < len(raw) <= max_bytes:  # it grows, or tells no size
+            raw += file.read(max_bytes + 1 - len(raw))
     if len(raw) > max_bytes:
         raise FormatError(
             f"{path} has more than {max_bytes} bytes; none that Vitals writes has",

@@ -34,7 +34,7 @@ def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str 
             try:
                 return check_run_id(read_own(path).decode().strip())
             except FileNotFoundError:
-                continue
+                continue  # the other place may have it
             except (OSError, VitalsError, UnicodeDecodeError):
                 return None
     return None

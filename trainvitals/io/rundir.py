@@ -119,7 +119,7 @@ class RunDir:
             try:
                 status = (self.path / name).lstat()
             except FileNotFoundError:
-                continue
+                continue  # nothing is there to be judged
             if not Owner.us().owns(status):
                 aside = f".refused-{name}-{secrets.token_hex(4)}"
                 (self.path / name).rename(self.path / aside)

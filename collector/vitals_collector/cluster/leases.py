@@ -194,12 +194,12 @@ def ended(connection: Connection, prefix: str, seconds: float) -> list[str]:
         leases.c.name.startswith(prefix, autoescape=True),
         leases.c.expires_unix_ns.between(_NOW - int(seconds * 1e9), _NOW),
     )
-    found = connection.execute(names.order_by(leases.c.name)).scalars().all()
-    if not found:
+    ended_names = connection.execute(names.order_by(leases.c.name)).scalars().all()
+    if not ended_names:
         return []
     holders = select(func.count(leases.c.holder.distinct())).where(leases.c.expires_unix_ns > _NOW)
     num_holders = connection.execute(holders).scalar() or 1
-    return list(found[: -(-len(found) // num_holders)])
+    return list(ended_names[: -(-len(ended_names) // num_holders)])
 
 
 def renew(connection: Connection, holder: str, names: Collection[str]) -> dict[str, int]:

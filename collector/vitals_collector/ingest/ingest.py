@@ -512,7 +512,8 @@ def _read_offsets(
 ) -> dict[StreamKey, StreamOffset]:
     """Return the offsets of these streams; one that is not known has none."""
     wanted = list(dict.fromkeys(keys))
-    marks = numbers.marks({run_id for run_id, _, stream in wanted if stream != EVENTS})
+    run_ids = {run_id for run_id, _, stream in wanted if stream != EVENTS}
+    marks = numbers.marks(run_ids) if run_ids else {}
     # All in one parameter: a statement with a place for each costs more than the rows.
     query, words = _OFFSETS[connection.dialect.name], msgspec.json.encode(wanted).decode()
     offsets: dict[StreamKey, StreamOffset] = {}
