@@ -149,6 +149,17 @@ def test_prometheus_knows_the_collector_by_what_its_token_file_says(tmp_path):
     assert "tls_config: {}" in made["prometheus.yml"]
 
 
+def test_the_address_is_taken_as_the_collector_prints_it_and_nothing_else_is(tmp_path, capsys):
+    options = ("deploy", "prometheus", "--output", str(tmp_path), "--collector")
+    with pytest.raises(SystemExit):
+        main([*options, "https://10.0.0.1:8765"])
+    made = (tmp_path / "prometheus.yml").read_text()
+    assert 'targets: ["10.0.0.1:8765"]' in made
+    assert 'url: "https://10.0.0.1:8765/v1/sd/agents"' in made
+    assert 2 == main([*options, "vitals_home/collector"])
+    assert "--collector is 'vitals_home/collector'; it must be host:port" in capsys.readouterr().err
+
+
 def a_certificate(folder: Path) -> str:
     """Return a certificate that a collector made."""
     text = own_certificate(folder).read_text()
