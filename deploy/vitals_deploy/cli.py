@@ -86,11 +86,13 @@ def deploy_prometheus(
         public_url=_template_free("--public-url", public_url),
         runbook_url=_template_free("--runbook-url", runbook_url),
     )
+    secrets = {}
     if found is not None:
-        del made[prometheus.TOKEN_FILE]
-    _write(output, made, force=force)
-    if found is not None:
-        typer.echo(_write_secret(output / prometheus.TOKEN_FILE, found.read))
+        secrets[prometheus.TOKEN_FILE] = found.read
+        secrets[prometheus.AGENTS_TOKEN_FILE] = found.scrape
+    _write(output, {name: made[name] for name in made if name not in secrets}, force=force)
+    for name, token in secrets.items():
+        typer.echo(_write_secret(output / name, token))
 
 
 def _host_and_port(option: str, address: str) -> str:

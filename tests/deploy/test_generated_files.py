@@ -96,7 +96,9 @@ def test_the_read_token_is_handed_on_in_a_file_that_only_its_owner_reads(tmp_pat
         main(["deploy", "prometheus", "--output", str(tmp_path / "out"), "--tokens", str(tokens)])
     written = tmp_path / "out" / "vitals-read.token"
     assert "r3ad" == written.read_text()
-    assert 0o600 == written.stat().st_mode & 0o777
+    of_agents = tmp_path / "out" / "vitals-agents.token"
+    assert reader_tokens(tokens).scrape == of_agents.read_text()
+    assert [0o600, 0o600] == [path.stat().st_mode & 0o777 for path in (written, of_agents)]
     made = "".join(path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert "1ngest" not in made
     assert "c0ntrol" not in made
