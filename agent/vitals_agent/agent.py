@@ -90,9 +90,9 @@ class AgentConfig:
     """Address that ``/metrics`` listens on."""
     port: int = 0
     """Port that ``/metrics`` listens on; 0 takes a free one."""
-    read_token: str = ""
-    """Token for ``/metrics``, the collector's where there is one: so that one scrape job can read
-    every agent. Empty makes one of this folder's own."""
+    scrape_token: str = ""
+    """Token for ``/metrics``, made of the collector's where there is one: so that one scrape job
+    can read every agent. Empty makes one of this folder's own."""
     collector: str = ""
     """The collector's name: its addresses or its data folder. Empty where there is none."""
     is_collector_named: bool = True
@@ -185,7 +185,7 @@ class Agent:
         self._state_dir = AgentStateDir(self._state_path(), config.base)
         self._server: MetricsServer | None = None
         self._info: AgentInfo | None = None
-        self._token = config.read_token
+        self._token = config.scrape_token
         self._ships = ships
         self._destined: set[str] = set()
         self._told_away: dict[str, bool] = {}
@@ -216,7 +216,7 @@ class Agent:
         """
         self._state_dir.acquire()
         try:
-            self._token = self._state_dir.load_or_create_token(self.config.read_token)
+            self._token = self._state_dir.load_or_create_token(self.config.scrape_token)
             self._server = MetricsServer(
                 self, host=self.config.host, port=self.config.port, token=self._token
             )

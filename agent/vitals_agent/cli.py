@@ -123,7 +123,7 @@ def agent(
         close_inherited()
     host, port = _address(listen)
     log_to_stderr(logging.WARNING if once else logging.INFO)
-    endpoint, read_token, notice = _endpoint(collector, token_file, run_id, child=child)
+    endpoint, scrape_token, notice = _endpoint(collector, token_file, run_id, child=child)
     config = AgentConfig(
         vitals_dir=directory.absolute(),
         base=private_base(os.environ),
@@ -132,7 +132,7 @@ def agent(
         run_id=check_run_id(run_id) if run_id else "",
         host=host,
         port=port,
-        read_token=read_token,
+        scrape_token=scrape_token,
         collector=_name_of(collector) if endpoint is not None else "",
         is_collector_named=bool(collector),
         takes_over=child,
@@ -198,13 +198,13 @@ def _name_of(collector: str) -> str:
 def _endpoint(
     collector: str, token_file: Path | None, run_id: str, *, child: bool
 ) -> "tuple[CollectorEndpoint | None, str, str]":
-    """Return the way to the collector, its token for readers, and what is to be said in runs."""
+    """Return the way to the collector, the token for scraping, and what is to be said in runs."""
     from vitals_agent.collector_endpoint import CollectorEndpoint, finder
 
     try:
         find = finder(collector, token_file, os.environ, run_id=run_id)
         address = find()
-        return CollectorEndpoint(find), address.tokens.read if address is not None else "", ""
+        return CollectorEndpoint(find), address.tokens.scrape if address is not None else "", ""
     except VitalsError as error:
         if collector and not child:
             raise

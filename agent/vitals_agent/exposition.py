@@ -85,7 +85,7 @@ class AgentCollector(Collector):
 class MetricsServer:
     """Serves one agent on its own threads until closed.
 
-    ``/metrics`` needs the read token (nodes are shared, loopback is not private); ``/healthz`` is
+    ``/metrics`` needs the token for it (nodes are shared, loopback is not private); ``/healthz`` is
     open and says nothing about a run.
     """
 

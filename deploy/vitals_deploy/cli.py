@@ -79,18 +79,32 @@ def deploy_prometheus(
     targets = prometheus.agent_targets(runs) if runs else None
     found = None if tokens is None else reader_tokens(tokens)
     made = prometheus.files(
-        collector=collector,
-        alertmanager=alertmanager,
+        collector=_host_and_port("--collector", collector),
+        alertmanager=_host_and_port("--alertmanager", alertmanager),
         tls=None if found is None else found.tls,
         agents=targets,
         public_url=_template_free("--public-url", public_url),
         runbook_url=_template_free("--runbook-url", runbook_url),
     )
+    secrets = {}
     if found is not None:
-        del made[prometheus.TOKEN_FILE]
-    _write(output, made, force=force)
-    if found is not None:
-        typer.echo(_write_secret(output / prometheus.TOKEN_FILE, found.read))
+        secrets[prometheus.TOKEN_FILE] = found.read
+        secrets[prometheus.AGENTS_TOKEN_FILE] = found.scrape
+    _write(output, {name: made[name] for name in made if name not in secrets}, force=force)
+    for name, token in secrets.items():
+        typer.echo(_write_secret(output / name, token))
+
+
+def _host_and_port(option: str, address: str) -> str:
+    """Return what Prometheus takes as a target of the address that a server prints.
+
+    Raises:
+        UsageError: it has more than a scheme, a host and a port.
+    """
+    target = address.removeprefix("https://").removeprefix("http://").removesuffix("/")
+    if not target or not target.isprintable() or set(target) & set("/@ {}"):
+        raise UsageError(f"{option} is {address!r}; it must be host:port")
+    return target
 
 
 def _template_free(option: str, url: str) -> str:

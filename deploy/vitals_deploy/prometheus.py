@@ -18,6 +18,8 @@ from trainvitals.io.server_identity import SERVER_NAME, TlsTrust
 SCRAPE_INTERVAL = "15s"
 TOKEN_FILE = "vitals-read.token"
 """Written as a place to put the token: Prometheus refuses a configuration without it."""
+AGENTS_TOKEN_FILE = "vitals-agents.token"
+"""So is this: what opens the agents, and nothing else."""
 CERTIFICATE_FILE = "vitals-collector.pem"
 """So is this: by what Prometheus knows the collector before it sends the token."""
 
@@ -46,12 +48,12 @@ scrape_configs:
     static_configs:
       - targets: [{collector}]
 
-  # One agent per job and node. An agent that ships to a collector takes the collector's read token,
-  # one that does not has a token of its own.
+  # One agent per job and node. All that ship to a collector take a token that is made of its read
+  # token and opens nothing but agents; one that does not ship has a token of its own.
   - job_name: vitals-agent
     honor_labels: true
     authorization:
-      credentials_file: {token_file}
+      credentials_file: {agents_token_file}
     # Who may ship to the collector may name any target: none speaks for the collector or for a run.
     metric_relabel_configs:
       - source_labels: [__name__]
@@ -66,7 +68,7 @@ FROM_COLLECTOR = """\
     # The collector knows who ships to it. An agent listens on a loopback address, and is offered
     # only to a Prometheus beside it and the collector. For another Prometheus start agents with
     # `--listen ADDRESS:9400`, an address of a private network where you trust everybody: over it go
-    # the numbers and the read token, which opens the collector, in plain HTTP.
+    # the numbers and the agents' token, in plain HTTP.
     http_sd_configs:
       - url: {url}
         tls_config: {tls}
@@ -335,6 +337,7 @@ def files(
         alertmanager=json.dumps(alertmanager),
         collector=json.dumps(collector),
         token_file=credentials,
+        agents_token_file=json.dumps(AGENTS_TOKEN_FILE),
         tls=tls_config,
         discovery=from_collector if agents is None else FROM_FILES,
     )
@@ -342,6 +345,7 @@ def files(
         "prometheus.yml": config,
         "vitals_rules.yml": render_rules(public_url=public_url, runbook_url=runbook_url),
         TOKEN_FILE: "put the collector's read token here\n",
+        AGENTS_TOKEN_FILE: "put the token of the agents' read.token here\n",
     }
     if pem:
         made[CERTIFICATE_FILE] = pem

@@ -180,7 +180,7 @@ def test_a_given_token_opens_every_agent_and_the_old_one_no_more(world):
     own = world.agent()
     old = read_token(own)
     own.stop()
-    shared = world.agent(read_token="shared-by-the-collector")
+    shared = world.agent(scrape_token="shared-by-the-collector")
     assert 200 == get(shared, "/metrics", "shared-by-the-collector")[0]
     assert 401 == get(shared, "/metrics", old)[0]
 

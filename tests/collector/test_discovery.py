@@ -12,8 +12,11 @@ from tests.agent.conftest import world  # noqa: F401 - a fixture
 from tests.collector.conftest import Served
 from tests.collector.rows import SECOND, START, Writer
 from tests.collector.test_absence import TwoNodes
+from trainvitals.errors import UnauthorizedError
 from trainvitals.identity import safe_node_id
+from trainvitals.io.client import CollectorClient
 from trainvitals.records import RunEnded
+from trainvitals.views import RunsQuestion
 from vitals_agent.agent import Agent
 from vitals_collector.api.discovery import AgentAddress, TargetGroup, scrapable, target_groups
 from vitals_collector.queries.query import Query
@@ -32,7 +35,7 @@ def node(world: World, served: Served) -> World:  # noqa: F811 - the imported fi
 def shipping(node: World, served: Served) -> Agent:
     """An agent of this machine that has shipped what its ranks wrote."""
     with served.client("ingest") as client:
-        agent = node.agent(client=client, node=HERE, read_token=served.tokens.read)
+        agent = node.agent(client=client, node=HERE, scrape_token=served.tokens.scrape)
         agent.cycle(0.0)
     return agent
 
@@ -43,14 +46,17 @@ def offered(served: Served, scope: str = "read") -> list[dict]:
     return answer.json()
 
 
-def test_an_agent_that_ships_is_offered_and_answers_there_with_the_same_token(node, served):
+def test_an_agent_that_ships_is_offered_and_answers_there_with_the_agents_token(node, served):
     node.rank(node=HERE).step(0)
     agent = shipping(node, served)
     address = agent.info.url.removeprefix("http://")
     assert [{"targets": [address], "labels": {"node": HERE, "run": RUN}}] == offered(served)
-    headers = {"Authorization": f"Bearer {served.tokens.read}"}
+    headers = {"Authorization": f"Bearer {served.tokens.scrape}"}
     page = httpx.get(f"http://{address}/metrics", headers=headers, trust_env=False)
     assert "agent_shipped_rows_total" in page.text
+    client = CollectorClient(served.url, served.tokens.scrape)
+    with client, pytest.raises(UnauthorizedError, match="not one of this collector's"):
+        client.ask(RunsQuestion())
 
 
 def test_an_agent_of_several_runs_is_one_target_without_a_run(node, served):

@@ -230,6 +230,12 @@ def test_the_health_check_proves_that_it_knows_the_token():
     assert proof(TOKEN, "n1") != proof(TOKEN + "x", "n1")
 
 
+def test_no_proof_tells_strangers_the_name_of_the_cookie_that_they_would_set():
+    name = DOORS.cookie_name("localhost").removeprefix("vitals-")
+    for nonce in ("cookie", ""):
+        assert not proof(TOKEN, nonce).startswith(name)
+
+
 def test_a_door_without_a_token_is_not_built():
     with pytest.raises(ValueError, match="too short"):
         Doors(token="", own_host=OWN)

@@ -8,6 +8,7 @@ import time
 import urllib.parse
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,6 +17,7 @@ from tests.agent.builders import RUN
 from tests.agent.conftest import world  # noqa: F401 - a fixture
 from tests.collector.conftest import Served
 from trainvitals.identity import safe_node_id
+from trainvitals.io.client import Tokens
 from vitals_collector.api.app import CollectorSettings
 from vitals_deploy import prometheus
 from vitals_deploy.cli import write_files
@@ -51,7 +53,7 @@ def test_prometheus_finds_and_scrapes_an_agent_that_ships_to_the_collector(
     settings = CollectorSettings(data=tmp_path / "data", commit_seconds=0.0)
     with Served(settings, tls=True) as served:
         with served.client("ingest") as client:
-            agent = world.agent(client=client, node=HERE, read_token=served.tokens.read)
+            agent = world.agent(client=client, node=HERE, scrape_token=served.tokens.scrape)
             agent.cycle(0.0)
         labels = scraped(tmp_path, served)
     address = agent.info.url.removeprefix("http://")
@@ -67,6 +69,7 @@ def scraped(tmp_path, served: Served) -> dict[str, str]:
     folder = tmp_path / "prometheus"
     write_files(folder, {n: t.replace("30s", "1s").replace("15s", "1s") for n, t in made.items()})
     (folder / prometheus.TOKEN_FILE).write_text(served.tokens.read)
+    (folder / prometheus.AGENTS_TOKEN_FILE).write_text(served.tokens.scrape)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = (
@@ -86,9 +89,12 @@ def scraped(tmp_path, served: Served) -> dict[str, str]:
 
 
 class Planted(BaseHTTPRequestHandler):
-    """A target that speaks for others, beside what an agent says."""
+    """A target that speaks for others, beside what an agent says, and keeps what it is shown."""
+
+    heard: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
+        self.heard.add(self.headers["Authorization"])
         self.send_response(200)
         self.send_header("Content-Type", "text/plain; version=0.0.4")
         self.end_headers()
@@ -103,7 +109,7 @@ class Planted(BaseHTTPRequestHandler):
 
 
 @pytest.mark.servers("prometheus")
-def test_a_planted_target_speaks_for_no_collector_and_for_no_run(tmp_path):
+def test_a_planted_target_speaks_for_nobody_else_and_gets_no_token_to_read_with(tmp_path):
     with (
         HTTPServer(("127.0.0.1", 0), Planted) as planted,
         socket.create_server(("127.0.0.1", 0)) as free,
@@ -113,6 +119,9 @@ def test_a_planted_target_speaks_for_no_collector_and_for_no_run(tmp_path):
         targets = [{"targets": [f"127.0.0.1:{planted.server_port}"], "labels": {}}]
         made = prometheus.files(collector="127.0.0.1:9", agents=targets)
         write_files(tmp_path, {n: t.replace("15s", "1s") for n, t in made.items()})
+        tokens = Tokens(read="r3ad")
+        (tmp_path / prometheus.TOKEN_FILE).write_text(tokens.read)
+        (tmp_path / prometheus.AGENTS_TOKEN_FILE).write_text(tokens.scrape)
         free.close()
         command = (
             "prometheus",
@@ -132,6 +141,7 @@ def test_a_planted_target_speaks_for_no_collector_and_for_no_run(tmp_path):
                 planted.shutdown()
     told = {name for name in names if not name.startswith(("scrape_", "ALERTS"))}
     assert {"up", "agent_cycle_age_seconds", "train_step"} == told
+    assert {f"Bearer {tokens.scrape}"} == Planted.heard
 
 
 def stored_names(url: str) -> list[str]:

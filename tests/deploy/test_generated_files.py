@@ -96,7 +96,9 @@ def test_the_read_token_is_handed_on_in_a_file_that_only_its_owner_reads(tmp_pat
         main(["deploy", "prometheus", "--output", str(tmp_path / "out"), "--tokens", str(tokens)])
     written = tmp_path / "out" / "vitals-read.token"
     assert "r3ad" == written.read_text()
-    assert 0o600 == written.stat().st_mode & 0o777
+    of_agents = tmp_path / "out" / "vitals-agents.token"
+    assert reader_tokens(tokens).scrape == of_agents.read_text()
+    assert [0o600, 0o600] == [path.stat().st_mode & 0o777 for path in (written, of_agents)]
     made = "".join(path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert "1ngest" not in made
     assert "c0ntrol" not in made
@@ -147,6 +149,17 @@ def test_prometheus_knows_the_collector_by_what_its_token_file_says(tmp_path):
     made = prometheus.files(tls=TlsTrust())
     assert "vitals-collector.pem" not in made
     assert "tls_config: {}" in made["prometheus.yml"]
+
+
+def test_the_address_is_taken_as_the_collector_prints_it_and_nothing_else_is(tmp_path, capsys):
+    options = ("deploy", "prometheus", "--output", str(tmp_path), "--collector")
+    with pytest.raises(SystemExit):
+        main([*options, "https://10.0.0.1:8765"])
+    made = (tmp_path / "prometheus.yml").read_text()
+    assert 'targets: ["10.0.0.1:8765"]' in made
+    assert 'url: "https://10.0.0.1:8765/v1/sd/agents"' in made
+    assert 2 == main([*options, "vitals_home/collector"])
+    assert "--collector is 'vitals_home/collector'; it must be host:port" in capsys.readouterr().err
 
 
 def a_certificate(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -57,6 +58,9 @@ def assert_an_error(done: subprocess.CompletedProcess[str], *words: str) -> None
 def test_up_serves_until_ctrl_c_and_refuses_a_second_one_beside_it(lab):
     up = lab.start_vitals("up", *home(lab))
     until(lambda: "VITALS_DIR=" in lab.log("up").read_text(), "vitals up is up")
+    said = re.search(r"^collector: https://\S+ \(data in (.+)\)$", lab.log("up").read_text(), re.M)
+    assert said, lab.log("up").read_text()
+    assert 0 == lab.vitals("alerts", "list", "--collector", said[1]).returncode
     names = " ".join(lab.alive().values())
     for program in ("trainvitals collector", "trainvitals agent", "trainvitals dashboard"):
         assert program in names

@@ -63,7 +63,7 @@ def _look_after(stack: Stack) -> None:
 
 def _start_what_can(stack: Stack, port: int) -> None:
     try:
-        typer.echo(f"collector: {stack.start_collector()}", err=True)
+        _start_collector(stack)
     except TransportError:
         _without("collector and no dashboard", stack.give_up())
         return
@@ -79,7 +79,12 @@ def _without(what: str, why: str) -> None:
     typer.echo(f"vitals: no {what}: {why}", err=True)
 
 
+def _start_collector(stack: Stack) -> None:
+    # The folder, not the address, is what commands on this machine are given: it has the tokens.
+    typer.echo(f"collector: {stack.start_collector()} (data in {stack.data})", err=True)
+
+
 def _start(stack: Stack, port: int) -> None:
-    typer.echo(f"collector: {stack.start_collector()}", err=True)
+    _start_collector(stack)
     stack.start_agent()
     typer.echo(f"dashboard: {stack.start_dashboard(port=port)}", err=True)

@@ -7,6 +7,8 @@ followed: the token goes to the address that was given and nowhere else, once th
 proved that it is the collector (``trainvitals.io.server_identity``).
 """
 
+import hashlib
+import hmac
 import ipaddress
 import os
 import socket
@@ -80,6 +82,17 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     ingest: str = ""
     control: str = ""
     tls: TlsTrust = TlsTrust()
+
+    @property
+    def scrape(self) -> str:
+        """What opens the agents' ``/metrics`` and nothing else; "" without a token to read with.
+
+        Agents and Prometheus derive it alike. Prometheus shows it in plain HTTP to every target
+        that somebody who ships has named: the token for reading would be theirs.
+        """
+        if not self.read:
+            return ""
+        return hmac.new(self.read.encode(), b"scrape agents", hashlib.sha256).hexdigest()
 
 
 class CollectorAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ import duckdb
 import pyarrow as pa
 
 from trainvitals.errors import MissingDependencyError, StorageError, UsageError
+from trainvitals.io.private import ensure_own_dir
 from vitals_collector.numbers.interface import full_error, is_full
 
 # ---------------------------------------------------------------------------------------- the place
@@ -98,9 +99,13 @@ class Folder:
         connection.execute("SET enable_external_file_cache = false")
 
     def prepare(self) -> None:
-        """Make the folders, and take what is there as synced."""
-        self._tables.mkdir(parents=True, exist_ok=True)
-        self._aside.mkdir(exist_ok=True)
+        """Make the folders, this user's alone in whatever folder, and take what is there as synced.
+
+        Raises:
+            InsecurePathError: another user made one of them.
+        """
+        for folder in (self._tables.parent, self._tables, self._aside):
+            ensure_own_dir(folder, read=0)
         self._synced = {
             folder.name: {entry.name for entry in os.scandir(folder)}
             for folder in self._tables.iterdir()

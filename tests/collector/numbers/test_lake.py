@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.collector.numbers.test_numbers import losses, plain
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
-from trainvitals.errors import StorageError
+from trainvitals.errors import InsecurePathError, StorageError
 from vitals_collector.numbers import lake_engine, lake_upkeep
 from vitals_collector.numbers.interface import Span
 from vitals_collector.numbers.lake import Lake
@@ -41,6 +41,25 @@ _DONE = st.one_of(
     st.tuples(st.sampled_from(["merge", "open again"]), st.none()),
     st.tuples(st.just("delete"), st.sampled_from([RUN, OTHER_RUN])),
 )
+
+
+def test_rows_in_a_folder_of_many_users_are_closed_to_all_others(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o2777)
+    lake = Lake(tmp_path / "shared")
+    lake.append([batch(identity(RUN, rank=0), [{"loss": 1.0}], kinds={"loss": "f8"})])
+    lake.close()
+    inside = [path for path in (tmp_path / "shared").iterdir() if path.is_dir()]
+    assert {"data", "checksums"} == {path.name for path in inside}
+    assert {0o700} == {path.stat().st_mode & 0o777 for path in inside}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder another user's")
+def test_a_folder_that_another_user_put_in_the_rows_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    os.chown(tmp_path / "data", 65534, 65534)
+    with pytest.raises(InsecurePathError, match="belongs to user 65534"):
+        Lake(tmp_path)
 
 
 @settings(
