@@ -38,11 +38,11 @@ OWN = ("demo", "up", "doctor", "resume")
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "base": (
-        *("msgspec", "numpy", "rich", "typer", "httpx"),
+        *("msgspec", "numpy", "rich", "typer", "httpx", "cryptography"),
         *("psutil", "pynvml", "prometheus_client", "sqlalchemy", "alembic"),
     ),
     "collector": (
-        *("fastapi", "uvicorn", "httptools", "uvloop", "cryptography", "pyarrow"),
+        *("fastapi", "uvicorn", "httptools", "uvloop", "pyarrow"),
         *("duckdb", "duckdb_extension_ducklake", "duckdb_extension_sqlite_scanner"),
     ),
     "notify": ("apprise",),
