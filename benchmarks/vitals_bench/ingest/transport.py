@@ -83,7 +83,7 @@ def measure_transport(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]: 
                 used[label].append(way.post(way.bodies(num_bodies)))
     plain = used.pop("HTTP")
     for label, seconds in used.items():
-        ratios = [one / other for one, other in zip(seconds, plain, strict=True)]
+        ratios = [ours / theirs for ours, theirs in zip(seconds, plain, strict=True)]
         theirs = statistics.median(plain)
         yield Row(
             name=f"CPU of a body of 64 kB by {label}",

@@ -121,7 +121,7 @@ class StoreCollector(Collector):
     def _firing(self, now_unix_ns: int) -> Samples:
         """Return 1 for what fires and 0 for what no longer does; what pages comes first."""
         horizon = now_unix_ns - int(TOLD_AFTER_END_SECONDS * 1e9)
-        told: dict[Labels, list[tuple[int, str, bool]]] = {}
+        by_alert: dict[Labels, list[tuple[int, str, bool]]] = {}
         samples: Samples = {}
         with self._store.read() as connection:
             silences = silences_now(connection, now_unix_ns)
@@ -129,8 +129,10 @@ class StoreCollector(Collector):
                 view = entry_of(row).view
                 is_loud = row.state == "firing" and silences.of(view) is None
                 about: Labels = (row.run_id or "", row.name, row.severity)
-                told.setdefault(about, []).append((row.started_unix_ns, _cause_of(view), is_loud))
-        for about, alerts_of_it in told.items():
+                by_alert.setdefault(about, []).append(
+                    (row.started_unix_ns, _cause_of(view), is_loud)
+                )
+        for about, alerts_of_it in by_alert.items():
             for (*_, is_loud), cause in zip(alerts_of_it, _bounded(alerts_of_it), strict=True):
                 key = (*about, cause)
                 samples[key] = max(float(is_loud), samples.get(key, 0.0))

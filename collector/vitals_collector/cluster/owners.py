@@ -31,6 +31,7 @@ _IDLE_SECONDS = 600.0
 _PREFIX = "run/"
 _NAMES_AT_ONCE = 1_000
 _ENDED_SECONDS = 60.0
+"""How long after its lease a run is taken over with another: what stopped long ago stays."""
 _ELSEWHERE_SECONDS = 1.0
 """How long a run of another collector is thought to be its; agents ask often meanwhile."""
 _LOG = logging.getLogger("vitals.collector.owners")

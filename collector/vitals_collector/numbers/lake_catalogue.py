@@ -460,7 +460,11 @@ class Catalogue:
         there = {self.runs[run_id]: states[run_id] for run_id in states if run_id in self.runs}
         holes = self._holes(there) if there else {}
         for run, state in there.items():
-            state.holes, state.holes_read_at = holes.get(run, {}), now
+            state.holes = holes.get(run, {})
+        for (
+            state
+        ) in states.values():  # of one without rows as well, or it is asked for each time
+            state.holes_read_at = now
 
     def _fresh_seconds(self, state: RunState) -> float:
         if not self._is_shared:
