@@ -461,9 +461,7 @@ class Catalogue:
         holes = self._holes(there) if there else {}
         for run, state in there.items():
             state.holes = holes.get(run, {})
-        for (
-            state
-        ) in states.values():  # of one without rows as well, or it is asked for each time
+        for state in states.values():  # of one without rows as well, or it is asked for each time
             state.holes_read_at = now
 
     def _fresh_seconds(self, state: RunState) -> float:
