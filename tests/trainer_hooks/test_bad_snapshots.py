@@ -130,11 +130,11 @@ def test_a_frozen_parameter_that_is_infinite_from_the_start_is_no_fault(tmp_path
     assert [] == train(loop, break_moment, times=0, steps=StateCheck.EVERY + 2)
     assert [] == findings(loop, KIND)
     if mode == "heal":
-        states = {(ref.where, ref.state) for ref in loop.monitor._controller.recovery.refs()}
-        assert ("disk", "healthy") in states
-        # How far copies in memory have come depends on the writer's thread: none is thought bad.
-        in_memory = {state for where, state in states if where == "memory"}
-        assert in_memory and in_memory <= {"healthy", "verified"}
+        memory, store = loop.monitor._controller.recovery.keepers()
+        assert store.wait(), "a thread writes the checkpoints"
+        for refs in (memory.refs(), store.loadable_refs()):
+            states = {ref.state for ref in refs}
+            assert states and states <= {"healthy", "verified"}
 
 
 def test_a_start_that_is_not_finite_is_refused_by_the_tensor_s_name(tmp_path):
