@@ -99,15 +99,16 @@ def measure_transport(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]: 
 
 
 def _ways(folder: Path, leave: ExitStack) -> Mapping[str, _Way]:
+    # Each has a collector of its own: what one has stored is merged while the next is asked.
     plain, url, tokens_file = leave.enter_context(collector(folder / "plain"))
-    proven, _, proven_file = leave.enter_context(collector(folder / "proven", plain=False))
-    here = collector_on(proven_file.parent)
-    there = read_collector_file(proven_file.parent)
+    local, _, local_file = leave.enter_context(collector(folder / "socket", plain=False))
+    remote, _, remote_file = leave.enter_context(collector(folder / "tls", plain=False))
+    here, there = collector_on(local_file.parent), read_collector_file(remote_file.parent)
     assert here is not None and there is not None
     addresses = {
         "HTTP": (plain, CollectorAddress(url=UNPROVEN + url, tokens=read_tokens(tokens_file))),
-        "socket": (proven, here),
-        "TLS": (proven, CollectorAddress(url=there.url, tokens=here.tokens)),
+        "socket": (local, here),
+        "TLS": (remote, CollectorAddress(url=there.url, tokens=read_tokens(remote_file))),
     }
     ways = {}
     for label, (started, address) in addresses.items():
