@@ -126,11 +126,11 @@ _SHAPES = re.compile(
     re.DOTALL,
 )
 _PAIR = re.compile(
-    r"(?P<name>(?<![\w.-])-{0,2}[A-Za-z_][\w.-]{0,80})"
-    r"(?P<between>['\"]?[ ]*[=:][ ]*|(?<=[\w'\"])['\"]?,?[ ]+)"
+    r"(?P<name>(?<![\w.-])(?P<dash>-{1,2})?[A-Za-z_][\w.-]{0,80})"
+    r"(?P<between>['\"]?[ ]*[=:][ ]*|(?(dash)(?<=[\w'\"])['\"]?,?[ ]+|(?!)))"
     r"(?P<value>'[^']*'|\"(?:[^\"\\]|\\.)*\"|[^\s,;&'\"(){}\[\]]+(?:[ ]+[A-Za-z0-9._~+/=-]{16,})?)"
 )
-"""NAME=VALUE, "NAME": "VALUE", --NAME VALUE, or '--NAME', 'VALUE'."""
+"""NAME=VALUE, "NAME": "VALUE", --NAME VALUE, or '--NAME', 'VALUE'; a space alone says nothing."""
 _HINT = re.compile(
     rb"(?i)secret|passw|passphrase|pwd|token|key|cred|auth|cookie|dsn|jwt|pass|sig|bearer|://"
     rb"|-----BEGIN|eyJ|A[KSRIGN][IOPDNV]A|gh[pousr]_|github_pat|glpat|hf_|api_org|sk-|k_live|k_test"
@@ -159,14 +159,13 @@ def _without_value(match: re.Match[str]) -> str:
     name, between, value = match["name"], match["between"], match["value"]
     quote = value[0] if value[0] in "'\"" else ""
     inner = value[1:-1] if quote else value
-    # In running text a space says nothing: only after --NAME does the value follow it.
-    if not any(sign in between for sign in "=:") and not name.startswith("-"):
-        return match[0]
     is_word = inner.lower() in ("none", "null", "true", "false", "")
     is_signature = name.lower().rpartition("-")[2] in ("sig", "signature") and "=" in between
     is_hidden = is_signature or is_secret(name, inner)
     if is_word or inner == REDACTED or not is_hidden:
-        return match[0]
+        # What was taken for a value may hold the next pair: --set password=..., lr=1 password=...
+        is_one_word = any(sign in between for sign in "=:") and (quote or " " not in value)
+        return match[0] if is_one_word else name + between + _PAIR.sub(_without_value, value)
     return f"{name}{between}{quote}{REDACTED}{quote}"
 
 

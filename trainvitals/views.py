@@ -24,6 +24,7 @@ from trainvitals.records import (
     RunInfo,
     Severity,
 )
+from trainvitals.redaction import redact_text
 
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
 Health = Literal["healthy", "acting", "critical", "unknown"]
@@ -543,7 +544,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             number=max(now, after + 1),
             run_id=run_id,
             action=self.action,
-            reason=self.reason,
+            reason=redact_text(self.reason),
             issued_by=issued_by,
             issued_unix_ns=now_unix_ns,
             expires_unix_ns=now_unix_ns + int(self.ttl_seconds * 1e9),

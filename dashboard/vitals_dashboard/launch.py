@@ -25,8 +25,15 @@ from typing import NamedTuple, TypeVar
 import httpx
 
 from trainvitals.cli.supervise import stop_process
-from trainvitals.errors import StorageError, TransportError, UsageError
-from trainvitals.io.client import COLLECTOR_FILE, client_of, collector_on, url_in
+from trainvitals.errors import StorageError, TransportError, UnauthorizedError, UsageError
+from trainvitals.io.client import (
+    COLLECTOR_FILE,
+    client_of,
+    collector_on,
+    read_tokens,
+    url_in,
+)
+from trainvitals.io.control_key import read_control_key
 from trainvitals.io.private import ensure_private_dir
 from trainvitals.io.setting_paths import collector_folder, default_data_dir
 from vitals_dashboard.auth import HEALTH_PATH, NONCE_HEADER, PROOF_HEADER, proof
@@ -317,11 +324,29 @@ def folder_collector(
             yield child, replace(place_on(data, ""), of_folder=True)
 
 
+def check_control(place: CollectorPlace) -> None:
+    """Check that commands could be sent and signed: no button is offered that cannot work.
+
+    Raises:
+        UnauthorizedError: there is no token to send them with, or no key to sign them with.
+        InsecurePathError: others can read one of them.
+    """
+    if not place.token_file or not read_tokens(place.token_file).control:
+        raise UnauthorizedError(
+            f"--control needs a control token; {place.token_file or 'no token file'} has none",
+            hint="give the collector's tokens.json with --token-file, or one that `vitals token"
+            " create NAME --scope control --output FILE` made; leave out --control to only look",
+        )
+    read_control_key(Path(place.token_file).parent)
+
+
 @contextmanager
 def pages(
     place: CollectorPlace, port: int, environ: Mapping[str, str], entrance: Entrance = Entrance()
 ) -> Iterator[Pages]:
     """Run the Streamlit process until the block ends; gives it and the ways to it."""
+    if entrance.control:
+        check_control(place)
     token, own_host = secrets.token_urlsafe(24), f"{secrets.token_hex(16)}.localhost"
     with ExitStack() as stack:
         _hold_ipv6(stack, port)

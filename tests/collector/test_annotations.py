@@ -16,6 +16,9 @@ from vitals_collector.storage.schema import audit
 from vitals_collector.storage.store import Store
 
 
+SECRET = "4f1Kq9ZtT7xWbV2mR8sYcD3e"
+
+
 def write(store: Store, text: str = "a line", step: int = 5, by: str = "ann", run: str = RUN):
     request = AnnotationRequest(step=step, text=text, by=by)
     return annotate(store, run, request, caller="api from here", now_unix_ns=7)
@@ -36,6 +39,15 @@ def test_lines_of_people_stand_beside_what_the_training_announced(store: Store):
         ("ann (api from here)", "annotate", f"run/{RUN}/150", "new data mix"),
         ("api from here", "annotate", f"run/{RUN}/2", "no name"),
     ] == [(row.actor, row.action, row.subject, row.detail) for row in rows]
+
+
+def test_a_secret_in_a_line_is_kept_nowhere(store: Store):
+    ingest(store, Writer().steps([0], loss=1.0))
+    kept = "restarted with api_key=***"
+    assert kept == write(store, f"restarted with api_key={SECRET}").text
+    (found,) = query(store).ask(AnnotationsQuestion(run_id=RUN))
+    with store.read() as connection:
+        assert [kept] * 2 == [found.text, connection.execute(select(audit.c.detail)).scalar_one()]
 
 
 def test_what_cannot_be_kept_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from sqlalchemy import select
 
 from tests.collector.alerting import decision, started
 from tests.collector.conftest import Served
@@ -26,6 +27,7 @@ from trainvitals.records import (
 from trainvitals.testing import judgements
 from trainvitals.views import AlertsQuestion, CommandsQuestion, TableQuestion
 from vitals_collector.queries.open import open_folder
+from vitals_collector.storage.schema import audit
 
 
 def run_cli(*arguments: str) -> int:
@@ -332,6 +334,18 @@ def test_an_alert_is_listed_acknowledged_and_silenced(known: Served, capsys):
     assert 0 == run_cli("alerts", "silence", alert.fingerprint, *silence)
     (shown,) = json.loads(capsys.readouterr().out)
     assert ("alice", "known") == (shown["acknowledged_by"], shown["silence_reason"])
+
+
+def test_a_secret_in_the_reason_of_a_silence_is_kept_nowhere(known: Served, capsys):
+    reason = ("--reason", "api_key=4f1Kq9ZtT7xWbV2mR8sYcD3e is changed", "--format", "json")
+    assert 0 == run_cli("alerts", "silence", "TrainingRolledBack", "--run", RUN, *reason)
+    assert 0 == run_cli("alerts", "silence", "--match", "name=~Training.*", *reason)
+    assert 0 == run_cli("alerts", "silences", "--format", "json")
+    with known.store.read() as connection:
+        audited = [*connection.execute(select(audit.c.detail)).scalars()]
+    said = capsys.readouterr().out + "".join(audited)
+    assert "4f1Kq9" not in said
+    assert "api_key=*** is changed" in said
 
 
 def test_an_alert_is_silenced_by_its_name(known: Served, capsys):

@@ -9,6 +9,7 @@ from tests.collector.rows import Writer
 from tests.orders import keys, signed
 from trainvitals.errors import UnauthorizedError, UsageError
 from trainvitals.identity import Identity, new_run_id
+from trainvitals.io.control_key import sign_order
 from trainvitals.io.mailbox import verify_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import (
@@ -264,6 +265,18 @@ def test_the_audit_names_who_signed(store: Store):
     ask(store)
     with store.read() as connection:
         assert "alice (control key)" == connection.execute(select(audit.c.actor)).scalar_one()
+
+
+def test_a_secret_in_a_reason_is_gone_before_it_is_signed_and_in_the_audit(store: Store):
+    secret = "4f1Kq9ZtT7xWbV2mR8sYcD3e"
+    request = msgspec.structs.replace(HALT, reason=f"leaked api_key={secret}")
+    assert "leaked api_key=***" == ask(store, request).command.reason
+    ours = signed(RUN, HALT, now_unix_ns=NOW + SECOND)
+    of_another_client = sign_order(msgspec.structs.replace(ours, reason=request.reason), keys())
+    issue(store, RUN, of_another_client, keys=keys(), now_unix_ns=NOW + SECOND)
+    with store.read() as connection:
+        details = connection.execute(select(audit.c.detail)).scalars().all()
+    assert ["leaked api_key=***"] * 2 == details
 
 
 def test_only_the_agent_beside_rank_0_marks_a_delivery(store: Store):

@@ -1,5 +1,6 @@
 """Tokens of owners, for projects and runs: what each refusal says, over real HTTP."""
 
+import re
 import time
 from pathlib import Path
 
@@ -493,6 +494,17 @@ def test_what_cannot_be_done_says_why(served: Served, words: list[str], says: st
     done = vitals(served.settings.data, *words)
     assert 0 != done.exit_code
     assert says in str(done.exception)
+
+
+def test_a_run_that_has_not_begun_is_named_by_an_id_that_is_offered(served: Served):
+    data = served.settings.data
+    refusal = vitals(data, "create", "ada", "--run", "next week").exception
+    assert isinstance(refusal, UsageError)
+    assert "one that has not begun is known by its id alone" in refusal.text
+    words = re.search(r"`vitals token (create ada --run (\w+))`.*VITALS_RUN_ID=(\w+)", refusal.hint)
+    assert words is not None and words[2] == words[3]
+    assert 0 == vitals(data, *words[1].split()).exit_code
+    assert words[2] in vitals(data, "list").output
 
 
 def test_without_a_store_there_is_nothing_to_create_in(tmp_path: Path):

@@ -15,7 +15,9 @@ import httpx
 import msgspec
 import pytest
 
+from tests.dashboard.conftest import write_tokens
 from tests.dashboard.folder import write_run
+from tests.dashboard.stub import CONTROL
 from trainvitals.cli.main import main
 from trainvitals.errors import UsageError
 from vitals_dashboard import launch
@@ -192,6 +194,19 @@ def test_a_wrong_address_is_a_clear_error(fails, tmp_path: Path):
 
 def test_a_folder_and_a_collector_together_are_a_clear_error(fails, tmp_path: Path):
     assert "leave out one" in fails(str(tmp_path), "--collector", "https://127.0.0.1:9")
+
+
+def test_control_that_could_send_no_command_is_refused_at_the_start(capsys, tmp_path: Path):
+    file = write_tokens(tmp_path / "tokens.json")
+    options = ("--collector", "https://127.0.0.1:9", "--token-file", str(file), "--control")
+    assert 1 == main(["dashboard", *options])
+    said = capsys.readouterr().err
+    assert "--control needs a control token" in said and "--scope control" in said
+    write_tokens(file, control=CONTROL)
+    (tmp_path / "control.key").unlink()
+    assert 1 == main(["dashboard", *options])
+    said = capsys.readouterr().err
+    assert "control.key: No such file" in said and "copy it beside your token file" in said
 
 
 # ------------------------------------------------------------------------------- the whole command

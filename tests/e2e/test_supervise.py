@@ -56,7 +56,7 @@ def assert_an_error(done: subprocess.CompletedProcess[str], *words: str) -> None
 
 @pytest.mark.slow
 def test_up_serves_until_ctrl_c_and_refuses_a_second_one_beside_it(lab):
-    up = lab.start_vitals("up", *home(lab))
+    up = lab.start_vitals("up", *home(lab), "--control")
     until(lambda: "VITALS_DIR=" in lab.log("up").read_text(), "vitals up is up")
     said = re.search(r"^collector: https://\S+ \(data in (.+)\)$", lab.log("up").read_text(), re.M)
     assert said, lab.log("up").read_text()
@@ -64,6 +64,7 @@ def test_up_serves_until_ctrl_c_and_refuses_a_second_one_beside_it(lab):
     names = " ".join(lab.alive().values())
     for program in ("trainvitals collector", "trainvitals agent", "trainvitals dashboard"):
         assert program in names
+    assert "--control" in names, "the dashboard was told"
 
     second = lab.vitals("up", *home(lab))
     assert_an_error(second, str(lab.folder / "home"), "another")
@@ -148,6 +149,20 @@ def test_what_dies_again_and_again_stays_away_and_it_is_said(lab):
     assert ["started again"] * MAX_REVIVALS == [text[-13:] for text in said[:MAX_REVIVALS]]
     assert "it stays away. Its log is" in said[-1]
     assert [] == list(stack.revive())
+
+
+def test_codes_that_the_dashboard_tells_are_shown_once_in_the_terminal_of_up(lab):
+    stack = Stack(lab.folder / "home", lab.environ())
+    stack.home.mkdir()
+    log = stack.home / "dashboard.log"
+    log.write_text("http://x.localhost:1/?token=t\nControl code: AB-12  (asked for at 10:00:00)\n")
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        stack._children.append(Child("dashboard", process, log))
+        assert ["Control code: AB-12  (asked for at 10:00:00)"] == stack.control_codes()
+        assert [] == stack.control_codes()
+        with log.open("a") as more:
+            more.write("Control code: CD-34  (asked for at 10:01:00)\n")
+        assert ["Control code: CD-34  (asked for at 10:01:00)"] == stack.control_codes()
 
 
 def test_what_lacks_a_package_is_not_started_again_and_it_is_said_in_a_line(lab):

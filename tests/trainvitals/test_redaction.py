@@ -124,6 +124,9 @@ def test_a_secret_is_known_by_its_shape_wherever_it_stands(kind: str):
     [
         ("python t.py --hub_token hush1 --lr 0.1", "python t.py --hub_token *** --lr 0.1"),
         ("python t.py --api-key=hush --x", "python t.py --api-key=*** --x"),
+        ("started with api_key=hush", "started with api_key=***"),
+        ("lr=0.1 api_key=0123456789abcdef01", "lr=0.1 api_key=***"),
+        ("python t.py --set db.password=hush", "python t.py --set db.password=***"),
         ("WANDB_API_KEY=0123456789ab python t.py", "WANDB_API_KEY=*** python t.py"),
         ('{"api_key": "a b", "pad_token": "[PAD]"}', '{"api_key": "***", "pad_token": "[PAD]"}'),
         ("Namespace(password='hush', lr=1)", "Namespace(password='***', lr=1)"),

@@ -82,6 +82,7 @@ class Stack:
         self.collector_url = ""
         self.dashboard_url = ""
         self._children: list[Child] = []
+        self._num_codes = 0
         self._handlers: list[tuple[signal.Signals, _Handler]] = []
 
     @property
@@ -118,9 +119,11 @@ class Stack:
         options = ["--dir", str(self.runs), "--collector", str(self.data)]
         self._start("agent", [*options, "--token-file", str(self.token_file)])
 
-    def start_dashboard(self, *, port: int = 0) -> str:
+    def start_dashboard(self, *, port: int = 0, control: bool = False) -> str:
         """Start the dashboard and return its one-click address, as it printed it."""
         options = ["--collector", str(self.data), "--token-file", str(self.token_file)]
+        if control:
+            options.append("--control")
         child = self._start("dashboard", [*options, "--port", str(port)])
         self.dashboard_url = self._until(child, lambda: _one_click(child.log))
         return self.dashboard_url
@@ -196,6 +199,15 @@ class Stack:
             child.num_revivals += 1
             child.process = self._spawn(child.name, child.options, child.log, os.O_APPEND)
             yield f"{message}; it is started again"
+
+    def control_codes(self) -> list[str]:
+        """Return what the dashboard has said of control codes since the last call."""
+        lines: list[str] = []
+        for child in self._children:
+            if child.name == "dashboard":
+                lines = re.findall(r"^Control code: .+$", child.log.read_text("utf-8"), re.M)
+        new, self._num_codes = lines[self._num_codes :], len(lines)
+        return new
 
     # ---------------------------------------------------------------------------- stopping
 

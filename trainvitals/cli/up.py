@@ -14,18 +14,28 @@ _Dir = Annotated[
     Path, typer.Option("--dir", help="Folder for runs, store and logs.", file_okay=False)
 ]
 _Port = Annotated[int, typer.Option("--port", help="The dashboard's port; 0 picks a free port.")]
+_Control = Annotated[
+    bool,
+    typer.Option(
+        "--control",
+        help="Let a browser send commands once it gives a code that this terminal shows.",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
     """Add the two commands."""
 
     @app.command(epilog="Example: vitals up --dir ~/vitals")
-    def up(directory: _Dir = Path("vitals_home"), port: _Port = 0) -> None:
+    def up(
+        directory: _Dir = Path("vitals_home"), port: _Port = 0, control: _Control = False
+    ) -> None:
         """Start collector, agent and dashboard for this machine; Ctrl-C stops them."""
         with Stack(directory, environ_of_this_process()) as stack:
-            _start(stack, port)
+            _start(stack, port, control)
             typer.echo(f"training: set VITALS_DIR={stack.runs}", err=True)
             while (dead := stack.dead()) is None:
+                _show_codes(stack)
                 time.sleep(0.5)
             raise TransportError(
                 f"the {dead.name} ended:\n{dead.last_words()}", hint=f"its log is {dead.log}"
@@ -39,6 +49,7 @@ def register(app: typer.Typer) -> None:
         command: Annotated[list[str], typer.Argument(help="The training command, after --.")],
         directory: _Dir = Path("vitals_home"),
         port: _Port = 0,
+        control: _Control = False,
     ) -> None:
         """Run a training command with collector, agent and dashboard around it.
 
@@ -51,7 +62,7 @@ def register(app: typer.Typer) -> None:
                 hint="write the training command after --: vitals run -- torchrun train.py",
             )
         with Stack(directory, environ_of_this_process()) as stack:
-            _start_what_can(stack, port)
+            _start_what_can(stack, port, control)
             code = run_command(command, stack.training_environ(), lambda: _look_after(stack))
         raise typer.Exit(code)
 
@@ -59,9 +70,15 @@ def register(app: typer.Typer) -> None:
 def _look_after(stack: Stack) -> None:
     for message in stack.revive():
         typer.echo(f"vitals: {message}", err=True)
+    _show_codes(stack)
 
 
-def _start_what_can(stack: Stack, port: int) -> None:
+def _show_codes(stack: Stack) -> None:
+    for line in stack.control_codes():
+        typer.echo(line, err=True)
+
+
+def _start_what_can(stack: Stack, port: int, control: bool) -> None:
     try:
         _start_collector(stack)
     except TransportError:
@@ -69,7 +86,7 @@ def _start_what_can(stack: Stack, port: int) -> None:
         return
     stack.start_agent()
     try:
-        typer.echo(f"dashboard: {stack.start_dashboard(port=port)}", err=True)
+        typer.echo(f"dashboard: {stack.start_dashboard(port=port, control=control)}", err=True)
     except TransportError:
         _without("dashboard", stack.give_up())
     _look_after(stack)
@@ -84,7 +101,7 @@ def _start_collector(stack: Stack) -> None:
     typer.echo(f"collector: {stack.start_collector()} (data in {stack.data})", err=True)
 
 
-def _start(stack: Stack, port: int) -> None:
+def _start(stack: Stack, port: int, control: bool) -> None:
     _start_collector(stack)
     stack.start_agent()
-    typer.echo(f"dashboard: {stack.start_dashboard(port=port)}", err=True)
+    typer.echo(f"dashboard: {stack.start_dashboard(port=port, control=control)}", err=True)

@@ -302,8 +302,22 @@ class CollectorClient:
 def client_of(
     collector: CollectorAddress, scope: str = "read", *, timeout: float = 5.0
 ) -> CollectorClient:
-    """Return a client with the token of a scope; "" is none."""
-    token = getattr(collector.tokens, scope) if scope else ""
+    """Return a client with the token of a scope; "" is none.
+
+    Raises:
+        UnauthorizedError: the token file has tokens, and none of that scope.
+    """
+    tokens = collector.tokens
+    token = getattr(tokens, scope) if scope else ""
+    if scope == "read":
+        token = token or tokens.control  # which includes it
+    held = [name for name in ("ingest", "read", "control") if getattr(tokens, name)]
+    if scope and held and not token:
+        raise UnauthorizedError(
+            f"the token file allows {' and '.join(held)} only; this needs {scope}",
+            hint="on the collector's machine, `vitals token create NAME --scope "
+            f"{scope} --output FILE` makes a token file for it: give that with --token-file",
+        )
     return CollectorClient(collector.url, token, tls=collector.tokens.tls, timeout=timeout)
 
 
@@ -354,6 +368,7 @@ def url_in(data: Path) -> str:
 
     Raises:
         InsecurePathError: another user could have written it.
+        UsageError: that collector is reached by plain HTTP alone.
     """
     file = read_collector_file(data)
     if file is None:
@@ -369,7 +384,18 @@ def url_in(data: Path) -> str:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_loopback = host == "localhost"
-    return file.url if not is_loopback or (is_here and _is_alive(file.pid)) else ""
+    if is_loopback and not (is_here and _is_alive(file.pid)):
+        return ""
+    if file.url.startswith("http://"):
+        version = f"Vitals {file.version}" if file.version else "an older Vitals"
+        raise UsageError(
+            f"the collector on {data} ({version}, process {file.pid} on {file.node or 'this node'})"
+            " is reached by plain HTTP alone: it cannot prove that it is the collector",
+            hint="stop it, and start it with this version on the same folder: "
+            f"`vitals collector --data {data}`; what it stored stays. One with --allow-plain is "
+            "reached through its TLS proxy: give that address with --collector",
+        )
+    return file.url
 
 
 def read_collector_file(data: Path) -> CollectorFile | None:

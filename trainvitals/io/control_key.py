@@ -76,17 +76,27 @@ def sign_order(command: Command, folder: Path) -> Command:
         InsecurePathError: others can read it.
         FormatError: it is damaged.
     """
+    key = _ed25519().Ed25519PrivateKey.from_private_bytes(read_control_key(folder))
+    signature = key.sign(_signed_part(command))
+    return msgspec.structs.replace(command, control_signature=signature.hex())
+
+
+def read_control_key(folder: Path) -> bytes:
+    """Return the secret half.
+
+    Raises:
+        UnauthorizedError: there is none in the folder.
+        InsecurePathError: others can read it.
+        FormatError: it is damaged.
+    """
     try:
-        secret = _read(folder / SECRET_FILE)
+        return _read(folder / SECRET_FILE)
     except OSError as error:
         raise UnauthorizedError(
             f"{folder / SECRET_FILE}: {error.strerror}; commands are signed with it",
             hint="the collector creates it (0600) at its first start, beside tokens.json: command "
             "from there, or copy it beside your token file",
         ) from None
-    key = _ed25519().Ed25519PrivateKey.from_private_bytes(secret)
-    signature = key.sign(_signed_part(command))
-    return msgspec.structs.replace(command, control_signature=signature.hex())
 
 
 def verify_order(command: Command, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from sqlalchemy import func, insert, select
 
 from trainvitals.errors import UsageError
+from trainvitals.redaction import redact_text
 from trainvitals.views import AnnotationRequest, AnnotationView
 from vitals_collector.alerts.commands import CONFLICT
 from vitals_collector.storage.schema import annotations, audit, runs
@@ -63,8 +64,8 @@ def annotate(
 
 
 def _checked(name: str, text: str, most: int) -> str:
-    """Return the text as it can be stored, without the white space around it."""
-    text = clean(text).encode(errors="replace").decode().strip()
+    """Return the text as it can be stored, without secrets and the white space around it."""
+    text = redact_text(clean(text).encode(errors="replace").decode().strip())
     if len(text) > most:
         raise UsageError(f"{name} has {len(text)} characters; it may have {most}")
     return text

@@ -20,6 +20,7 @@ from trainvitals.io.control_key import verify_order
 from trainvitals.io.mailbox import check_time, sign_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import Command
+from trainvitals.redaction import redact_text
 from trainvitals.views import CommandRequest, CommandView
 from vitals_collector.storage.schema import audit, checkpoints, commands, runs, sources
 from vitals_collector.storage.store import UNKNOWN, Store, unknown_run
@@ -72,7 +73,9 @@ def issue(
         _check_number(connection, command)
         connection.execute(insert(commands).values(_row_of(command)))
         who = f"{command.issued_by} (control key)"
-        _audit(connection, now_unix_ns, who, f"command {command.action}", command, command.reason)
+        # Signed by then: only the copy for the audit can be redacted. Ours are before they are.
+        reason = redact_text(command.reason)
+        _audit(connection, now_unix_ns, who, f"command {command.action}", command, reason)
     view = CommandView(command=command, status="pending")
     if _leave_in_folder(command, folders):
         return mark_delivered(

@@ -20,6 +20,7 @@ from sqlalchemy import Connection, Row, select
 from trainvitals.alerting import Alert, AlertState, AlertStatus, advance, point_is_over
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
+from trainvitals.redaction import redact_text
 from trainvitals.views import (
     AckRequest,
     AlertView,
@@ -332,7 +333,7 @@ class Inbox:
         Raises:
             UsageError: no such alert, nobody's name, or a silence without reason or end.
         """
-        self._check(request)
+        request = self._checked(request)
         now = self._clock.time_ns()
         with self._store.write() as connection:
             entry = _load(connection, fingerprint)
@@ -359,8 +360,9 @@ class Inbox:
             UsageError: no matcher or a wrong one, nobody's name, no reason, or no end.
         """
         matchers = parse_matchers(request.matchers)
-        as_ack = AckRequest(by=request.by, reason=request.reason, silence_seconds=request.seconds)
-        self._check(as_ack)
+        as_ack = self._checked(
+            AckRequest(by=request.by, reason=request.reason, silence_seconds=request.seconds)
+        )
         now = self._clock.time_ns()
         starts = max(now, request.starts_unix_ns)
         if not request.seconds or starts - now > MAX_SILENCE_SECONDS * 1e9:
@@ -383,7 +385,7 @@ class Inbox:
             id=silence_id,
             matchers=request.matchers,
             by=request.by,
-            reason=request.reason,
+            reason=as_ack.reason,
             starts_unix_ns=starts,
             ends_unix_ns=starts + int(request.seconds * 1e9),
             num_firing=len(fitting),
@@ -397,8 +399,7 @@ class Inbox:
         Raises:
             UsageError: it is over or there is none, or nobody's name.
         """
-        as_ack = AckRequest(by=request.by, reason=request.reason)
-        self._check(as_ack)
+        as_ack = self._checked(AckRequest(by=request.by, reason=request.reason))
         now = self._clock.time_ns()
         with self._store.write() as connection:
             view = end_silence(connection, silence_id, now)
@@ -406,7 +407,8 @@ class Inbox:
             _write_audit(connection, "end silence", subject, as_ack, now, caller)
         return view
 
-    def _check(self, request: AckRequest) -> None:
+    def _checked(self, request: AckRequest) -> AckRequest:
+        """Return the request as it is kept: its reason without secrets."""
         for name, text, least in (("by", request.by, 1), ("reason", request.reason, 0)):
             if not least <= len(text.strip()) <= MAX_WORDS or not text.isprintable():
                 raise UsageError(
@@ -421,6 +423,7 @@ class Inbox:
             raise UsageError(
                 "a silence needs a reason: others must be able to see why no alert was sent"
             )
+        return msgspec.structs.replace(request, reason=redact_text(request.reason))
 
     # ---------------------------------------------------------------------------- for notifiers
 

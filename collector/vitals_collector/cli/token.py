@@ -19,6 +19,7 @@ import typer
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.errors import StorageError, UsageError
+from trainvitals.identity import new_run_id
 from trainvitals.io.private import replace_file
 from trainvitals.io.rundir import is_run_id
 from vitals_collector.cli.store import Data, Database, Form, data_dir, find_run, user
@@ -83,7 +84,7 @@ def create(
     scopes = tuple(dict.fromkeys(each.value for each in scope or (Scope.INGEST,)))
     now = time.time_ns()
     with _store(data, database) as store:
-        run_id = run if not run or is_run_id(run) else find_run(store, run)
+        run_id = run if not run or is_run_id(run) else _run_of_name(store, run, owner)
         with store.write() as connection:
             token_id, secret = tokens.create(
                 connection,
@@ -98,6 +99,23 @@ def create(
             if output is not None:
                 _write(output, secret, scopes, data_dir(data), is_new=True)
     _tell(token_id, owner, secret, output)
+
+
+def _run_of_name(store: "Store", name: str, owner: str) -> str:
+    """Return the id of the one run of that name; say how to name one that has not begun."""
+    from vitals_collector.storage.store import UNKNOWN
+
+    try:
+        return find_run(store, name)
+    except UsageError as error:
+        fresh = new_run_id(time.time_ns())
+        raise UsageError(
+            f"--run {error.text}; one that has not begun is known by its id alone, as several may "
+            "have one name",
+            hint=f"choose its id: `vitals token create {owner} --run {fresh}`, and train with "
+            f"VITALS_RUN_ID={fresh}; or limit the token by --project",
+            code=UNKNOWN,
+        ) from None
 
 
 def list_tokens(data: Data = None, database: Database = "", form: Form = Format.TABLE) -> None:

@@ -21,7 +21,14 @@ from trainvitals.errors import (
     UsageError,
     VitalsError,
 )
-from trainvitals.io.client import CollectorClient, Tokens, discover_collector
+from trainvitals.io import client as client_module
+from trainvitals.io.client import (
+    CollectorAddress,
+    CollectorClient,
+    Tokens,
+    collector_on,
+    discover_collector,
+)
 from trainvitals.views import (
     AckRequest,
     AlertsQuestion,
@@ -277,9 +284,9 @@ def test_the_token_goes_through_no_proxy_and_follows_no_redirect(
 # ---------------------------------------------------------------------------- discovery
 
 
-def write_data(data: Path, *, mode: int = 0o600) -> None:
-    data.mkdir(parents=True)
-    address = {"url": "https://127.0.0.1:5", "pid": os.getpid()}
+def write_data(data: Path, *, mode: int = 0o600, url: str = "https://127.0.0.1:5") -> None:
+    data.mkdir(parents=True, exist_ok=True)
+    address = {"url": url, "pid": os.getpid()}
     (data / "collector.json").write_text(json.dumps(address))
     (data / "collector.json").chmod(0o600)
     (data / "tokens.json").write_text('{"read": "r", "ingest": "i", "control": "c"}')
@@ -294,6 +301,34 @@ def test_this_users_own_collector_is_found(tmp_path: Path) -> None:
         found.url,
         found.tokens,
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "scope", "says"),
+    [
+        (Tokens(ingest="i"), "read", "allows ingest only; this needs read"),
+        (Tokens(ingest="i", read="r"), "control", "ingest and read only; this needs control"),
+    ],
+)
+def test_a_token_file_without_the_scope_says_what_it_may_and_how_to_get_one(tokens, scope, says):
+    collector = CollectorAddress(url="https://127.0.0.1:5", tokens=tokens)
+    with pytest.raises(UnauthorizedError, match=says) as caught:
+        client_module.client_of(collector, scope)
+    assert f"`vitals token create NAME --scope {scope} --output FILE`" in caught.value.hint
+
+
+def test_a_control_token_reads_too() -> None:
+    collector = CollectorAddress(url="https://127.0.0.1:5", tokens=Tokens(control="c"))
+    with client_module.client_of(collector) as reader:
+        assert "Bearer c" == reader._headers["Authorization"]
+
+
+def test_the_data_folder_of_a_collector_of_before_tls_says_how_to_update_it(tmp_path: Path) -> None:
+    """It holds no certificate and no socket: giving the folder again would not help."""
+    write_data(tmp_path, url="http://127.0.0.1:5")
+    with pytest.raises(UsageError, match="an older Vitals, process [0-9]+ on this node") as caught:
+        collector_on(tmp_path)
+    assert f"`vitals collector --data {tmp_path}`; what it stored stays" in caught.value.hint
 
 
 def test_the_environment_comes_first(tmp_path: Path) -> None:
