@@ -121,7 +121,7 @@ class RealCollector:
         """Have it store a batch; raises TransportError where another one owns the run."""
         collector = collector_on(self.data)
         assert collector is not None
-        with client_of(collector, "ingest") as client:
+        with client_of(collector, "ingest", timeout=60.0) as client:
             client.ingest(raw)
 
 
