@@ -104,7 +104,7 @@ def line_series(name: str, curve: Sequence[Point], colour: str, **more: Any) -> 
 def curve_series(
     lines: Sequence[Line], scale: Scale, look: Palette, *, log: bool = False
 ) -> list[Spec]:
-    """Return all curves of a chart; what limits, discarded branches and smoothed curves say is faint.
+    """Return all curves of a chart; limits, discarded branches and smoothed curves are faint.
 
     Of several discarded branches each has its own curve's colour, thin and pale.
     """
