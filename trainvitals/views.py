@@ -155,8 +155,8 @@ class NonFiniteMark(msgspec.Struct, frozen=True, array_like=True):
 class SeriesReply(msgspec.Struct, frozen=True, kw_only=True):
     """One series, cut into columns each of which keeps its minimum, maximum and first gap.
 
-    A column is a power of two steps wide (nanoseconds where rows have no step), counted from 0. What
-    rollbacks left behind comes one branch after the other, each with columns of its own.
+    A column is a power of two steps wide (nanoseconds where rows have no step), counted from 0.
+    What rollbacks left behind comes one branch after the other, each with columns of its own.
     """
 
     run_id: str
@@ -202,8 +202,8 @@ class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     points: int = 1_000
     """At least this many where there are as many values, and about twice that at most."""
     smoothing: float = 0.0
-    """Below 1: the weight of what was before in an exponential mean over every value, which is drawn
-    in the values' place; 0 is none."""
+    """Below 1: the weight of what was before in an exponential mean over every value, which is
+    drawn in the values' place; 0 is none."""
     from_step: Int64 | None = None
     to_step: Int64 | None = None
     """Inclusive."""
