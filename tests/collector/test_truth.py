@@ -1,8 +1,10 @@
 """What a curve shows is what is stored: whatever came, was rolled back, merged or thinned."""
 
 import contextlib
+import logging
 import math
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,15 +14,27 @@ import pytest
 from msgspec import structs
 
 from tests.collector.rows import RUN, SECOND, START, Writer
+from tests.collector.test_exposition import Page
+from tests.trainvitals.ladder_run import STORM, Run
+from trainer_hooks.lifecycle.terminal import Terminal
 from trainvitals.catalog import GPU_SCHEMA
-from trainvitals.records import AttemptStarted
+from trainvitals.detect.registry import ACTED_CAUSES
+from trainvitals.records import AttemptStarted, DecisionMade, RunInfo
 from trainvitals.testing import ManualClock
-from trainvitals.views import Branch, ManySeriesQuestion, SeriesReply, SeriesRequest
+from trainvitals.views import (
+    Branch,
+    ManySeriesQuestion,
+    RunsQuestion,
+    SeriesReply,
+    SeriesRequest,
+)
+from trainvitals.wire import decode_batch
+from vitals_agent.tailer import LastSeen
 from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.numbers import lake_upkeep
-from vitals_collector.numbers.interface import Window
+from vitals_collector.numbers.interface import Span, Window
 from vitals_collector.queries.query import Query
-from vitals_collector.storage.store import Store, open_data_store
+from vitals_collector.storage.store import Store, open_data_store, open_store
 
 GPU = "gpu:GPU-1"
 WIDTHS = (2, 7, 60, 250, 1_000, 20_000)
@@ -284,3 +298,42 @@ def test_a_live_run_is_drawn_as_finely_where_it_was_merged_as_where_it_is_new(
                 store.numbers.merge()
         (reply,) = ask(store, SeriesRequest(metric="steps.loss", points=1_000))
     assert 512 <= sum(step < 1_024 for step in reply.step), "two of each four steps"
+
+
+def test_an_update_that_was_not_applied_is_counted_wherever_skips_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, logger="trainvitals")
+    ladder, terminal = Run(), Terminal.open(RunInfo(name="tiny"), RUN, ManualClock(), {})
+    assert terminal is not None
+    flags = {}
+    for word in ("nan", "ok", *STORM):
+        flags[ladder.step] = int(word != "ok")
+        made = ladder.feed(word)
+        terminal.judged(made[0] if made else None)
+    terminal.ended("finished", len(flags))
+    steps = [*flags]
+    writer, seen = Writer(), LastSeen()
+    with contextlib.closing(open_store(f"sqlite:///{tmp_path / 'store.db'}")) as store:
+        page = Page(store)
+        for body in (
+            writer.steps(steps, loss=1.0, skipped=[flags[step] for step in steps]),
+            writer.events(*[DecisionMade(decision=decision) for decision in ladder.ledger]),
+        ):
+            page.send(body)
+            seen.observe(decode_batch(body))
+        (summary,) = Query(store, clock=page.clock).ask(RunsQuestion())
+        rows = store.numbers.scan(Span(RUN, "steps"), ["skipped"])["skipped"].values
+        metrics = {
+            name: sum(page.value(name, run=RUN, reason=cause) or 0.0 for cause in ACTED_CAUSES)
+            for name in ("train_skipped_steps_total", "train_rollbacks_total")
+        }
+    (words,) = [text for text in caplog.messages if " finished after " in text]
+    skips, rollbacks = re.findall(r"(\d+) (?:update|rollback)", words)
+    assert {"skip_step": 3, "rollback": 1} == Counter(d.action for d in ladder.ledger)
+    num = int(rows.sum())
+    assert 4 == num, "the step at which it rolled back was skipped as well"
+    assert (num, 1) == (summary.num_skips, summary.num_rollbacks)
+    assert (num, 1) == (sum(seen.skips.values()), sum(seen.rollbacks.values()))
+    assert {"train_skipped_steps_total": num, "train_rollbacks_total": 1} == metrics
+    assert (num, 1) == (int(skips), int(rollbacks))
