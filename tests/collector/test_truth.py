@@ -324,6 +324,9 @@ def test_an_update_that_was_not_applied_is_counted_wherever_skips_are_told(
             seen.observe(decode_batch(body))
         (summary,) = Query(store, clock=page.clock).ask(RunsQuestion())
         rows = store.numbers.scan(Span(RUN, "steps"), ["skipped"])["skipped"].values
+        lost = [
+            page.value(f"train_{name}_total", run=RUN) for name in ("lost_steps", "dropped_batches")
+        ]
         metrics = {
             name: sum(page.value(name, run=RUN, reason=cause) or 0.0 for cause in ACTED_CAUSES)
             for name in ("train_skipped_steps_total", "train_rollbacks_total")
@@ -337,3 +340,8 @@ def test_an_update_that_was_not_applied_is_counted_wherever_skips_are_told(
     assert (num, 1) == (sum(seen.skips.values()), sum(seen.rollbacks.values()))
     assert {"train_skipped_steps_total": num, "train_rollbacks_total": 1} == metrics
     assert (num, 1) == (int(skips), int(rollbacks))
+    back = ladder.ledger[-1]
+    # The first skip lies before the step it went back to or is among what was discarded: once.
+    discarded = {*range(back.rollback_to_step, back.decided_at_step + 1)}
+    assert [len({200} | discarded), back.skip_batches] == lost
+    assert back.skip_batches > 0

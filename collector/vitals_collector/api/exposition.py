@@ -240,6 +240,9 @@ def _run_families(moment: Moment, shown: list[RunSummary]) -> dict[str, Samples]
     skips = overview.skips_by_cause(connection)
     families["train_skipped_steps_total"] = _reasons(ids, skips)
     families["train_rollbacks_total"] = _reasons(ids, _rollbacks(connection, ids))
+    lost = overview.lost_work(connection, ids)
+    families["train_lost_steps_total"] = {(of,): float(steps) for of, (steps, _) in lost.items()}
+    families["train_dropped_batches_total"] = {(of,): float(num) for of, (_, num) in lost.items()}
     families["train_nonfinite_total"] = _nonfinite_counts(connection, ids)
     families["train_run_state"] = {(r.run_id, r.state): 1.0 for r in shown}
     families["train_run_info"] = {(r.run_id, r.name, r.project, r.mode): 1.0 for r in shown}

@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import Column, Connection, Row, Select, and_, func, select
 
 from trainvitals.alerting import ABSENCE_ALERTS
-from trainvitals.records import Decision, RunInfo
+from trainvitals.records import Decision, RunInfo, is_skip
 from trainvitals.views import RunSummary
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live.run_status import Liveness, SourceState, health, run_state
@@ -61,6 +61,25 @@ def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tu
     for of, cause, body in connection.execute(_of(others, own.run_id, run_id)):
         skips[of, cause] += bool(body) and _decision(body).skipped
     return skips
+
+
+def lost_work(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return by run how many steps were trained in vain, each once, and the batches dropped."""
+    own = decisions.c
+    query = select(own.run_id, own.body).where(own.run_id.in_(ids), own.action != "continue")
+    lost: dict[str, set[tuple[int, int]]] = {run_id: set() for run_id in ids}
+    batches = Counter[str]()
+    for run_id, body in connection.execute(query):
+        if not body:
+            continue  # damaged: what it was is not known
+        decision = _decision(body)
+        if is_skip(decision):
+            lost[run_id].add((decision.attempt, decision.step))
+        if decision.acted and decision.action == "rollback":
+            discarded = range(decision.rollback_to_step, decision.decided_at_step + 1)
+            lost[run_id].update((decision.attempt, step) for step in discarded)
+            batches[run_id] += decision.skip_batches
+    return {run_id: (len(steps), batches[run_id]) for run_id, steps in lost.items()}
 
 
 def info_of(row: Row[Any]) -> RunInfo:
