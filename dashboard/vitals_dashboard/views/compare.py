@@ -16,6 +16,7 @@ from trainvitals.views import (
 )
 from vitals_dashboard import charts, compare, formatting, layout, states, tables
 from vitals_dashboard.charts import Line
+from vitals_dashboard.feed import draw_charts
 from vitals_dashboard.source import POINTS, Source, differences, series_of
 
 MAX_RUNS = 6
@@ -189,20 +190,11 @@ def _draw(
 ) -> None:
     if not lines:
         return
-    look = layout.present_palette()
-    specs = {
-        "Curves of the runs": charts.runs_chart(
-            metric, lines, look=look, log=chosen.log, smoothing=chosen.smoothing
-        )
-    }
+    drawn = [charts.runs_chart(metric, lines, log=chosen.log, smoothing=chosen.smoothing)]
     if replies:
         title = f"{metric}: difference to the first run"
-        specs["Difference to the first run"] = charts.difference_chart(
-            title, lines, replies, look=look
-        )
-    for i, (alt, spec) in enumerate(specs.items()):
-        height = charts.DIFFERENCE_HEIGHT if i else charts.RUNS_HEIGHT
-        st.echarts_chart(spec, key=f"chart_compare_{i}", height=height, alt=alt)
+        drawn.append(charts.difference_chart(title, lines, replies))
+    draw_charts("compare", lambda _: drawn, of=(metric, chosen))
 
 
 def _table(title: str, rows: list[tables.Row], key: str) -> None:

@@ -8,7 +8,7 @@ import streamlit as st
 
 from trainvitals.views import DecisionView
 from vitals_dashboard import layout
-from vitals_dashboard.charts import Axis
+from vitals_dashboard.charts import Axis, Scale
 from vitals_dashboard.charts.marks import mark_text
 
 T = TypeVar("T", bound=str)
@@ -145,6 +145,15 @@ def zoom_to(first: int, last: int) -> None:
     for name, step in zip(ENDS, (first, last), strict=True):
         st.query_params[name] = str(max(0, step))
     st.session_state[_ZOOMED] = True
+
+
+def zoomed(scale: Scale, ends: tuple[float, float] | None) -> None:
+    """Follow a range that was chosen on a chart, or given up."""
+    if ends is not None:
+        zoom_to(scale.step_at(ends[0]), scale.step_at(ends[1]))
+    elif st.session_state.get("window") == RANGE:
+        st.session_state["window"] = next(iter(WINDOWS))
+        st.session_state[_ZOOMED] = True
 
 
 def follow_zoom() -> None:
