@@ -34,7 +34,7 @@ NUM_RECENT = 64
 """Rows of a series that are asked for again: of these some may have come late or changed."""
 MAX_POINTS = 60_000
 """Points a page may carry to the browser; beyond it whole charts are left out, and counted."""
-_NAME = "vitals.charts"
+_PACKAGE, _COMPONENT = "trainvitals", "charts"
 _NO_STEPS = ("gpu.", "node.", "process.")
 
 Wire = dict[str, Any]
@@ -374,8 +374,9 @@ def _registered() -> Any:
     would let no browser run it.
     """
     manager = get_bidi_component_manager()
-    if manager.get(_NAME) is None:
-        parts = [ComponentConfig(name=_NAME, asset_dir="browser")]
-        manifest = ComponentManifest(name="trainvitals", version=__version__, components=parts)
+    name = f"{_PACKAGE}.{_COMPONENT}"
+    if manager.get(name) is None:
+        parts = [ComponentConfig(name=_COMPONENT, asset_dir="browser")]
+        manifest = ComponentManifest(name=_PACKAGE, version=__version__, components=parts)
         manager.register_from_manifest(manifest, Path(__file__).parent / "charts")
-    return component(_NAME, js="chart.js")
+    return component(name, js="chart.js")

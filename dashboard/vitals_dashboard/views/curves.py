@@ -162,7 +162,10 @@ class View:
         """Return the lines of each chart, all asked for at once; what the run lacks is left out."""
         every = [curve for chart in by_chart for curve in chart]
         lines = iter(self.feed.ask(self.source, self.detail, every))
-        return [[line for _, line in zip(chart, lines) if line is not None] for chart in by_chart]
+        return [
+            [line for _, line in zip(chart, lines, strict=False) if line is not None]
+            for chart in by_chart
+        ]
 
     def sources(self, kind: str) -> list[str]:
         """Return the distinct sources of a kind, ranks by number."""
