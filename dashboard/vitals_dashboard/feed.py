@@ -132,7 +132,7 @@ class Feed:
         if role == "discarded":
             return Line(name=name, reply=sent.reply, role=role, num_replaced=0)
         pairs = zip(sent.recent, rows, strict=False)
-        num_same = next((i for i, (old, new) in enumerate(pairs) if old != new), None)
+        num_same = next((i for i, (old, new) in enumerate(pairs) if not _is_same(old, new)), None)
         if num_same is None:
             num_same = min(len(sent.recent), len(rows))
         before, fresh = list(sent.recent), rows[num_same:]
@@ -265,6 +265,15 @@ def _rows(reply: SeriesReply | None) -> list[Row]:
     return list(zip(reply.step, reply.time_unix_ns, reply.attempt, reply.value, strict=True))
 
 
+def _is_same(before: Row, now: Row) -> bool:
+    """Return whether the rows are drawn alike: a mean is summed up from another row each time."""
+    (*where, value), (*place, other) = before, now
+    return where == place and (
+        value == other
+        or (value is not None and other is not None and math.isclose(value, other, rel_tol=1e-6))
+    )
+
+
 def _reply_of(sent: _Sent, reply: SeriesReply | None, rows: Sequence[Row]) -> SeriesReply:
     """Return a reply of these rows, which counts all that the browser has."""
     steps = {row[0] for row in rows}
@@ -297,7 +306,6 @@ def _layout(chart: Chart) -> Wire:
         "unit": chart.unit,
         "log": chart.log,
         "exact": chart.exact,
-        "smoothing": chart.smoothing,
         "size": chart.size,
         "height": chart.height,
         "curves": [[curve.name, curve.role, curve.colour] for curve in chart.curves],
@@ -314,8 +322,6 @@ def _whole_curve(curve: Curve) -> Wire:
         "total": curve.num_total,
         "bad": curve.num_nonfinite,
     }
-    if curve.mean is not None:
-        wire["mean"] = [_short(value) for value in curve.mean]
     return wire
 
 

@@ -37,9 +37,7 @@ def moment(time_unix_ns: int) -> datetime | None:
     return datetime.fromtimestamp(time_unix_ns / 1e9, tz=UTC) if time_unix_ns > 0 else None
 
 
-def run_rows(
-    runs: Sequence[RunSummary], *, now_unix_ns: int, curves: dict[str, list[float]]
-) -> list[Row]:
+def run_rows(runs: Sequence[RunSummary], *, now_unix_ns: int, curves: dict[str, str]) -> list[Row]:
     """Return the fleet's rows, in the order given.
 
     A table's column of numbers can show no nan: losses are texts where one is not finite.
@@ -53,7 +51,7 @@ def run_rows(
             "Alerts": run.num_firing_alerts,
             "Step": run.last_step,
             "Loss": run.loss if are_numbers else formatting.number(run.loss),
-            "Loss curve": curves.get(run.run_id, []),
+            "Loss curve": curves.get(run.run_id, ""),
             "Seen": formatting.age(run.last_seen_unix_ns, now_unix_ns) + " ago",
             "Last decision": formatting.plain(run.last_decision, 160),
             "Skips": run.num_skips,

@@ -212,7 +212,7 @@ class Span(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """One column over the rows of a span, and about how many points of it are wanted."""
+    """One column over the rows of a span, and how many points of it are wanted at least."""
 
     span: Span
     column: str
@@ -224,8 +224,8 @@ class Drawn(NamedTuple):
     """A curve, stitched: by step, or by time in streams whose rows have no step."""
 
     points: Points
-    """All, or at least as many as were wanted: of each stretch of rows the least and the greatest
-    value, both ends of the curve, and every value that is not finite."""
+    """All, or what ``drawing.downsample`` needs to draw as many as were wanted: of each of its
+    columns the least and the greatest value, the curve's ends, and all that is not finite."""
     num_values: int
     """How many the branch has within the span; what was written twice counts as often."""
 

@@ -1,4 +1,4 @@
-"""One chart as plain data: of one run over its steps, its time or its tokens, or of several runs."""
+"""One chart as plain data: of a run over its steps, time or tokens, or of several runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +30,6 @@ class Chart:
     log: bool = False
     exact: bool = False
     """Every value is to be seen, however far from the others: the y axis holds them all."""
-    smoothing: float = 0.0
-    """Weight of the mean drawn over each curve; 0 is none."""
     note: str = ""
     """Said below, beside how many points are drawn."""
     size: Size = "full"
@@ -56,7 +54,6 @@ def step_chart(
     extent: tuple[int, int] | None = None,
     show_unit: bool = True,
     scale: Scale = STEPS,
-    smoothing: float = 0.0,
     size: Size = "full",
     height: int = 220,
 ) -> Chart:
@@ -69,24 +66,21 @@ def step_chart(
         others: marks of other kinds.
         attempts: their numbers by their ids, where a step that is not finite is to name its own.
         log: whether y is logarithmic.
-        exact: whether the y axis must hold every value; such curves are never smoothed.
+        exact: whether the y axis must hold every value.
         extent: first and last step shown.
         show_unit: whether the title names the unit.
         scale: where steps are along x.
-        smoothing: weight of the mean drawn over each curve; 0 is none.
         size: its part of the page's width.
         height: of the curves' area with its axis, in pixels.
     """
     marks = [*decision_marks(decisions, scale), *others]
-    marks += nonfinite_marks(
-        [line.reply for line in lines if line.role != "limit"], scale, attempts
-    )
+    measured = [line.reply for line in lines if line.role in ("main", "discarded")]
+    marks += nonfinite_marks(measured, scale, attempts)
     ends = None
     if extent is not None:
         marks = [mark for mark in marks if extent[0] <= mark.step <= extent[1]]
         ends = _ends(scale, extent, marks)
-    smoothing = 0.0 if exact else smoothing
-    curves = curves_of(lines, scale, log=log, smoothing=smoothing)
+    curves = curves_of(lines, scale, log=log)
     return Chart(
         title=_with_unit(title, lines if show_unit else ()),
         curves=curves,
@@ -96,7 +90,6 @@ def step_chart(
         ends=ends,
         log=log,
         exact=exact,
-        smoothing=smoothing,
         size=size,
         height=height,
     )
@@ -130,26 +123,16 @@ def time_chart(
     )
 
 
-def runs_chart(
-    title: str,
-    lines: Sequence[Line],
-    *,
-    log: bool = False,
-    smoothing: float = 0.0,
-    height: int = 380,
-) -> Chart:
+def runs_chart(title: str, lines: Sequence[Line], *, log: bool = False, height: int = 380) -> Chart:
     """Return the runs' curves over each other; every line knows where its own steps are."""
-    marks = [m for line in lines for m in nonfinite_marks([line.reply], line.scale or STEPS)]
+    marks = [
+        mark
+        for line in lines
+        if line.role == "main"
+        for mark in nonfinite_marks([line.reply], line.scale or STEPS)
+    ]
     scale = _scale_of(lines)
-    # Each run is a series of its own, though of the same metric and source.
-    curves = [
-        Curve(
-            name=curve.name, colour=number, x=curve.x, y=curve.y, mean=curve.mean,
-            num_total=curve.num_total, num_nonfinite=curve.num_nonfinite,
-        )
-        for number, line in enumerate(lines)
-        for curve in curves_of([line], log=log, smoothing=smoothing)
-    ]  # fmt: skip
+    curves = curves_of(lines, log=log)
     return Chart(
         title=chart_text(title),
         curves=curves,
@@ -157,7 +140,6 @@ def runs_chart(
         axis=scale.axis,
         unit=scale.unit,
         log=log,
-        smoothing=smoothing,
         height=height,
     )
 

@@ -11,7 +11,8 @@ from vitals_dashboard.charts.scale import STEPS, Scale
 from vitals_dashboard.theme import UNITS
 
 Point = tuple[float, float | None]
-Role = Literal["main", "limit", "discarded"]
+Role = Literal["main", "mean", "limit", "discarded"]
+"""``mean``: a smoothed curve, drawn over the one it is of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +46,6 @@ class Curve:
     x: Sequence[float]
     y: Sequence[float | None]
     """None is a gap: a value that is not finite, or one that no log axis can show."""
-    mean: Sequence[float | None] | None = None
-    """The smoothed curve, drawn over this one."""
     num_total: int
     """Points that are stored."""
     num_nonfinite: int = 0
@@ -70,54 +69,37 @@ def points(
     ]
 
 
-def smoothed(curve: Sequence[Point], weight: float) -> list[float | None]:
-    """Return the debiased exponential mean; gaps stay gaps and do not enter it."""
-    result: list[float | None] = []
-    total, norm = 0.0, 0.0
-    for _, value in curve:
-        if value is None:
-            result.append(None)
-            continue
-        total = weight * total + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        result.append(total / norm)
-    return result
-
-
-def curves_of(
-    lines: Sequence[Line], scale: Scale = STEPS, *, log: bool = False, smoothing: float = 0.0
-) -> list[Curve]:
+def curves_of(lines: Sequence[Line], scale: Scale = STEPS, *, log: bool = False) -> list[Curve]:
     """Return the curves of a chart; each attempt that was rolled back is a curve of its own.
 
-    Of several discarded series each has its own curve's colour.
+    A mean has the colour of its curve, and so has of several discarded series each.
     """
     factor = display_unit(lines[0].reply.unit)[1] if lines else 1.0
     num_discarded = sum(line.role == "discarded" for line in lines)
-    own: dict[tuple[str, str], int] = {}
+    own: dict[tuple[str, str, str], int] = {}
     result: list[Curve] = []
     for line in lines:
         reply = line.reply
+        series = (reply.run_id, reply.metric, reply.source)
         colour = -1
         if line.role == "main":
-            colour = own[reply.metric, reply.source] = len(own)
-        elif line.role == "discarded" and num_discarded > 1:
-            colour = own.get((reply.metric, reply.source), -1)
+            colour = own[series] = len(own)
+        elif line.role == "mean" or (line.role == "discarded" and num_discarded > 1):
+            colour = own.get(series, -1)
         drawn = points(reply, scale=line.scale or scale, factor=factor, log=log)
-        for part in _by_attempt(line, drawn) if line.role == "discarded" else [drawn]:
-            is_smoothed = smoothing and line.role == "main" and line.num_replaced is None
-            result.append(
-                Curve(
-                    name=line.label,
-                    role=line.role,
-                    colour=colour,
-                    x=[x for x, _ in part],
-                    y=[y for _, y in part],
-                    mean=smoothed(part, smoothing) if is_smoothed else None,
-                    num_total=reply.num_total,
-                    num_nonfinite=reply.num_nonfinite,
-                    num_replaced=line.num_replaced,
-                )
+        result += [
+            Curve(
+                name=line.label,
+                role=line.role,
+                colour=colour,
+                x=[x for x, _ in part],
+                y=[y for _, y in part],
+                num_total=reply.num_total,
+                num_nonfinite=reply.num_nonfinite,
+                num_replaced=line.num_replaced,
             )
+            for part in (_by_attempt(line, drawn) if line.role == "discarded" else [drawn])
+        ]
     return result
 
 

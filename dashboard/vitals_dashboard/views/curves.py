@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -158,6 +158,16 @@ class View:
             if not request.metric.startswith(("gpu.", "node.", "process."))
         ]
 
+    def with_means(self, chart: "Chart") -> list[CurveChoice]:
+        """Return a chart's curves, and their means over every value where smoothing is chosen."""
+        weight = 0.0 if chart.exact else self.controls.smoothing
+        means = [
+            CurveChoice(f"{name}, smoothed", structs.replace(request, smoothing=weight), "mean")
+            for name, request, role in chart.curves
+            if weight and role == "main"
+        ]
+        return [*chart.curves, *means]
+
     def lines(self, by_chart: Sequence[Sequence[CurveChoice]]) -> list[list[Line]]:
         """Return the lines of each chart, all asked for at once; what the run lacks is left out."""
         every = [curve for chart in by_chart for curve in chart]
@@ -247,27 +257,18 @@ def drawn(view: View, own: Sequence[str] = ()) -> tuple[list[charts.Chart], list
         own: metrics that were asked for.
     """
     loss = view.with_limit("steps.loss", "loss", points=POINTS)
+    first = Chart(title="Loss", curves=loss, log=view.controls.log_loss)
     below = list(_charts(view, own))
-    of_loss, *others = view.lines([loss, *(chart.curves for chart in below)])
+    of_loss, *others = view.lines([view.with_means(chart) for chart in (first, *below)])
     if not of_loss:
         return [], []
-    first = charts.step_chart(
-        "Loss",
-        of_loss,
-        others=[*view.decisions, *view.others],
-        attempts=view.attempts,
-        extent=view.extent,
-        log=view.controls.log_loss,
-        scale=view.scale,
-        smoothing=view.controls.smoothing,
-        height=TALL,
-    )
+    everything = [*view.decisions, *view.others]
     rest = [
-        _chart(view, chart, lines)
+        _chart(view, chart, lines, view.decisions, size="half")
         for chart, lines in zip(below, others, strict=True)
         if sum(line.role == "main" for line in lines) >= chart.least
     ]
-    return [first, *rest], of_loss
+    return [_chart(view, first, of_loss, everything, height=TALL), *rest], of_loss
 
 
 def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
@@ -312,17 +313,18 @@ def _ranks(view: View, metric: str) -> list[CurveChoice]:
     return [*curves, *view.left_behind(curves)]
 
 
-def _chart(view: View, chart: Chart, lines: Sequence[Line]) -> charts.Chart:
+def _chart(
+    view: View, chart: Chart, lines: Sequence[Line], marks: Sequence[ChartMark], **size: Any
+) -> charts.Chart:
     return charts.step_chart(
         chart.title,
         lines,
-        others=view.decisions,
+        others=marks,
         attempts=view.attempts,
         extent=view.extent,
         log=chart.log,
         exact=chart.exact,
         show_unit=not chart.unitless,
         scale=view.scale,
-        smoothing=view.controls.smoothing,
-        size="half",
+        **size,
     )

@@ -1,5 +1,6 @@
 """The fleet: every run with its state, health, curve, alerts, and what was done about it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import streamlit as st
 
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_dashboard import formatting, layout, states, tables
+from vitals_dashboard.charts.sparkline import sparkline
 from vitals_dashboard.source import Source, loss_curve
 from vitals_dashboard.theme import HEALTH_WORDS, STATE_WORDS
 
@@ -115,8 +117,8 @@ def _list(source: Source, runs: Sequence[RunSummary]) -> None:
             "Health": st.column_config.TextColumn(width=95),
             "Alerts": st.column_config.NumberColumn(width=60),
             "Loss": loss,
-            "Loss curve": st.column_config.LineChartColumn(
-                width=130, color=layout.present_palette().main
+            "Loss curve": st.column_config.ImageColumn(
+                width=130, help="Red: the loss was NaN or infinite."
             ),
             "Seen": st.column_config.TextColumn(width=90),
             "Last decision": st.column_config.TextColumn(width=330),
@@ -130,12 +132,15 @@ def _list(source: Source, runs: Sequence[RunSummary]) -> None:
         st.switch_page(layout.RUN, query_params={"run": runs[chosen].run_id})
 
 
-def _curves(source: Source, runs: Sequence[RunSummary]) -> dict[str, list[float]]:
-    curves = {}
+def _curves(source: Source, runs: Sequence[RunSummary]) -> dict[str, str]:
+    curves, look = {}, layout.present_palette()
     for run in runs:
         grown = max(1, run.last_step // CURVE_STEPS)
-        asked = run.last_step if run.state != "running" else run.last_step - run.last_step % grown
-        curves[run.run_id] = loss_curve(source.client, source.client.url, run.run_id, asked)
+        step = run.last_step if run.state != "running" else run.last_step - run.last_step % grown
+        # A loss that just ceased to be finite, or a rollback, is seen at once.
+        seen = (step, run.num_attempts, math.isfinite(run.loss or 0.0))
+        reply = loss_curve(source.client, source.client.url, run.run_id, seen)
+        curves[run.run_id] = sparkline(reply, look)
     return curves
 
 

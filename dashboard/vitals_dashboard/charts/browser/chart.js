@@ -219,29 +219,16 @@ class Line {
     Object.assign(this, { name, role, colour, y: wire.y, total: wire.total, bad: wire.bad });
     let at = wire.from?.[0];
     this.x = wire.x ?? (at === undefined ? [] : [at, ...wire.by.map((by) => (at += by))]);
-    this.mean = wire.mean;
     this.room = Math.max(2 * this.x.length, 2000);
   }
 
   add(replaced, x, y, total, bad) {
     const keep = replaced === null ? 0 : Math.max(0, this.x.length - replaced);
-    for (const list of [this.x, this.y, this.mean]) if (list) list.length = Math.min(list.length, keep);
+    for (const list of [this.x, this.y]) list.length = Math.min(list.length, keep);
     this.x.push(...x);
     this.y.push(...y);
     this.total = total;
     this.bad = bad;
-  }
-
-  // Continues the mean over what has come; after so many points its bias is long gone.
-  smooth(weight) {
-    if (!this.mean) return;
-    let last = null;
-    for (let i = this.mean.length - 1; i >= 0 && last === null; i--) last = this.mean[i];
-    for (let i = this.mean.length; i < this.y.length; i++) {
-      const value = this.y[i];
-      if (value !== null) last = last === null ? value : weight * last + (1 - weight) * value;
-      this.mean.push(value === null ? null : last);
-    }
   }
 
   // Leaves out what lies before the first place shown, and thins what stands too densely: of each
@@ -254,7 +241,7 @@ class Line {
   }
 
   keep(which) {
-    for (const name of ["x", "y", "mean"]) if (this[name]) this[name] = which.map((i) => this[name][i]);
+    for (const name of ["x", "y"]) this[name] = which.map((i) => this[name][i]);
   }
 }
 
@@ -280,8 +267,8 @@ function densest(x, y, parts) {
 
 class Chart {
   constructor(page, index, wire) {
-    const { title, axis, unit, log, exact, smoothing, size, height, note, ends } = wire;
-    Object.assign(this, { page, index, title, axis, unit, log, exact, smoothing, size, height, note, ends });
+    const { title, axis, unit, log, exact, size, height, note, ends } = wire;
+    Object.assign(this, { page, index, title, axis, unit, log, exact, size, height, note, ends });
     this.lines = wire.lines.map((line, i) => new Line(line, wire.curves[i]));
     this.plot = null;
   }
@@ -292,10 +279,7 @@ class Chart {
 
   trim() {
     const first = this.ends?.[0] ?? -Infinity;
-    this.lines.forEach((line) => {
-      line.smooth(this.smoothing);
-      line.trim(first);
-    });
+    this.lines.forEach((line) => line.trim(first));
   }
 
   frame() {
@@ -316,34 +300,34 @@ class Chart {
 
   // ---------------------------------------------------------------------------------- drawing
 
-  // Each line is a series of uPlot; one that is smoothed is two, the mean over the values.
   series() {
     const { page } = this;
-    const number = { value: (_, v, s, i) => this.value(s, i) };
+    const means = new Set(this.lines.filter((line) => line.role === "mean").map((line) => line.colour));
     const result = [{ label: this.unit, value: (_, v) => this.place(v ?? this.last) }];
-    this.shown = [];
     this.lines.forEach((line) => {
       const isMain = line.role === "main";
-      const colour = line.colour < 0 ? page.faint : page.lines[line.colour % page.lines.length];
-      const base = {
-        label: line.name, stroke: colour, spanGaps: false, width: isMain ? 1.5 : 1, ...number,
+      const isBehind = isMain && means.has(line.colour);
+      const colour = this.colour(line);
+      const series = {
+        label: line.name, stroke: colour, spanGaps: false, value: (_, v, s, i) => this.value(s, i),
+        width: line.role === "mean" ? 2 : isMain && !isBehind ? 1.5 : 1,
         points: { size: 4, fill: colour, filter: lone },
-        alpha: line.role === "discarded" ? (line.colour < 0 ? 0.8 : 0.45) : line.mean ? 0.4 : 1,
+        alpha: line.role === "discarded" ? (line.colour < 0 ? 0.8 : 0.45) : isBehind ? 0.4 : 1,
       };
       if (line.role === "limit")
-        Object.assign(base, { dash: [5, 4], paths: uPlot.paths.stepped({ align: 1 }) });
-      result.push(base);
-      this.shown.push([line, "y"]);
-      if (line.mean) {
-        result.push({ ...base, label: `${line.name}, smoothed`, alpha: 1, width: 2, points: { show: false } });
-        this.shown.push([line, "mean"]);
-      }
+        Object.assign(series, { dash: [5, 4], paths: uPlot.paths.stepped({ align: 1 }) });
+      result.push(series);
     });
     return result;
   }
 
+  colour(line) {
+    const { faint, lines } = this.page;
+    return line.colour < 0 ? faint : lines[line.colour % lines.length];
+  }
+
   data() {
-    const tables = this.shown.map(([line, what]) => [line.x, line[what]]);
+    const tables = this.lines.map((line) => [line.x, line.y]);
     if (!tables.length) return [[]];
     const [x] = tables[0];
     const isSame = tables.every(([other]) => other === x || (other.length === x.length && other.every((v, i) => v === x[i])));
@@ -379,8 +363,7 @@ class Chart {
   }
 
   isShown(line) {
-    const at = this.shown.findIndex(([other, what]) => other === line && what === "y") + 1;
-    return !this.plot || this.plot.series[at].show;
+    return !this.plot || this.plot.series[this.lines.indexOf(line) + 1].show;
   }
 
   draw() {
@@ -431,7 +414,7 @@ class Chart {
     const rows = this.plot.root.querySelectorAll(".u-series");
     const seen = new Set();
     this.plot.series.forEach((each, i) => {
-      if (i && (seen.has(each.label) || (this.shown[i - 1][1] === "y" && this.shown[i - 1][0].mean))) rows[i].style.display = "none";
+      if (i && seen.has(each.label)) rows[i].style.display = "none";
       seen.add(each.label);
     });
   }
@@ -439,9 +422,9 @@ class Chart {
   toggle(index, isShown) {
     if (this.isToggling) return;
     this.isToggling = true;
-    const line = this.shown[index - 1]?.[0];
+    const { label } = this.plot.series[index];
     this.plot.series.forEach((each, i) => {
-      if (i && i !== index && line && this.shown[i - 1][0].name === line.name) this.plot.setSeries(i, { show: isShown });
+      if (i && i !== index && each.label === label) this.plot.setSeries(i, { show: isShown });
     });
     this.isToggling = false;
     this.redraw();
@@ -523,8 +506,8 @@ class Chart {
     const [first, last] = this.range();
     this.numOutside = 0;
     this.lines.forEach((line, j) => {
-      if (line.role === "limit" || !this.isShown(line)) return;
-      const colour = line.colour < 0 ? this.page.faint : this.page.lines[line.colour % this.page.lines.length];
+      if (line.role === "limit" || line.role === "mean" || !this.isShown(line)) return;
+      const colour = this.colour(line);
       const drawn = { up: -Infinity, down: -Infinity };
       line.y.forEach((value, i) => {
         if (value === null || line.x[i] < first || line.x[i] > last || (value >= min && value <= max)) return;
@@ -611,7 +594,7 @@ class Chart {
     const parts = [`${whole(drawn)} of ${whole(Math.max(drawn, total))} point${total === 1 ? "" : "s"}`];
     if (bad) parts.push(`${whole(bad)} not finite`);
     if (this.numOutside) parts.push(`${whole(this.numOutside)} beyond the axis`);
-    if (this.smoothing) parts.push("smoothed; decisions read the raw values");
+    if (this.lines.some((line) => line.role === "mean")) parts.push("smoothed; decisions read the raw values");
     if (this.note) parts.push(this.note);
     const text = parts.join("; ");
     if (this.counts.textContent !== text) {
@@ -634,14 +617,9 @@ class Chart {
 
   // The value of a series where the cursor is; where it is nowhere, the newest.
   value(series, index) {
-    if (!series) return "";
-    const [line, what] = this.shown[series - 1] ?? [];
+    const line = this.lines[series - 1];
     if (!line) return "";
-    if (index == null) {
-      const last = line[what].findLastIndex((v) => v !== null);
-      return last < 0 ? "-" : short(line[what][last]);
-    }
-    const value = this.plot.data[series][index];
+    const value = index == null ? line.y.findLast((v) => v !== null) : this.plot.data[series][index];
     return value == null ? "-" : short(value);
   }
 
