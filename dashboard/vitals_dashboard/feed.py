@@ -67,6 +67,8 @@ class Feed:
     """Of the last message; 0: none was sent."""
     series: dict[SeriesRequest, _Sent] = field(default_factory=dict)
     """By what was asked for, from wherever; what had no row yet is not among them."""
+    seen: dict[SeriesRequest, int] = field(default_factory=dict)
+    """When the run had been heard of last as each was asked for: only then there is more."""
     layout: object = None
     digest: bytes = b""
     """Of the last message that held everything."""
@@ -79,6 +81,7 @@ class Feed:
         """Begin anew: the next message holds everything."""
         self.number, self.layout, self.digest = 0, None, b""
         self.series.clear()
+        self.seen.clear()
         self.marks.clear()
 
     def ask(
@@ -91,12 +94,15 @@ class Feed:
             detail: of the run.
             asked: for each its name, the request and the role.
         """
-        requests = [self._narrowed(request, role) for _, request, role in asked]
-        replies = series_of(source, detail, requests)
-        return [
-            self._line(name, request, role, reply)
-            for (name, request, role), reply in zip(asked, replies, strict=True)
-        ]
+        seen = detail.summary.last_seen_unix_ns
+        due = {
+            request: self._narrowed(request, role)
+            for _, request, role in asked
+            if self.seen.get(_series(request)) != seen
+        }
+        replies = dict(zip(due, series_of(source, detail, [*due.values()]), strict=True))
+        self.seen |= dict.fromkeys(map(_series, due), seen)
+        return [self._line(*choice, replies.get(choice[1])) for choice in asked]
 
     def _narrowed(self, request: SeriesRequest, role: Role) -> SeriesRequest:
         """Return the request for what the browser lacks; branches left behind are asked whole."""
@@ -119,33 +125,34 @@ class Feed:
         sent = self.series.get(_series(request))
         rows = _rows(reply)
         self.last_step = max([self.last_step, *(row[0] for row in rows[-1:])])
-        if sent is None or (role == "discarded" and reply != sent.reply):
-            if reply is not None:
-                recent = deque(rows, NUM_RECENT)
-                self.series[_series(request)] = _Sent(
-                    reply=reply,
-                    recent=recent,
-                    num_total=reply.num_total,
-                    num_nonfinite=reply.num_nonfinite,
-                )
-            return reply and Line(name=name, reply=reply, role=role)
+        if reply is not None and (sent is None or (role == "discarded" and reply != sent.reply)):
+            self.series[_series(request)] = _Sent(
+                reply=reply,
+                recent=deque(rows, NUM_RECENT),
+                num_total=reply.num_total,
+                num_nonfinite=reply.num_nonfinite,
+            )
+            return Line(name=name, reply=reply, role=role)
+        if sent is None:
+            return None
         if role == "discarded":
             return Line(name=name, reply=sent.reply, role=role, num_replaced=0)
+        if reply is None:
+            return Line(name=name, reply=_reply_of(sent, None, ()), role=role, num_replaced=0)
         pairs = zip(sent.recent, rows, strict=False)
         num_same = next((i for i, (old, new) in enumerate(pairs) if not _is_same(old, new)), None)
         if num_same is None:
             num_same = min(len(sent.recent), len(rows))
         before, fresh = list(sent.recent), rows[num_same:]
-        if reply is not None:
-            sent.num_total += reply.num_total - len(before)
-            sent.num_nonfinite += reply.num_nonfinite - sum(row[3] is None for row in before)
+        sent.num_total += reply.num_total - len(before)
+        sent.num_nonfinite += reply.num_nonfinite - sum(row[3] is None for row in before)
         sent.recent.clear()
         sent.recent.extend([*before[:num_same], *fresh])
         return Line(
             name=name,
             reply=_reply_of(sent, reply, fresh),
             role=role,
-            num_replaced=len(before) - num_same if reply is not None else 0,
+            num_replaced=len(before) - num_same,
         )
 
     def draw(self, charts: Sequence[Chart], *, zoomed: Zoomed | None = None) -> int | None:

@@ -63,7 +63,9 @@ def render() -> None:
     chosen = Controls(
         axis="tokens" if axis == "tokens" else "step", smoothing=float(smoothing), log=bool(log)
     )
-    layout.refreshing(lambda source: _body(source, chosen), live=live, key="compare_body")
+    layout.refreshing_runs(
+        lambda source: _body(source, chosen), _asked(), live=live, key="compare_body"
+    )
 
 
 def _body(source: Source, chosen: Controls) -> None:
@@ -76,6 +78,7 @@ def _body(source: Source, chosen: Controls) -> None:
         st.caption(f"Choose two to {MAX_RUNS} runs; the others are compared with the first.")
         return
     details = [source.client.ask(RunQuestion(run_id=run_id)) for run_id in ids]
+    layout.stop_at_the_end([detail.summary for detail in details])
     names = compare.distinct_names(details)
     metric = _metric(details)
     if metric is None:
@@ -97,10 +100,14 @@ def _body(source: Source, chosen: Controls) -> None:
         st.caption("These runs have the same recorded settings.")
 
 
+def _asked() -> list[str]:
+    return [i for part in st.query_params.get_all("runs") for i in part.split(",") if i]
+
+
 def _choose(runs: Sequence[RunSummary]) -> list[str]:
     """Draw the choice of runs, kept in the address as ``runs=ID&runs=ID``; return their ids."""
     by_id = {run.run_id: run for run in runs}
-    asked = [i for part in st.query_params.get_all("runs") for i in part.split(",") if i]
+    asked = _asked()
     compared = [run_id for run_id in dict.fromkeys(asked) if run_id in by_id][:MAX_RUNS]
     if missing := [run_id for run_id in asked if run_id not in by_id]:
         st.text(f"Not here: {formatting.plain(', '.join(missing), 120)}")

@@ -31,9 +31,16 @@ WIDE_NUMBER, NUMBER = 185, 136
 
 def render() -> None:
     """Draw the page."""
-    layout.run_links()
-    chosen = controls.draw()
-    layout.refreshing(lambda source: _body(source, chosen), live=chosen.live, key="run_body")
+    with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
+        layout.run_links()
+        st.space("stretch")
+        chosen = controls.draw()
+    layout.refreshing_runs(
+        lambda source: _body(source, chosen),
+        layout.run_in_address(),
+        live=chosen.live,
+        key="run_body",
+    )
 
 
 def _body(source: Source, chosen: Controls) -> None:

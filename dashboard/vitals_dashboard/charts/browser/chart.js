@@ -376,7 +376,7 @@ class Chart {
     const lanes = this.lanes();
     this.plot = new uPlot(
       {
-        width: this.width(), height: this.height, ms: 1, series,
+        width: this.width(), height: this.tall(), ms: 1, series,
         padding: [lanes.length * LANE + 6, 12, 0, 0],
         scales: {
           x: { time: axis === "time", range: (_, min, max) => [min, max] },
@@ -452,9 +452,13 @@ class Chart {
     return Math.max(120, this.figure.clientWidth || 600);
   }
 
+  tall() {
+    return Math.min(this.height, innerWidth <= 640 ? 200 : Infinity);
+  }
+
   resize() {
     const width = this.plot && this.width();
-    if (width && Math.abs(width - this.plot.width) > 0.5) this.plot.setSize({ width, height: this.height });
+    if (width && Math.abs(width - this.plot.width) > 0.5) this.plot.setSize({ width, height: this.tall() });
   }
 
   // ------------------------------------------------------------------------------------ marks
