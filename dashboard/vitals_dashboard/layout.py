@@ -54,9 +54,7 @@ def style() -> None:
 
 def live_toggle(every: float = REFRESH_SECONDS, *, value: bool = True) -> bool:
     """Draw the switch and return whether the page refreshes itself; ``value`` is how it begins."""
-    help_text = (
-        f"Refresh every {every:.0f} seconds while a run goes on. Off: the page stands still."
-    )
+    help_text = f"Refresh every {every:.0f} seconds while a run goes on; off: never."
     return bool(st.toggle("Live", value=value, key="live", bind="query-params", help=help_text))
 
 
@@ -127,10 +125,10 @@ def person() -> str:
 
 def run_links() -> None:
     """Draw the bar with the pages of the run in the address; each link keeps the run."""
-    query = {"run": run_id for run_id in run_in_address()} or None
+    query = [("run", run_id) for run_id in run_in_address()]
     with st.container(horizontal=True, key="run_links", gap="xxsmall"):
         for page, (label, icon) in RUN_PAGES.items():
-            st.page_link(page, label=label, icon=icon, query_params=query)
+            st.page_link(page, label=label, icon=icon, query_params=query or None)
 
 
 def run_page(draw: Callable[[Source, RunSummary], None], *, key: str) -> None:

@@ -140,6 +140,8 @@ def zoomed(scale: Scale, ends: tuple[float, float] | None) -> None:
         zoom_to(scale.step_at(ends[0]), scale.step_at(ends[1]))
     elif st.session_state.get("window") == RANGE:
         st.session_state["window"] = next(iter(WINDOWS))
+        for name in ENDS:
+            st.query_params.pop(name, None)
         st.session_state[_ZOOMED] = True
 
 
