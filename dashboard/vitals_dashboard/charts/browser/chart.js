@@ -46,7 +46,7 @@ will-change:transform;background-clip:padding-box!important}
 .u-legend .u-marker{width:.9em;height:.5em;background-clip:padding-box!important}
 .u-legend .u-off>*{opacity:.45}
 @media (max-width:640px){figure,figure.half,figure.quarter{grid-column:1/-1}.hint{display:none}
-.counts{display:none}}
+.counts{display:none}.bar{order:1}figure:not(:first-of-type){order:2}}
 `;
 const SHAPES = {
   triangle: (p, r) => poly(p, [0, -r, r, r, -r, r]),
@@ -538,7 +538,8 @@ class Chart {
 
   point(u) {
     const { left } = u.cursor;
-    const near = left == null || left < 0 ? [] : (this.heads ?? []).filter((head) => Math.abs(head[0] - left) <= NEAR);
+    const isHere = left >= 0 && this.figure.matches(":hover,:focus"); // the others only show where it is
+    const near = !isHere ? [] : (this.heads ?? []).filter((head) => Math.abs(head[0] - left) <= NEAR);
     this.events.style.display = near.length ? "block" : "none";
     if (!near.length) return;
     this.events.replaceChildren(
@@ -659,7 +660,8 @@ function robust(own, every, isLog) {
   if (!(last > first)) return [low, high];
   const span = ROBUST.spans * (last - first);
   const back = isLog ? (v) => 10 ** v : (v) => v;
-  return [Math.max(low, back(first - span)), Math.min(high, back(last + span))];
+  const [least, most] = [back(first - span), back(last + span)];
+  return outer(every.filter((v) => v >= least && v <= most));
 }
 
 function pad([low, high], isLog) {
