@@ -266,7 +266,7 @@ def test_a_chart_is_read_by_keyboard_and_aloud(page, address, training: OpenRun)
 @pytest.mark.parametrize(("width", "height", "lowest"), [(1280, 720, 720), (390, 844, 500)])
 def test_the_first_curve_is_seen_without_scrolling(page, address, width, height, lowest):
     page.set_viewport_size({"width": width, "height": height})
-    page.goto(run_page(address))
+    page.goto(at(address, f"run?run={OTHER_RUN}"))
     page.wait_for_selector(CHART)
     page.wait_for_timeout(500)
     box = page.locator("figure .u-over").first.bounding_box()
@@ -405,6 +405,7 @@ def test_an_incident_leads_to_the_curves_around_it(page, address):
     told = page.locator(".st-key-facts_incident").inner_text()
     onset, last = (int(step) for step in re.findall(r"\d+", told)[:2])
     page.get_by_role("link", name="Curves around it").click()
+    page.get_by_role("button", name="View").click()
     for name, step in (("from", max(0, onset - 100)), ("to", last + 100)):
         page.wait_for_url(re.compile(rf"/run\?.*[?&]{name}={step}(&|$)"))
         expect(page.get_by_label(f"{name} step")).to_have_value(str(step))
