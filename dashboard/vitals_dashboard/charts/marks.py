@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainvitals.views import (
     AlertView,
@@ -56,6 +56,7 @@ DECISIONS = {
 ALERT = MarkLook(word="alert", colour="#D55E00", symbol="bell", lane=1)
 NOTE = MarkLook(word="note", colour="#56B4E9", symbol="bubble", lane=2, line="dotted")
 CHECKPOINT = MarkLook(word="checkpoint", colour="#009E73", symbol="flag", lane=3, size=9)
+LR_CUT = MarkLook(word="LR cut", colour="#7A5C00", symbol="down", lane=0, line="dashed")
 NON_FINITE = MarkLook(
     word="non-finite", colour=NON_FINITE_COLOUR, symbol="cross", lane=-1, line="", size=9
 )
@@ -82,12 +83,12 @@ def mark_text(view: DecisionView) -> str:
 
 
 def decision_marks(decisions: Iterable[DecisionView], scale: Scale = STEPS) -> list[ChartMark]:
-    """Return a mark for each decision that did something; ``continue`` is not drawn."""
+    """Return a mark for each decision that did something, and for each cut of the learning rate."""
     chosen = [view for view in decisions if view.decision.action in DECISIONS]
     places = scale.place([view.decision.step for view in chosen])
     if scale.axis == "time":  # a step that was trained twice has two times, and this is its own
         places = [view.time_unix_ns / 1_000_000 for view in chosen]
-    return [
+    marks = [
         ChartMark(
             look=DECISIONS[view.decision.action],
             step=view.decision.step,
@@ -96,6 +97,24 @@ def decision_marks(decisions: Iterable[DecisionView], scale: Scale = STEPS) -> l
         )
         for view, place in zip(chosen, places, strict=True)
     ]
+    cuts = [view for view in chosen if view.decision.acted and view.decision.lr_factor != 1.0]
+    return [*marks, *_marks(LR_CUT, list(map(_cut, cuts)), scale, _cut_text)]
+
+
+class _Cut(NamedTuple):
+    step: int
+    """From which on the rate is another."""
+    factor: float
+
+
+def _cut(view: DecisionView) -> _Cut:
+    decision = view.decision
+    back_to = decision.rollback_to_step
+    return _Cut(back_to if back_to >= 0 else decision.step, decision.lr_factor)
+
+
+def _cut_text(cut: _Cut) -> str:
+    return f"learning rate x {cut.factor:g} from step {cut.step:,}"
 
 
 def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[ChartMark]:
