@@ -19,7 +19,7 @@ class ActionLook:
     word: str
     colour: str
     symbol: str
-    """An ECharts symbol, drawn at the head of the vertical mark."""
+    """A shape that the chart component knows, drawn at the head of the vertical mark."""
     line: str
     width: float
     icon: str
@@ -175,6 +175,9 @@ white-space:pre-wrap;overflow-wrap:anywhere;max-width:none}
 color:inherit}
 [data-testid="stCaptionContainer"]{opacity:.8}
 .st-key-run_links{flex-wrap:wrap}
+@media (max-width:640px){.stMainBlockContainer{padding-top:3.9rem}
+.st-key-run_bar,.st-key-run_links{flex-wrap:nowrap;overflow-x:auto}
+.st-key-run_links{flex:0 0 auto}}
 [data-tag-index],button[kind^="primary"]{background-color:#0072B2!important;
 border-color:#0072B2!important}
 [data-testid="stElementToolbarButton"]:has([aria-label="Download as CSV"]){display:none}
