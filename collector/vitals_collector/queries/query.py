@@ -47,6 +47,7 @@ from trainvitals.views import (
     RunQuestion,
     RunsQuestion,
     RunSummary,
+    RunVerdict,
     SeriesQuestion,
     SeriesReply,
     SeriesRequest,
@@ -56,6 +57,7 @@ from trainvitals.views import (
     StepView,
     TableQuestion,
     TableReply,
+    VerdictQuestion,
 )
 from vitals_collector.alerts import commands, inbox
 from vitals_collector.ingest.ingest import is_being_removed
@@ -66,7 +68,7 @@ from vitals_collector.queries import series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.difference import difference
 from vitals_collector.queries.heatmap import cells
-from vitals_collector.queries.incidents import incidents
+from vitals_collector.queries.incidents import incidents, run_verdict
 from vitals_collector.queries.ledger import (
     attempts_of,
     checkpoints_of,
@@ -122,6 +124,7 @@ class Query:
         lost_after_seconds: how long a run may be silent.
         up_since_unix_ns: since when rows could have arrived; 0 where nothing arrives.
         volumes: what is kept of a run, to be said.
+        gpu_hour_price: what a GPU costs for an hour; 0: nobody said.
     """
 
     newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
@@ -136,10 +139,12 @@ class Query:
         lost_after_seconds: float = 60.0,
         up_since_unix_ns: int = 0,
         volumes: VolumeSettings | None = None,
+        gpu_hour_price: float = 0.0,
     ) -> None:
         self.store = store
         self.clock = clock
         self.volumes = volumes or VolumeSettings()
+        self.gpu_hour_price = gpu_hour_price
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
 
@@ -349,7 +354,14 @@ def _movers(query: Query, asked: MoversQuestion) -> tuple[MoverView, ...]:
 def _incidents(query: Query, asked: IncidentsQuestion) -> tuple[IncidentView, ...]:
     with query.read(asked.run_id) as moment:
         run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
-        return incidents(moment, run)
+        return incidents(moment, run, price=query.gpu_hour_price, reach=query.reach)
+
+
+@answer_to(VerdictQuestion)
+def _verdict(query: Query, asked: VerdictQuestion) -> RunVerdict:
+    with query.read(asked.run_id) as moment:
+        run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
+        return run_verdict(moment, run, price=query.gpu_hour_price, reach=query.reach)
 
 
 @answer_to(AnnotationsQuestion)
