@@ -75,6 +75,13 @@ class RunsQuestion(Question[tuple[RunSummary, ...]], frozen=True, kw_only=True):
     """Every run, the newest first."""
 
 
+@route("GET", "/v1/configs")
+class ConfigsQuestion(
+    Question[dict[str, dict[str, str | int | float | bool | None]]], frozen=True, kw_only=True
+):
+    """The configuration of every run, by its id: what runs are searched and grouped by."""
+
+
 class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
     """One branch of the lineage; ``ordinal`` counts from 1 for people."""
 
@@ -729,7 +736,7 @@ class RunVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     verdict: VerdictView
-    """On the gravest open incident; where all are over, on the gravest of them."""
+    """On the gravest open incident; where all are over, on the newest that was acted on."""
     incidents: tuple[IncidentLine, ...]
 
 

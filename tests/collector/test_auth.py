@@ -274,6 +274,7 @@ SCOPES: dict[tuple[str, str], set[str]] = {
     ("GET", "/v1/sd/agents"): {"read", "control"},
     ("POST", "/v1/ingest"): {"ingest"},
     ("GET", "/v1/runs"): {"read", "control"},
+    ("GET", "/v1/configs"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/series"): {"read", "control"},
     ("POST", "/v1/runs/{run_id}/series"): {"read", "control"},

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.collector.conftest import Served
-from tests.collector.lookback import BAD, decision, finding, troubled_run
+from tests.collector.lookback import BAD, decision, end, finding, troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_cli_read import leave, vitals
 from tests.collector.test_query import query
@@ -171,7 +171,7 @@ def test_the_cost_has_units_and_leaves_out_what_nobody_measured():
     )
     lost = LostWork(steps=1, seconds=7_200.0, gpu_hours=16.0, money=40.0)
     assert "Lost work: 1 step (2 h x 2 ranks, 16 GPU-hours, 40.00 at 2.5 a GPU-hour)." == (
-        said(lost=lost, price=2.5).cost
+        said(lost=lost).cost
     )
     assert "Lost work: 3 steps." == said(lost=LostWork(steps=3)).cost
 
@@ -334,7 +334,7 @@ def test_the_commands_can_be_copied_and_run(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_over_http_it_is_the_same(served: Served):
-    troubled_run(served.store)
+    end(served.store, troubled_run(served.store))
     with served.client() as client:
         told = client.ask(VerdictQuestion(run_id=RUN))
     assert "Rank 1's loss was NaN at step 160." == told.verdict.cause

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from sqlalchemy import Connection, func, select
@@ -13,6 +14,7 @@ from vitals_collector.queries.series import behind
 from vitals_collector.storage.schema import sources
 from vitals_collector.storage.store import Moment
 
+N = TypeVar("N", int, float)
 Lost = tuple[int, int, int]
 """Attempt, first and last step."""
 
@@ -68,6 +70,23 @@ def lost_work(
         gpu_hours=hours,
         money=hours * price if hours is not None and price else None,
     )
+
+
+def total(each: Sequence[LostWork]) -> LostWork:
+    """Return what all of them cost together; what of one is not known, is not known of all."""
+    return LostWork(
+        steps=sum(lost.steps for lost in each),
+        batches=sum(lost.batches for lost in each),
+        tokens=_sum([lost.tokens for lost in each if lost.steps]),
+        seconds=_sum([lost.seconds for lost in each if lost.steps]),
+        gpu_hours=_sum([lost.gpu_hours for lost in each if lost.steps]),
+        money=_sum([lost.money for lost in each if lost.steps]),
+    )
+
+
+def _sum(values: Sequence[N | None]) -> N | None:
+    known = [value for value in values if value is not None]
+    return sum(known, start=known[0] * 0) if known and len(known) == len(values) else None
 
 
 def lost_spans(decided: Iterable[DecisionView]) -> list[Lost]:
@@ -126,4 +145,5 @@ def _num_gpus(connection: Connection, run_id: str) -> int:
 
 __all__ = [
     *("PRICE_VARIABLE", "Lost", "lost_spans", "lost_work", "price_in", "price_of_environment"),
+    "total",
 ]

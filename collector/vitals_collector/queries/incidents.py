@@ -133,7 +133,7 @@ def incidents(
 def run_verdict(
     moment: Moment, run: RunSummary, *, price: float = 0.0, reach: frozenset[str] | None = None
 ) -> RunVerdict:
-    """Return the verdict on a run: on its gravest open incident, else the gravest of all."""
+    """Return the verdict on a run: on its gravest open incident, else one that was acted on."""
     of_run = _read(moment, run, price, reach)
     lines = tuple(
         IncidentLine(
@@ -150,15 +150,7 @@ def run_verdict(
     )
     if not lines:
         return RunVerdict(run_id=run.run_id, verdict=of_healthy(run), incidents=())
-    bundle = max(
-        of_run.bundles,
-        key=lambda each: (
-            of_run.is_open(each),
-            SEVERITIES.index(of_run.severity(each)),
-            len(each.decisions) > 0,
-            each.started_unix_ns,
-        ),
-    )
+    bundle = max(of_run.bundles, key=of_run.gravity)
     told = of_run.verdict(bundle, is_whole=True)
     return RunVerdict(run_id=run.run_id, verdict=told, incidents=lines)
 
@@ -450,6 +442,12 @@ class _Incidents:
         """Return whether it is not over yet."""
         return _is_open(bundle, self.records, self.run)
 
+    def gravity(self, bundle: Bundle) -> tuple[bool, int, bool, int, int]:
+        """Return how much it matters: what is open, by severity; then what was acted on."""
+        is_open, severity = self.is_open(bundle), SEVERITIES.index(self.severity(bundle))
+        has_acted = len(bundle.decisions) > 0
+        return is_open, severity * is_open, has_acted, severity, bundle.started_unix_ns
+
     def story_facts(self, bundle: Bundle, evidence: Evidence) -> story.StoryFacts:
         """Return what its story is made of."""
         records = self.records
@@ -491,7 +489,6 @@ class _Incidents:
                 if records.events[i].code or records.events[i].view.kind == "RunEnded"
             ),
             lost=lost,
-            price=self.price,
             precedent=self._precedent(bundle),
         )
         return verdict(facts)

@@ -28,6 +28,7 @@ from trainvitals.views import (
     CheckpointView,
     CommandsQuestion,
     CommandView,
+    ConfigsQuestion,
     CurveQuestion,
     CurveReply,
     DecisionsQuestion,
@@ -98,6 +99,7 @@ _OF_RUN = select(runs.c.run_id).where(runs.c.run_id == bindparam("run_id"), ~is_
 """Made once: nearly every answer begins with it."""
 
 A = TypeVar("A")
+Config = dict[str, str | int | float | bool | None]
 
 ANSWERS: dict[type[Question[Any]], Callable[["Query", Any], Any]] = {}
 """What answers each question."""
@@ -198,7 +200,7 @@ def within(query: Query, reach: frozenset[str] | None) -> Query:
 
 # --------------------------------------------------------------------------------- the answers
 
-_OF_ALL_RUNS = (RunsQuestion, AlertsQuestion, SilencesQuestion, TableQuestion)
+_OF_ALL_RUNS = (RunsQuestion, ConfigsQuestion, AlertsQuestion, SilencesQuestion, TableQuestion)
 """Questions that may name no run: each answer leaves out what is not in ``Query.reach``."""
 
 
@@ -207,6 +209,17 @@ def _runs(query: Query, _: RunsQuestion) -> tuple[RunSummary, ...]:
     with query.read() as moment:
         found = overview.summaries(moment.sql, query.liveness())
     return tuple(run for run in found if query.reach is None or run.run_id in query.reach)
+
+
+@answer_to(ConfigsQuestion)
+def _configs(query: Query, _: ConfigsQuestion) -> dict[str, Config]:
+    with query.read() as moment:
+        rows = moment.sql.execute(select(runs).where(~is_being_removed())).all()
+    return {
+        row.run_id: overview.info_of(row).config
+        for row in rows
+        if query.reach is None or row.run_id in query.reach
+    }
 
 
 @answer_to(RunQuestion)

@@ -91,8 +91,6 @@ class VerdictFacts:
     alerts: Sequence[AlertView] = ()
     events: Sequence[EventView] = ()
     lost: LostWork = field(default_factory=LostWork)
-    price: float = 0.0
-    """Of a GPU-hour; 0 where none is set."""
     precursor: Precursor | None = None
     """None: nobody looked for one."""
     precedent: Precedent = field(default_factory=Precedent)
@@ -106,7 +104,7 @@ def verdict(facts: VerdictFacts) -> VerdictView:
         state=_line(state(facts)),
         cause=_line(cause(facts)),
         action=_line(action(facts.decisions)),
-        cost=_line(cost(facts.lost, facts.run.world_size, facts.price)),
+        cost=_line(cost(facts.lost, facts.run.world_size)),
         before=_line(before(facts.precedent)),
         next=_line(text),
         commands=tuple(_line(command) for command in commands),
@@ -335,7 +333,7 @@ def _did_once(decision: Decision) -> str:
 # ---------------------------------------------------------------------------------------- cost
 
 
-def cost(lost: LostWork, world_size: int, price: float = 0.0) -> str:
+def cost(lost: LostWork, world_size: int) -> str:
     """Say what was lost, each number with its unit; what was not measured is left out."""
     if not lost.steps:
         return "Lost work: none."
@@ -346,8 +344,8 @@ def cost(lost: LostWork, world_size: int, price: float = 0.0) -> str:
         details.append(f"{_duration(lost.seconds)} x {_num(world_size, 'rank')}")
     if lost.gpu_hours is not None:
         details.append(f"{lost.gpu_hours:.2g} GPU-hours")
-    if lost.money is not None:
-        details.append(f"{lost.money:,.2f} at {price:g} a GPU-hour")
+    if lost.money is not None and lost.gpu_hours:
+        details.append(f"{lost.money:,.2f} at {lost.money / lost.gpu_hours:g} a GPU-hour")
     words = f"Lost work: {_num(lost.steps, 'step')}"
     words += f" ({', '.join(details)})" if details else ""
     dropped = f"; {_num(lost.batches, 'batch', 'batches')} dropped" if lost.batches else ""

@@ -19,8 +19,8 @@ from trainvitals.views import (
     RunDetail,
     RunQuestion,
 )
-from vitals_dashboard import charts, commands, formatting, layout, tables
-from vitals_dashboard.source import Source
+from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
+from vitals_dashboard.source import Source, verdict_of
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
 
@@ -30,6 +30,7 @@ WIDE_NUMBER, NUMBER = 185, 136
 
 def render() -> None:
     """Draw the page."""
+    layout.heading("Run")
     layout.run_links()
     chosen = controls.draw()
     layout.refreshing(lambda source: _body(source, chosen), live=chosen.live, key="run_body")
@@ -42,6 +43,7 @@ def _body(source: Source, chosen: Controls) -> None:
         return
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     decisions = source.client.ask(DecisionsQuestion(run_id=run.run_id))
+    verdicts.strip(run, verdict_of(source, run, is_exact=True))
     _facts(detail, source.clock.time_ns())
     _numbers(source, detail)
     checkpoints = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
