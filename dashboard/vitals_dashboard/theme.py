@@ -186,10 +186,14 @@ color:inherit}
 padding:.25rem 0 .1rem}
 .st-key-page_heading{position:absolute!important;width:1px!important;height:1px!important;
 overflow:hidden;clip-path:inset(50%)}
-.st-key-verdict_strip [data-testid="stText"],.st-key-verdict_next [data-testid="stText"]{
+.st-key-verdict_strip [data-testid="stText"],.st-key-strip_next [data-testid="stText"]{
 font-family:inherit;white-space:pre-wrap;overflow-wrap:anywhere}
-.st-key-verdict_next [data-testid="stCode"] pre{padding:.25rem 2.6rem .25rem .6rem}
-.st-key-verdict_next [data-testid="stText"]{font-size:.88rem}
+.st-key-strip_next [data-testid="stCode"] pre{padding:.25rem 2.6rem .25rem .6rem}
+.st-key-strip_next [data-testid="stText"]{font-size:.88rem}
+[class*="st-key-fact_"]{flex-wrap:nowrap}
+[class*="st-key-prose_"] [data-testid="stCode"] pre{padding:.35rem 2.6rem .35rem .6rem;
+white-space:pre-wrap;overflow-wrap:anywhere}
+@media (min-width:900px){.st-key-verdict_strip{flex-wrap:nowrap}}
 [class*="st-key-prose_verdict"] [data-testid="stMarkdown"] p{opacity:.8}
 [data-tag-index],button[kind^="primary"]{background-color:#0072B2!important;
 border-color:#0072B2!important}

@@ -13,18 +13,18 @@ def facts(verdict: VerdictView) -> list[tuple[str, str]]:
         ("State", verdict.state),
         ("Cause", verdict.cause),
         ("Action taken", verdict.action),
-        ("Cost", verdict.cost.removeprefix("Lost work: ").capitalize()),
+        ("Cost", verdict.cost),
         ("Before", verdict.before),
         ("Next", verdict.next),
     )
     return [(name, text) for name, text in pairs if text]
 
 
-def moment(line: TimelineEntry) -> str:
+def moment(line: TimelineEntry, *, has_date: bool = True) -> str:
     """Return when a line of the timeline was, and at which step."""
     when = datetime.fromtimestamp(line.time_unix_ns / 1e9, tz=UTC)
     step = f", step {line.step:,}" if line.step >= 0 else ""
-    return f"{when:%Y-%m-%d %H:%M:%S} UTC{step}"
+    return f"{when:{'%Y-%m-%d ' if has_date else ''}%H:%M:%S} UTC{step}"
 
 
 def markdown(run: RunSummary, incident: IncidentView) -> str:

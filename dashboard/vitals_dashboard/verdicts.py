@@ -27,7 +27,7 @@ def strip(run: RunSummary, told: RunVerdict) -> None:
             line.is_open for line in told.incidents if line.incident_id == verdict.incident_id
         )
         st.badge(_SHAPES[is_open], color="orange" if is_open else "green")
-        st.text(formatting.plain(f"{verdict.cause} {verdict.action}", MAX_TEXT))
+        st.text(formatting.plain(f"{verdict.cause} {verdict.action}", MAX_TEXT), width="stretch")
         num = len(told.incidents)
         with st.popover("Verdict", icon=":material/unfold_more:", key="verdict_open"):
             panel(verdict)
@@ -38,7 +38,7 @@ def strip(run: RunSummary, told: RunVerdict) -> None:
             query_params={"run": run.run_id, "incident": verdict.incident_id},
         )
     if is_urgent(run, told) and verdict.commands:
-        with st.container(horizontal=True, vertical_alignment="center", key="verdict_next"):
+        with st.container(horizontal=True, vertical_alignment="center", key="strip_next"):
             st.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
             st.code(formatting.plain(verdict.commands[0], MAX_TEXT), language=None, width="content")
 
@@ -47,19 +47,19 @@ def panel(verdict: VerdictView) -> None:
     """Draw the whole verdict: each fact with its name, then the commands to copy."""
     with st.container(key="prose_verdict", gap="xxsmall"):
         for name, text in ticket.facts(verdict):
-            with st.container(horizontal=True, key=f"verdict_{name.split()[0].lower()}"):
+            with st.container(horizontal=True, key=f"fact_{name.split()[0].lower()}"):
                 st.markdown(f"**{name}**", width=110)
                 st.text(formatting.plain(text, MAX_TEXT), width="stretch")
         for command in verdict.commands:
-            st.code(formatting.plain(command, MAX_TEXT), language=None)
+            st.code(formatting.plain(command, MAX_TEXT), language=None, wrap_lines=True)
 
 
 def timeline(verdict: VerdictView) -> None:
     """Draw what happened, one line each."""
     with st.container(key="prose_timeline", gap="xxsmall"):
-        for line in verdict.timeline:
-            with st.container(horizontal=True):
-                st.text(ticket.moment(line), width=250)
+        for number, line in enumerate(verdict.timeline):
+            with st.container(horizontal=True, key=f"fact_line_{number}"):
+                st.text(ticket.moment(line, has_date=False), width=170)
                 st.text(formatting.plain(line.text, 300), width="stretch")
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, Writer
 from tests.dashboard.folder import open_spool
+from tests.dashboard.test_browser import at
 from tests.dashboard.test_launch import dashboard
 from trainvitals.records import (
     AttemptStarted,
@@ -244,4 +245,33 @@ def test_the_first_curve_of_a_halted_run_begins_above_the_fold(page: Any, addres
     curve = page.locator("[data-testid=stEChartsChart]").first
     curve.wait_for()
     page.wait_for_timeout(500)
-    assert curve.bounding_box()["y"] <= 720 - 200, "two hundred pixels of it at least"
+    assert curve.bounding_box()["y"] <= 720 - 120, "enough of it to see how it ended"
+
+
+@pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1440, "light")])
+def test_the_verdict_can_be_read_by_everybody(
+    page: Any, address: str, width: int, theme: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=theme)
+    page.goto(address)
+    page.locator("[data-testid=stDataFrame] canvas").first.wait_for()
+    ready = {
+        "": "[data-testid=stDataFrame] canvas",
+        f"run?run={RUN}": ".st-key-strip_next",
+        f"incident?run={RUN}": ".st-key-incident_summary",
+        "alerts": "[class*='st-key-alert_group']",
+    }
+    for path, selector in ready.items():
+        page.goto(at(address, path))
+        page.locator(selector).first.wait_for()
+        page.wait_for_timeout(1_500)
+        grave = [
+            (each["id"], node["target"], node["failureSummary"])
+            for each in axe.run(page).response["violations"]
+            if each["impact"] in ("serious", "critical")
+            for node in each["nodes"]
+        ]
+        assert [] == grave, path
+        assert page.locator("h1").count() == 1, path

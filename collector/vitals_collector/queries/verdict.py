@@ -474,8 +474,9 @@ def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
         if alert.acknowledged_by:
             text = f"{alert.title} acknowledged by {alert.acknowledged_by}"
             lines.append(_entry(alert.updated_unix_ns, alert.step, text))
-    ended = [event for event in facts.events if event.kind == "RunEnded"]
-    lines += [_entry(e.time_unix_ns, e.step, f"Run ended: {e.text}") for e in ended]
+    # Every rank says it; the first one's words stand for all.
+    ended = {event.text: event for event in reversed(facts.events) if event.kind == "RunEnded"}
+    lines += [_entry(e.time_unix_ns, e.step, f"Run ended: {e.text}") for e in ended.values()]
     lines.sort(key=lambda line: line.time_unix_ns)
     more = len(lines) - MAX_TIMELINE
     if more <= 0:

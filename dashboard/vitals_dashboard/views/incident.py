@@ -133,9 +133,11 @@ def _story(incident: IncidentView) -> None:
 
 
 def _facts(incident: IncidentView, now_unix_ns: int) -> str:
+    began = tables.moment(incident.started_unix_ns)
+    date = "" if began is None else f"{began:%Y-%m-%d}, "
     facts = (
         f"steps {incident.onset_step:,} to {incident.last_step:,}",
-        f"began {formatting.age(incident.started_unix_ns, now_unix_ns)} ago",
+        f"began {date}{formatting.age(incident.started_unix_ns, now_unix_ns)} ago",
         formatting.count(len(incident.findings), "finding"),
         formatting.count(len(incident.decisions), "action"),
         formatting.count(len(incident.alerts), "alert"),

@@ -24,7 +24,7 @@ from vitals_dashboard.source import Source, verdict_of
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
 
-WIDE_NUMBER, NUMBER = 185, 136
+WIDE_NUMBER, NUMBER = 165, 118
 """Pixels."""
 
 
