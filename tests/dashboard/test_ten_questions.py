@@ -143,15 +143,15 @@ class Visitor:
         self.page.wait_for_url(re.compile(r"/run\?"))
         self.page.locator(".st-key-verdict_strip").wait_for()
 
-    def press(self, label: str) -> None:
+    def press(self, role: str, label: str) -> None:
         """Click a link or a button."""
-        self.page.get_by_text(label, exact=False).first.click()
+        self.page.get_by_role(role, name=label).first.click()
         self.clicks += 1
 
     def verdict(self) -> str:
         """Return what the fold-out says."""
         self.open_run()
-        self.press("Verdict")
+        self.press("button", "Verdict")
         panel = self.page.locator(".st-key-prose_verdict")
         panel.wait_for()
         return str(panel.inner_text())
@@ -159,18 +159,16 @@ class Visitor:
     def incident(self) -> str:
         """Return what the incident's page says."""
         self.open_run()
-        self.page.locator(".st-key-verdict_strip").get_by_role("link").click()
-        self.clicks += 1
+        self.press("link", "Evidence")
         self.page.locator(".st-key-incident_summary").wait_for()
-        self.page.locator(".st-key-incident_table_4").or_(
-            self.page.get_by_text("Batches and samples")
-        ).first.wait_for()
+        self.page.get_by_text("Batches and samples").wait_for()
         tables = self.page.locator("[data-testid=stDataFrame] canvas").all_text_contents()
         return str(self.page.locator("[data-testid=stMain]").inner_text()) + "\n".join(tables)
 
     def run(self) -> str:
         """Return what the run's page says."""
         self.open_run()
+        self.page.locator(".st-key-strip_next code").wait_for()
         return str(self.page.locator("[data-testid=stMain]").inner_text())
 
     def fleet(self) -> str:
@@ -181,7 +179,7 @@ class Visitor:
 
     def alerts(self) -> str:
         """Return what the inbox says."""
-        self.press("Alerts")
+        self.press("link", "Alerts")
         card = self.page.locator("[class*='st-key-alert_group']").first
         card.wait_for()
         return str(card.inner_text())
