@@ -49,11 +49,13 @@ from trainvitals.views import (
     RunQuestion,
     RunsQuestion,
     RunSummary,
+    RunVerdict,
     SeriesQuestion,
     StepQuestion,
     StepView,
     TableName,
     TableQuestion,
+    VerdictQuestion,
 )
 
 READERS = "trainvitals.readers"
@@ -300,6 +302,10 @@ class Run:
     def incidents(self) -> tuple[IncidentView, ...]:
         """Return what went wrong, each whole with its story and its cost, the newest first."""
         return self._ask(IncidentsQuestion(run_id=self.run_id))
+
+    def verdict(self) -> RunVerdict:
+        """Return state, cause, action, cost, precedent and the next command, as sentences."""
+        return self._ask(VerdictQuestion(run_id=self.run_id))
 
     def movers(self, step: int) -> tuple[MoverView, ...]:
         """Return which layers and ranks moved most before a step, the first one most."""

@@ -5,13 +5,25 @@ sequence retitles a terminal or hides a line, a newline begins a line that looks
 """
 
 import logging
+import re
 
 from trainvitals.redaction import redact_text
+
+_ACTIVE = re.compile(r"([\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_]))")
+"""What means something within a line of Markdown: emphasis, code, links, cells, formulas."""
+_AT_FIRST = re.compile(r"^(?=[-+#>=:])|^(\d+)(?=[.)])")
+"""What means something where a line of Markdown begins: lists, titles, quotes."""
 
 
 def printable(text: str) -> str:
     """Return the text as one line without control characters; those become spaces."""
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def escape_markdown(text: str) -> str:
+    """Return a stranger's text so that Markdown shows it as it is: no link, no tag, no mention."""
+    clean = printable(text).strip().replace("&", "&amp;").replace("<", "&lt;").replace("@", "&#64;")
+    return _AT_FIRST.sub(r"\1\\", _ACTIVE.sub(r"\\\1", clean))
 
 
 class LineFormatter(logging.Formatter):

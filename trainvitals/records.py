@@ -22,6 +22,8 @@ EVENT_PAYLOAD_BYTES = 936
 Level = Literal["actionable", "advisory"]
 Severity = Literal["page", "notify", "log"]
 """Of an alert: who must act. A person, now; nobody; nobody, and it need not be told."""
+SEVERITY_WORDS: dict[Severity, str] = {"page": "Page", "notify": "Notice", "log": "Info"}
+"""What people read."""
 ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"]
 
 

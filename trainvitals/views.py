@@ -76,6 +76,13 @@ class RunsQuestion(Question[tuple[RunSummary, ...]], frozen=True, kw_only=True):
     """Every run, the newest first."""
 
 
+@route("GET", "/v1/configs")
+class ConfigsQuestion(
+    Question[dict[str, dict[str, str | int | float | bool | None]]], frozen=True, kw_only=True
+):
+    """The configuration of every run, by its id: what runs are searched and grouped by."""
+
+
 class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
     """One branch of the lineage; ``ordinal`` counts from 1 for people."""
 
@@ -670,6 +677,84 @@ class AnnotationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     by: str = ""
 
 
+class LostWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What an incident cost; what was not measured is None."""
+
+    steps: int = 0
+    """Skipped updates, and steps that a rollback discarded."""
+    batches: int = 0
+    """Batches that rollbacks passed over."""
+    tokens: int | None = None
+    """Tokens of these steps, of the whole run."""
+    seconds: float | None = None
+    """How long rank 0 took for the steps."""
+    gpu_hours: float | None = None
+    """These seconds on every GPU of the run."""
+    money: float | None = None
+    """``gpu_hours`` at the price of a GPU-hour, where one is set."""
+
+
+class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of an incident's timeline."""
+
+    time_unix_ns: int
+    step: int
+    """-1 where it is of no step."""
+    text: str
+
+
+class VerdictView(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody needs first: state, cause, action, cost, precedent and the next command.
+
+    Each text is a sentence or two for people.
+    """
+
+    incident_id: str = ""
+    """The incident it is about; empty where the run had none."""
+    state: str
+    cause: str = ""
+    action: str = ""
+    cost: str = ""
+    before: str = ""
+    """Whether it happened before, in this run and in others."""
+    next: str = ""
+    """What to do."""
+    commands: tuple[str, ...] = ()
+    """To be copied, the next one first."""
+    lost: LostWork = LostWork()
+    timeline: tuple[TimelineEntry, ...] = ()
+
+
+class IncidentLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One incident in a list."""
+
+    incident_id: str
+    title: str
+    severity: Severity
+    is_open: bool
+    onset_step: int
+    last_step: int
+    started_unix_ns: int
+    alerts: tuple[str, ...]
+    """Fingerprints of its alerts."""
+
+
+class RunVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on a run, and its incidents, the newest first."""
+
+    run_id: str
+    verdict: VerdictView
+    """On the gravest open incident; where all are over, on the newest that was acted on."""
+    incidents: tuple[IncidentLine, ...]
+
+
+@route("GET", "/v1/runs/{run_id}/verdict", tag="look back")
+class VerdictQuestion(Question[RunVerdict], frozen=True, kw_only=True):
+    """State, cause, action, cost, precedent and the next command of a run."""
+
+    run_id: str
+
+
 class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     """What belongs together in time and cause: findings, decisions, alerts, and what was seen."""
 
@@ -684,6 +769,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int
     started_unix_ns: int
     ended_unix_ns: int
+    verdict: VerdictView
     story: tuple[str, ...]
     """The paragraphs of the answer: what began, where, what was done, how it ended, its cost."""
     cost_steps: int

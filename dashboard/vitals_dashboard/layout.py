@@ -52,6 +52,12 @@ def style() -> None:
     st.html(STYLE)
 
 
+def heading(text: str) -> None:
+    """Give the page its heading: for screen readers, for the bar above says it to the others."""
+    with st.container(key="page_heading"):
+        st.markdown(f"# {text}")
+
+
 def live_toggle(every: float = REFRESH_SECONDS, *, value: bool = True) -> bool:
     """Draw the switch and return whether the page refreshes itself; ``value`` is how it begins."""
     help_text = f"Refresh every {every:.0f} seconds while a run goes on; off: never."
@@ -153,7 +159,7 @@ def run_in_address() -> list[str]:
 
 def chosen_run(source: Source) -> RunSummary | None:
     """Draw the choice of a run and return it; None, said in formatting, where there is none."""
-    runs = tables.matching(source.client.ask(RunsQuestion()), "", None)
+    runs = tables.in_order(source.client.ask(RunsQuestion()))
     if not runs:
         states.no_runs()
         return None
@@ -259,13 +265,14 @@ def table(
 ) -> int | None:
     """Draw a table, or ``empty`` where it has no row; return the selected row's index.
 
-    A selection is kept by its place: where rows may come to stand above it, ``key`` must change
-    with them.
+    A click anywhere in a row selects it, as the box at its beginning does. A selection is kept by
+    its place: where rows may come to stand above it, ``key`` must change with them.
     """
     if not rows:
         st.caption(empty)
         return None
-    how: dict[str, Any] = {"on_select": "rerun", "selection_mode": "single-row"} if select else {}
+    modes = ["single-row", "single-cell"]
+    how: dict[str, Any] = {"on_select": "rerun", "selection_mode": modes} if select else {}
     picked = st.dataframe(
         list(rows),
         key=key,
@@ -275,7 +282,7 @@ def table(
         column_config=_columns(rows[0]) | dict(columns or {}),
         **how,
     )
-    chosen = picked.selection.rows if select else []
+    chosen = [row for row, _ in picked.selection.cells] or picked.selection.rows if select else []
     return chosen[0] if chosen and chosen[0] < len(rows) else None
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import streamlit as st
 
@@ -15,12 +15,16 @@ from trainvitals.io.server_identity import TlsTrust
 from trainvitals.question import ROUTES, Question
 from trainvitals.views import (
     Along,
+    ConfigsQuestion,
     DifferenceQuestion,
     DifferenceReply,
     ManySeriesQuestion,
     RunDetail,
+    RunSummary,
+    RunVerdict,
     SeriesReply,
     SeriesRequest,
+    VerdictQuestion,
 )
 from vitals_dashboard import states
 from vitals_dashboard.settings import load_settings
@@ -95,6 +99,30 @@ def _answer(
 ) -> A:
     """Return an answer; asked again only when its runs were heard of again, or after a minute."""
     return _client.ask(question)
+
+
+@st.cache_data(max_entries=1000, ttl=60, show_spinner=False)
+def _verdict(_client: CollectorClient, url: str, run_id: str, changed: object) -> RunVerdict:
+    return _client.ask(VerdictQuestion(run_id=run_id))
+
+
+def verdict_of(source: Source, run: RunSummary, *, is_exact: bool = False) -> RunVerdict:
+    """Return the verdict on a run.
+
+    Asked again when something was done or said about it, or after a minute; ``is_exact``: whenever
+    it was heard of, so that its steps are those of the page.
+    """
+    changed = (
+        run.state, run.health, run.num_skips, run.num_rollbacks, run.num_firing_alerts,
+        run.last_decision, run.missing, run.last_seen_unix_ns if is_exact else 0,
+    )  # fmt: skip
+    return _verdict(source.client, source.client.url, run.run_id, changed)
+
+
+@st.cache_data(max_entries=16, ttl=60, show_spinner=False)
+def configs_of(_client: CollectorClient, url: str, num_runs: int) -> dict[str, dict[str, Any]]:
+    """Return the configuration of every run; asked again when there are more, or in a minute."""
+    return _client.ask(ConfigsQuestion())
 
 
 def last_value(reply: SeriesReply | None) -> float | None:

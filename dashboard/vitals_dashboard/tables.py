@@ -1,11 +1,11 @@
 """Tables as rows of plain values: pure functions from the query API's replies."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from trainvitals.records import Command
+from trainvitals.records import SEVERITY_WORDS, Command
 from trainvitals.views import (
     AlertView,
     AttemptView,
@@ -37,23 +37,30 @@ def moment(time_unix_ns: int) -> datetime | None:
     return datetime.fromtimestamp(time_unix_ns / 1e9, tz=UTC) if time_unix_ns > 0 else None
 
 
-def run_rows(runs: Sequence[RunSummary], *, now_unix_ns: int, curves: dict[str, str]) -> list[Row]:
+def run_rows(
+    runs: Sequence[RunSummary],
+    *,
+    now_unix_ns: int,
+    curves: Mapping[str, str],
+    verdicts: Mapping[str, str],
+) -> list[Row]:
     """Return the fleet's rows, in the order given.
 
-    A table's column of numbers can show no nan: losses are texts where one is not finite.
+    A table's column of numbers can show no nan: losses are texts where one is not finite. State and
+    health are lists of one: so a table shows them as labels with a colour.
     """
     are_numbers = all(math.isfinite(run.loss or 0.0) for run in runs)
     return [
         {
             "Run": formatting.run_label(run.name, run.run_id),
-            "State": STATE_WORDS[run.state],
-            "Health": HEALTH_WORDS[run.health],
+            "State": [STATE_WORDS[run.state]],
+            "Health": [HEALTH_WORDS[run.health]],
+            "Verdict": verdicts.get(run.run_id, ""),
             "Alerts": run.num_firing_alerts,
             "Step": run.last_step,
             "Loss": run.loss if are_numbers else formatting.number(run.loss),
             "Loss curve": curves.get(run.run_id, ""),
             "Seen": formatting.age(run.last_seen_unix_ns, now_unix_ns) + " ago",
-            "Last decision": formatting.plain(run.last_decision, 160),
             "Skips": run.num_skips,
             "Rollbacks": run.num_rollbacks,
             "Ranks": run.world_size,
@@ -83,26 +90,9 @@ ORDERS: dict[str, Callable[[RunSummary], Any]] = {
 """What a list of runs can be sorted by, in words that are a part of the address."""
 
 
-def matching(
-    runs: Sequence[RunSummary],
-    text: str,
-    state: str | None,
-    health: str | None = None,
-    order: str = "newest first",
-) -> list[RunSummary]:
-    """Return the runs whose name, project, user, tags or id hold all the formatting, in order."""
-    needles = text.casefold().split()
-
-    def holds(run: RunSummary) -> bool:
-        haystack = " ".join((run.name, run.project, run.user, run.run_id, *run.tags)).casefold()
-        return all(needle in haystack for needle in needles)
-
-    chosen = [
-        run
-        for run in runs
-        if (not state or run.state == state) and (not health or run.health == health) and holds(run)
-    ]
-    return sorted(chosen, key=ORDERS.get(order, ORDERS["newest first"]))
+def in_order(runs: Iterable[RunSummary], order: str = "newest first") -> list[RunSummary]:
+    """Return the runs in one of ``ORDERS``; in that of a word that is none, the newest first."""
+    return sorted(runs, key=ORDERS.get(order, ORDERS["newest first"]))
 
 
 def _observed(view: DecisionView) -> str:
@@ -177,7 +167,7 @@ def alert_rows(alerts: Sequence[AlertView], names: dict[str, str]) -> list[Row]:
         {
             "Alert": formatting.plain(alert.title, 60),
             "State": ALERT_WORDS[alert.state],
-            "Severity": alert.severity,
+            "Severity": SEVERITY_WORDS[alert.severity],
             "Run": formatting.run_label(names.get(alert.run_id, ""), alert.run_id, 60),
             "Step": alert.step if alert.step >= 0 else None,
             "Summary": formatting.plain(alert.summary, 300),
@@ -298,10 +288,10 @@ def incident_rows(incidents: Sequence[IncidentView]) -> list[Row]:
             "Step": incident.onset_step,
             "To step": incident.last_step,
             "Incident": formatting.plain(incident.title, 200),
-            "Severity": incident.severity,
-            "State": "open" if incident.is_open else "over",
-            "Cost": formatting.count(incident.cost_steps, "step"),
-            "Decisions": len(incident.decisions),
+            "Severity": SEVERITY_WORDS[incident.severity],
+            "State": "open" if incident.is_open else "resolved",
+            "Lost": formatting.count(incident.cost_steps, "step"),
+            "Actions": len(incident.decisions),
             "Alerts": len(incident.alerts),
             "Began": moment(incident.started_unix_ns),
         }

@@ -87,7 +87,14 @@ HEALTH_WORDS = {
     "unknown": "\N{EN DASH} unknown",
 }
 HEALTH_BADGES = {"healthy": "green", "acting": "orange", "critical": "red", "unknown": "gray"}
-SEVERITY_WORDS = {"page": "Page", "notify": "Notice", "log": "Info"}
+LABELS = {
+    "red": "#B3261E",
+    "orange": "#8A4B00",
+    "green": "#00694D",
+    "blue": "#005A8E",
+    "gray": "#5B626D",
+}
+"""Colours of labels in tables, by those of badges: dark enough for white words."""
 SEVERITY_BADGES = {"page": "red", "notify": "orange", "log": "gray"}
 CHECKPOINT_WORDS = {
     "candidate": "\N{HORIZONTAL ELLIPSIS} candidate",
@@ -178,6 +185,19 @@ color:inherit}
 @media (max-width:640px){.stMainBlockContainer{padding-top:3.9rem}
 .st-key-run_bar,.st-key-run_links{flex-wrap:nowrap;overflow-x:auto}
 .st-key-run_links{flex:0 0 auto}}
+[data-testid="stMarkdownContainer"] :is(h2,h3,h4){font-size:1.05rem;font-weight:650;
+padding:.25rem 0 .1rem}
+.st-key-page_heading{position:absolute!important;width:1px!important;height:1px!important;
+overflow:hidden;clip-path:inset(50%)}
+.st-key-verdict_strip [data-testid="stText"],.st-key-strip_next [data-testid="stText"]{
+font-family:inherit;white-space:pre-wrap;overflow-wrap:anywhere}
+.st-key-strip_next [data-testid="stCode"] pre{padding:.25rem 2.6rem .25rem .6rem}
+.st-key-strip_next [data-testid="stText"]{font-size:.88rem}
+[class*="st-key-fact_"]{flex-wrap:nowrap}
+[class*="st-key-prose_"] [data-testid="stCode"] pre{padding:.35rem 2.6rem .35rem .6rem;
+white-space:pre-wrap;overflow-wrap:anywhere}
+@media (min-width:900px){.st-key-verdict_strip{flex-wrap:nowrap}}
+[class*="st-key-prose_verdict"] [data-testid="stMarkdown"] p{opacity:.8}
 [data-tag-index],button[kind^="primary"]{background-color:#0072B2!important;
 border-color:#0072B2!important}
 [data-testid="stElementToolbarButton"]:has([aria-label="Download as CSV"]){display:none}

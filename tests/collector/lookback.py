@@ -83,7 +83,7 @@ def troubled_run(store: Store, *, num_after: int = 150) -> list[Writer]:
     """Store it: two ranks, steps to 161, back to 120, and ``num_after`` steps more."""
     ranks = [Writer(f"rank:{rank}") for rank in range(2)]
     head = ranks[0]
-    ingest(store, head.events(RunStarted(info=RunInfo(name="story", mode="heal"))))
+    ingest(store, head.events(RunStarted(info=RunInfo(name="story", mode="heal", world_size=2))))
     ingest(store, head.events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
     ingest(store, head.events(NamesDefined(stream="layers", names=dict(enumerate(LAYERS)))))
     _train(store, ranks, range(BAD + 2), 1)

@@ -13,8 +13,8 @@ from tests.collector.rows import RUN, Writer
 from tests.collector.test_both_ways import story, through_a_folder
 from tests.collector.test_cli_read import leave, vitals
 from trainvitals.policy.rungs import rule_words
+from trainvitals.printable import escape_markdown
 from trainvitals.records import Note, RunEnded, RunInfo, RunStarted
-from vitals_collector.report.postmortem.markdown import escaped
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m\n&amp;\"' | [x](javascript:1) @all " + "x" * 300
 
@@ -51,7 +51,7 @@ def check_it_can_do_nothing(page: Page) -> None:
     """No script, no handler, nothing loaded, nothing that would be loaded by its style."""
     allowed = {
         *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "p", "div"),
-        *("table", "thead", "tbody", "tr", "th", "td", "figure", "figcaption", "b"),
+        *("table", "thead", "tbody", "tr", "th", "td", "figure", "figcaption", "b", "pre"),
         *("svg", "g", "rect", "path", "line", "text"),
     }
     assert set() == set(page.tags) - allowed
@@ -234,4 +234,4 @@ def test_a_file_that_is_there_stays_unless_it_is_forced(
     ids=["list", "number", "indent", "emphasis", "marks", "link"],
 )
 def test_text_stays_text_in_markdown(text: str, written: str):
-    assert written == escaped(text)
+    assert written == escape_markdown(text)

@@ -23,8 +23,9 @@ from trainvitals.alerting import alerts_for_decision
 from trainvitals.records import AttemptStarted, Decision, Finding, Note, RunEnded
 from trainvitals.views import IncidentsQuestion, IncidentView
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.queries.evidence import lost_spans
+from vitals_collector.queries.cost import lost_spans
 from vitals_collector.queries.grouping import (
+    FOLLOWING_STEPS,
     NEAR_STEPS,
     Item,
     group,
@@ -72,11 +73,10 @@ def test_an_incident_has_what_belongs_to_it_and_its_story_answers(store: Store):
         "rank 1 trained on batch 77 of epoch 0: samples 5, 9.",
         "temperature celsius of gpu:GPU-1 went from 60.2 to 91.",
         "Action: rolled back to step 120 (rule: nonfinite)",
-        "Resolved: 108 healthy steps since step 161.",
-        "Lost work: 42 steps, 21 s on each rank.",
     ):
         assert said in story
-    assert "Lost work: none." == slow.story[-1]
+    assert "Lost work: 42 steps (21 s x 2 ranks)." == bad.verdict.cost
+    assert "Lost work: none." == slow.verdict.cost
     end(store, ranks)
     assert [False, False] == [one.is_open for one in told(store)]
 
@@ -109,7 +109,7 @@ def test_the_healthy_steps_since_an_incident_end_where_the_next_one_begins(store
     for seq, step in enumerate((50, 250, 251, 400)):
         ingest(store, writer.events(decision(step=step, ledger_seq=seq), step=step))
     ingest(store, writer.events(decision(step=320, ledger_seq=9), step=320, at=writer.time_of(401)))
-    endings = [line for one in told(store) for line in one.story if line.startswith("Resolved")]
+    endings = [one.verdict.state.removeprefix("Running at step 600. ") for one in told(store)]
     assert [
         "Resolved: 279 healthy steps since step 321.",
         "Resolved: 199 healthy steps since step 401.",
@@ -121,7 +121,7 @@ def test_the_healthy_steps_since_an_incident_end_where_the_next_one_begins(store
 def test_an_incident_is_open_until_the_run_was_healthy_for_long_enough(store: Store):
     troubled_run(store, num_after=BAD + 1 - BACK_TO + 90)
     assert [True, True] == [one.is_open for one in told(store)]
-    assert "Still open: last bad step 161" in "".join(told(store)[1].story)
+    assert "Open: last bad step 161." in told(store)[1].verdict.state
 
 
 def test_odd_records_become_incidents_too_and_nothing_is_made_up(store: Store):
@@ -223,6 +223,9 @@ def d(action: str, step: int, **how: object) -> Decision:
     return decision(action, step, **how).decision
 
 
+_BACK: dict[str, object] = {"rollback_to_step": 5, "new_attempt": 2}
+
+
 @pytest.mark.parametrize(
     ("records", "expected"),
     [
@@ -234,9 +237,15 @@ def d(action: str, step: int, **how: object) -> Decision:
         ((f(10, rank=1, cause="a"), f(12, "straggler", rank=1)), ["10 12"]),
         ((f(10, cause="a"), f(12, "straggler", rank=1)), ["10", "12"]),
         ((f(10, cause="a"), f(12, cause="b", rank=1)), ["10 12"]),
+        ((f(10, cause="a"), f(10 + FOLLOWING_STEPS, cause="b")), ["10 20"]),
+        ((f(10, cause="a"), f(11 + FOLLOWING_STEPS, cause="b")), ["10", "21"]),
         ((f(10, "throughput"), f(12, "gpu_throttle")), ["10 12"]),
-        ((f(10), d("rollback", 200, rollback_to_step=5, new_attempt=2)), ["10 200"]),
-        ((f(10), d("rollback", 200, rollback_to_step=5, acted=False)), ["10", "200"]),
+        ((f(10, cause="nonfinite_loss"), d("rollback", 200, **_BACK)), ["10 200"]),
+        ((f(10, cause="loss_outlier"), d("rollback", 200, **_BACK)), ["10", "200"]),
+        ((f(10, cause="nonfinite_loss"), d("rollback", 200, **_BACK, acted=False)), ["10", "200"]),
+        ((d("rollback", 90, **_BACK), f(70, cause="other")), ["70", "90"]),
+        ((d("rollback", 90, **_BACK), d("skip_step", 88, attempt=2, cause="other")), ["90 88"]),
+        ((d("rollback", 90, **_BACK), d("skip_step", 40, attempt=2, cause="other")), ["90", "40"]),
         (
             (d("rollback", 90, rollback_to_step=5, new_attempt=2), d("skip_step", 80, attempt=2)),
             ["90 80"],

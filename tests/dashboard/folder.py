@@ -26,7 +26,7 @@ class OpenRun:
     """A run of two ranks with a NaN step and a spike, both skipped; its agent still writes."""
 
     def __init__(self, folder: Path, *, name: str) -> None:
-        self._spool = _spool(folder, RUN)
+        self._spool = open_spool(folder, RUN)
         # A step a second, the last one just now.
         started = time.time_ns() - NUM_STEPS * SECOND
         self._ranks = [Writer(f"rank:{rank}", started=started) for rank in range(2)]
@@ -99,7 +99,7 @@ def write_run(folder: Path, *, name: str) -> str:
 
 def write_long_run(folder: Path) -> str:
     """Write a finished run of more steps than a chart has points; return its id."""
-    spool = _spool(folder, OTHER_RUN)
+    spool = open_spool(folder, OTHER_RUN)
     writer = Writer(run=OTHER_RUN, started=time.time_ns() - LONG_STEPS * SECOND, world_size=1)
     spool.append(writer.events(RunStarted(info=RunInfo(name="long", project="demo"))))
     for start in range(0, LONG_STEPS, 1_000):
@@ -110,6 +110,6 @@ def write_long_run(folder: Path) -> str:
     return OTHER_RUN
 
 
-def _spool(folder: Path, run_id: str) -> Spool:
+def open_spool(folder: Path, run_id: str) -> Spool:
     directory = RunDir.create(folder, run_id).agent_dir("node-a") / "spool"
     return Spool(directory, max_bytes=1 << 24, keep=True)

@@ -14,9 +14,12 @@ from trainvitals.views import (
     EventView,
     FindingView,
     IncidentView,
+    LostWork,
     MoverView,
     SourceView,
     StepData,
+    TimelineEntry,
+    VerdictView,
 )
 
 STEPS = tuple(range(0, LAST, 10))
@@ -80,10 +83,25 @@ def incident(sample: SampleRun) -> IncidentView:
         last_step=262,
         started_unix_ns=NOW_NS - 300_000_000_000,
         ended_unix_ns=NOW_NS - 200_000_000_000,
+        verdict=VerdictView(
+            incident_id=INCIDENT,
+            state="Running at step 420. Resolved: 158 healthy steps since step 262.",
+            cause=f"Rank 3's loss reached 4.9 (limit 3.2) at steps 180 to 181. {samples.HOSTILE}",
+            action="Skipped 2 updates (steps 180 to 181). Rolled back to step 230.",
+            cost="Lost work: 34 steps (68k tokens, 17 s x 2 ranks); 50 batches dropped.",
+            before="First time in this run. Also in 1 of 4 other runs: elder.",
+            next="Nothing to do.",
+            commands=(f"vitals postmortem {sample.summary.run_id} --incident {INCIDENT}",),
+            lost=LostWork(steps=34, batches=50, tokens=68_000, seconds=17.0),
+            timeline=(
+                TimelineEntry(time_unix_ns=NOW_NS, step=180, text="Detected: a spike"),
+                TimelineEntry(time_unix_ns=NOW_NS, step=262, text="Rolled back to step 230."),
+            ),
+        ),
         story=(
             "At step 178 the gradient norm of blocks.7.attn.weight left its range, on rank 3.",
             "Two steps were skipped; at step 262 the run went back to step 230.",
-            "It cost 34 steps. " + samples.HOSTILE,
+            samples.HOSTILE,
         ),
         cost_steps=34,
         cost_seconds=17.0,

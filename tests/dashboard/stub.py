@@ -24,18 +24,23 @@ from trainvitals.views import (
     CellsQuestion,
     CellsReply,
     CommandView,
+    ConfigsQuestion,
     DifferenceQuestion,
     DifferenceReply,
     EventsQuestion,
+    IncidentLine,
     ManySeriesQuestion,
     Problem,
     RunQuestion,
     RunsQuestion,
     RunSummary,
+    RunVerdict,
     SeriesReply,
     SeriesRequest,
     TableQuestion,
     TableReply,
+    VerdictQuestion,
+    VerdictView,
 )
 from vitals_collector.numbers.drawing import smooth
 from vitals_collector.numbers.interface import Points
@@ -60,6 +65,7 @@ class Stub:
     broken: bool = False
     """Whether questions are answered with an error of the server."""
     num_series: int = 0
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     url: str = ""
 
     def add(self, sample: SampleRun) -> None:
@@ -81,6 +87,8 @@ class Stub:
                 return self.runs
             case AlertsQuestion():
                 return self.alerts
+            case ConfigsQuestion():
+                return self.configs
             case TableQuestion():
                 self.questions.append(question)
                 return self.table
@@ -89,6 +97,8 @@ class Stub:
                 return [_series(self.samples.get(run_id), run_id, one) for one in requests]
         run_id = question.run_id  # type: ignore[attr-defined]
         sample = self.samples.get(run_id)
+        if isinstance(question, VerdictQuestion):
+            return _verdict(run_id, sample)
         if sample is None:
             is_listed = any(run.run_id == run_id for run in self.runs)
             return () if is_listed and not isinstance(question, RunQuestion) else None
@@ -131,6 +141,22 @@ def question_of(method: str, url: str, raw: bytes) -> Question[Any] | None:
         values |= dict(parse_qsl(parts.query)) | (msgspec.json.decode(raw) if raw else {})
         return msgspec.convert(values, route.kind, strict=False)
     return None
+
+
+def _verdict(run_id: str, sample: SampleRun | None) -> RunVerdict:
+    """Return that on its first incident; without any it is a healthy one."""
+    every = [] if sample is None else sample.incidents
+    lines = tuple(
+        IncidentLine(
+            alerts=tuple(alert.fingerprint for alert in one.alerts),
+            **{name: getattr(one, name) for name in IncidentLine.__struct_fields__[:-1]},
+        )
+        for one in every
+    )
+    healthy = VerdictView(state="Running at step 420. No incidents.")
+    return RunVerdict(
+        run_id=run_id, verdict=every[0].verdict if every else healthy, incidents=lines
+    )
 
 
 def _difference(base: SampleRun, other: SampleRun, asked: DifferenceQuestion) -> DifferenceReply:

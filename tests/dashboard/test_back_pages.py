@@ -11,6 +11,7 @@ from tests.dashboard.drawn import drawn
 from tests.dashboard.look_back import INCIDENT, incident, proposed, with_look_back
 from tests.dashboard.stub import Stub
 from trainvitals.detect.registry import KINDS
+from vitals_dashboard import formatting, ticket
 
 Open = Callable[..., AppTest]
 
@@ -256,18 +257,55 @@ def test_where_nothing_is_healthy_it_is_said(stub: Stub, open_page: Open) -> Non
 # ------------------------------------------------------------------------------------- incidents
 
 
-def test_an_incident_is_one_story_with_all_that_belongs_to_it(stub: Stub, open_page: Open) -> None:
-    stub.add(with_look_back(samples.sample_run()))
+def test_an_incident_begins_with_its_verdict_and_then_has_its_evidence(
+    stub: Stub, open_page: Open
+) -> None:
+    sample = with_look_back(samples.sample_run())
+    stub.add(sample)
     app = open_page("incident", incident=INCIDENT)
     said = shown(app)
-    assert "At step 178 the gradient norm of blocks.7.attn.weight left its range" in said
-    assert "steps 178 to 262" in said and "cost 34 steps" in said
+    for fact in ticket.facts(sample.incidents[0].verdict):
+        assert formatting.plain(fact[1], 600) in said, fact
+    assert said.index("Rank 3's loss reached") < said.index("At step 178 the gradient norm")
+    assert "steps 178 to 262" in said
+    assert sample.incidents[0].verdict.commands[0] in [code.value for code in app.code]
+    assert "Rolled back to step 230." in said, "the timeline"
     assert 4 == len(drawn(app)), "curves"
     assert 2 == len(app.get("echarts_chart")), "the maps of layers and ranks"
     tables = [table.value for table in app.dataframe]
-    assert [1, 2, 3, 1, 1, 1, 1] == [len(table) for table in tables]
-    assert "GPU-3 throttled: power brake" == tables[5]["What"][0]
-    assert "17, shard-4/9" == tables[6]["Ids"][0]
+    assert [3, 1, 1, 1, 1] == [len(table) for table in tables[:5]]
+    assert "GPU-3 throttled: power brake" == tables[3]["What"][0]
+    assert "17, shard-4/9" == tables[4]["Ids"][0]
     assert "window=range&from=78&to=362" in links(app)["Curves around it"]
     said = shown(open_page("incident", incident="gone"))
     assert "This run has no such incident; showing the newest." in said and "Loss spike" in said
+
+
+def test_of_several_incidents_an_open_one_is_shown_and_all_are_listed(
+    stub: Stub, open_page: Open
+) -> None:
+    sample = with_look_back(samples.sample_run())
+    (first,) = sample.incidents
+    replace = msgspec.structs.replace
+    newest = replace(first, incident_id="2-400-x", title="The newest")
+    is_open = replace(first, incident_id="2-300-y", title="The open one", is_open=True)
+    sample.incidents = [newest, is_open, first]
+    stub.add(sample)
+    app = open_page("incident")
+    said = shown(app)
+    assert "All incidents (3)" in said
+    assert "The open one" in said and "The newest" not in said
+    assert ["resolved", "open", "resolved"] == list(app.dataframe[0].value["State"])
+
+
+def test_the_summary_for_a_ticket_keeps_a_strangers_words_as_words() -> None:
+    sample = with_look_back(samples.sample_run(name="*bold* @all"))
+    told = ticket.markdown(sample.summary, sample.incidents[0])
+    assert told.startswith("## Loss spike at step 180, rolled back to step 230\n")
+    assert "Run: \\*bold\\* &#64;all (" in told
+    assert "<script" not in told and "](" not in told.replace("\\](", "")
+    assert "- **Before**: First time in this run. Also in 1 of 4 other runs: elder." in told
+    assert f"```sh\nvitals postmortem {samples.run_id(1)} --incident {INCIDENT}\n```" in told
+    page = ticket.page(sample.summary, sample.incidents[0])
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert "<td>Rolled back to step 230.</td>" in page

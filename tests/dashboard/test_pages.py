@@ -124,7 +124,11 @@ def test_the_overview_shows_each_run_with_its_state(stub: Stub, open_page: Open)
     assert "2 of 2 runs" in shown(app)
     table = app.dataframe[0].value
     assert ["bytes-gpt-1", "bytes-gpt-2"] == list(table["Run"])
-    assert ["running", "halted"] == [state.split()[-1] for state in table["State"]]
+    assert ["running", "halted"] == [state.split()[-1] for (state,) in table["State"]]
+    assert ["healthy", "critical"] == [health.split()[-1] for (health,) in table["Health"]]
+    assert ["\N{BLACK CIRCLE}", "\N{BLACK SQUARE}"] == [s.split()[0] for (s,) in table["State"]], (
+        "a shape beside the colour"
+    )
     assert table["Loss curve"][0].startswith("data:image/svg+xml;base64,")
     assert "" == table["Loss curve"][1], "it has no loss"
 
@@ -155,13 +159,46 @@ def test_search_filters_and_order_come_from_the_address(stub: Stub, open_page: O
     stub.runs += [samples.summary(n, name=f"sweep-{n:03d}") for n in range(40)]
     stub.runs[12] = msgspec.structs.replace(stub.runs[12], state="lost", health="critical")
     stub.runs[13] = msgspec.structs.replace(stub.runs[13], health="acting", tags=("ablation",))
-    app = open_page(q="sweep-01", state="lost")
+    app = open_page(q="sweep-01 state:lost")
     assert ["sweep-012"] == list(app.dataframe[0].value["Run"])
     assert "1 of 40 runs" in shown(app)
     app = open_page(order="worst first")
     assert ["sweep-012", "sweep-013"] == list(app.dataframe[0].value["Run"])[:2]
     assert ["sweep-013"] == list(open_page(q="abl 13").dataframe[0].value["Run"])
     assert "No run matches" in shown(open_page(q="no such run"))
+
+
+def test_a_search_that_is_not_understood_says_what_can_be_asked(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run())
+    said = shown(open_page(q="projct:demo"))
+    assert "there is no field 'projct'" in said and "did you mean project?" in said
+    said = shown(open_page(group="shoe size"))
+    assert "runs cannot be grouped by 'shoe size'" in said
+
+
+def test_runs_are_grouped_by_what_the_address_says(stub: Stub, open_page: Open) -> None:
+    stub.runs += [samples.summary(n, name=f"sweep-{n}", project="ab"[n % 2]) for n in range(5)]
+    app = open_page(group="project", order="by name")
+    said = shown(app)
+    assert "project: a (3 runs)" in said and "project: b (2 runs)" in said
+    assert [["sweep-0", "sweep-2", "sweep-4"], ["sweep-1", "sweep-3"]] == [
+        list(table.value["Run"]) for table in app.dataframe
+    ]
+    stub.configs = {run.run_id: {"lr": 10.0 ** -(n % 2)} for n, run in enumerate(stub.runs)}
+    app = open_page(group="config.lr", q="config.lr<1")
+    assert "config.lr: 0.1 (2 runs)" in shown(app)
+    assert 1 == len(app.dataframe)
+
+
+def test_a_run_with_an_incident_has_its_verdict_in_the_list(stub: Stub, open_page: Open) -> None:
+    stub.add(with_look_back(samples.sample_run()))
+    stub.runs.append(samples.summary(2))
+    verdicts = list(open_page().dataframe[0].value["Verdict"])
+    assert verdicts[0].startswith("Resolved: Rank 3's loss reached 4.9")
+    assert "Rolled back to step 230." in verdicts[0]
+    assert "" == verdicts[1]
 
 
 # ------------------------------------------------------------------------------ hostile text
@@ -194,6 +231,24 @@ def test_firing_alerts_are_cards_and_the_past_is_a_table(stub: Stub, open_page: 
     app = open_page("alerts", show="all")
     assert "Rolled back from step 262" in shown(app)
     assert 1 == len(app.dataframe[0].value)
+
+
+def test_alerts_are_grouped_by_incident_and_pages_come_first(stub: Stub, open_page: Open) -> None:
+    sample = with_look_back(samples.sample_run())
+    stub.add(sample)
+    stub.runs.append(samples.summary(2, name="other"))
+    other = samples.run_id(2)
+    stub.alerts += [
+        samples.alert(1),  # of the incident
+        samples.alert(2, run_id=other, severity="log", summary="A skip."),
+        samples.alert(3, run_id=other, severity="page", summary="Halted.", updated_unix_ns=1),
+    ]
+    app = open_page("alerts")
+    said = shown(app)
+    assert said.index("Halted.") < said.index("A skip.") < said.index("Rolled back from")
+    assert f"{sample.incidents[0].title}  |  bytes-gpt-1" in said
+    (link,) = [link.proto for link in app.get("page_link") if link.proto.label == "Open incident"]
+    assert f"run={samples.run_id(1)}&incident=1790000000000001-178" == link.query_string
 
 
 def test_an_alert_about_a_receiver_leads_to_no_run(stub: Stub, open_page: Open) -> None:

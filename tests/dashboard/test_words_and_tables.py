@@ -34,18 +34,6 @@ def test_a_run_without_a_name_is_called_by_its_id():
     assert samples.run_id(3) == formatting.run_label("\u202e ", samples.run_id(3))
 
 
-def test_the_search_looks_at_names_tags_users_and_ids():
-    runs = [
-        samples.summary(1, name="Alpha", tags=("x",)),
-        samples.summary(2, name="beta", user="Eve"),
-    ]
-    found = lambda text: [run.name for run in tables.matching(runs, text, None)]  # noqa: E731
-    assert ["Alpha"] == found("alpha")
-    assert ["beta"] == found("EVE")
-    assert ["beta"] == found(samples.run_id(2))
-    assert [] == found("gamma")
-
-
 def test_attempts_are_told_by_the_numbers_people_give_them():
     rows = tables.attempt_rows(samples.sample_run().detail.attempts)
     assert [(2, 1, 230), (1, None, 0)] == [

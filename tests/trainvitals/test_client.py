@@ -117,6 +117,8 @@ def test_the_ledger_a_step_and_the_rest_are_the_views(client: Client):
     run = client.run()
     assert ["skip_step", "rollback"] == [view.decision.action for view in run.decisions()]
     assert [40] == [view.finding.step for view in run.findings()]
+    (incident,) = run.incidents()
+    assert incident.verdict == run.verdict().verdict
     assert ["c60"] == [one.checkpoint_id for one in run.checkpoints()]
     assert {"rank:0", "rank:1"} == {row.source for row in run.step(40).rows}
     assert "steps.loss" in run.metrics()

@@ -88,6 +88,8 @@ class CollectorSettings:
     """From one commit of rows to the next; events and full commits do not wait."""
     volumes: VolumeSettings = field(default_factory=VolumeSettings)
     """What is kept of runs, and for how long."""
+    gpu_hour_price: float = 0.0
+    """What a GPU costs for an hour: lost work is told in money as well. 0: in GPU-hours alone."""
 
 
 def create_app(
@@ -210,6 +212,7 @@ def _add_routes(
         lost_after_seconds=lost_after,
         up_since_unix_ns=since,
         volumes=settings.volumes,
+        gpu_hour_price=settings.gpu_hour_price,
     )
     app.state.store, app.state.query, app.state.acting = store, query, acting
     app.include_router(question_router(query))

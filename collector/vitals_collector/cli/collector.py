@@ -103,6 +103,14 @@ KeepDays = Annotated[
     float,
     typer.Option(help="Days after its end when a run is removed; 0 keeps runs forever.", min=0.0),
 ]
+GpuHourPrice = Annotated[
+    float,
+    typer.Option(
+        help="Price of a GPU for an hour: incidents tell lost work in money too; 0 is no price.",
+        envvar="VITALS_GPU_HOUR_PRICE",
+        min=0.0,
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -135,6 +143,7 @@ def collector(
     keep_hours: KeepHours = 24.0,
     cap_gb: CapGigabytes = 5.0,
     keep_days: KeepDays = 0.0,
+    gpu_hour_price: GpuHourPrice = 0.0,
 ) -> None:
     """Run the server: ingest, storage, alerts, commands, API.
 
@@ -175,6 +184,7 @@ def collector(
         notifiers=notifiers,
         lost_after_seconds=lost_after,
         volumes=VolumeSettings(keep_hours=keep_hours, max_run_bytes=cap, keep_days=keep_days),
+        gpu_hour_price=gpu_hour_price,
     )
     _serve(settings, where, tls_ca=tls_ca, plain=allow_plain)
 

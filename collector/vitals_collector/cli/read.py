@@ -18,6 +18,7 @@ from trainvitals.views import (
     RunsQuestion,
     SeriesQuestion,
     StepQuestion,
+    VerdictQuestion,
 )
 from vitals_collector.cli import export, postmortem, query, show
 from vitals_collector.cli.follow import follow as show_progress
@@ -126,6 +127,7 @@ def why(
         ledger = opened.reader.ask(DecisionsQuestion(run_id=summary.run_id))
         detail = opened.reader.ask(RunQuestion(run_id=summary.run_id))
         findings = opened.reader.ask(FindingsQuestion(run_id=summary.run_id))
+        incidents = opened.reader.ask(VerdictQuestion(run_id=summary.run_id)).incidents
         after = None
         if "steps.loss" in detail.metrics and form is TextFormat.TEXT:
             after = opened.reader.ask(
@@ -157,6 +159,12 @@ def why(
     else:
         alerts = episodes(raised.finding for raised in findings)
         typer.echo(explain(summary, view, ledger, after, alerts))
+        for line in incidents:
+            if line.onset_step <= step <= line.last_step:
+                typer.echo(
+                    f"Part of an incident: vitals postmortem {summary.run_id} "
+                    f"--incident {line.incident_id}"
+                )
 
 
 def tail(

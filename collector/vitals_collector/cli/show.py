@@ -23,6 +23,8 @@ from trainvitals.views import (
     SeriesQuestion,
     SeriesReply,
     StepQuestion,
+    VerdictQuestion,
+    VerdictView,
 )
 from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
 from vitals_collector.cli.writing import (
@@ -101,11 +103,13 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
     saved = reader.ask(CheckpointsQuestion(run_id=run_id))
     events = reader.ask(EventsQuestion(run_id=run_id))
     findings = reader.ask(FindingsQuestion(run_id=run_id))
+    verdict = reader.ask(VerdictQuestion(run_id=run_id)).verdict
     if form is TableFormat.JSON:
-        body = {"run": detail, "decisions": ledger, "checkpoints": saved, "events": events}
-        write_json(body, to=to)
+        body = {"run": detail, "verdict": verdict, "decisions": ledger, "checkpoints": saved}
+        write_json({**body, "events": events}, to=to)
         return
     facts = [*_facts(detail, _learning_rates(reader, detail.summary)), *_shadow(ledger)]
+    facts += verdict_rows(verdict)
     write_rows(("field", "value"), facts, Format(form.value), to=to)
     if form is TableFormat.CSV:
         return
@@ -132,6 +136,21 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
     for header, rows in tables:
         to.write("\n")
         write_rows(header, rows, Format.TABLE, to=to)
+
+
+def verdict_rows(verdict: VerdictView) -> list[tuple[str, object]]:
+    """Return the verdict as rows; none of a run without an incident."""
+    if not verdict.incident_id:
+        return []
+    rows = [
+        ("incident", f"{verdict.incident_id}: {verdict.state}"),
+        ("cause", verdict.cause),
+        ("action taken", verdict.action),
+        ("cost", verdict.cost),
+        ("before", verdict.before),
+        ("next", verdict.next),
+    ]
+    return [*rows, *(("command", command) for command in verdict.commands)]
 
 
 def _decided(view: DecisionView) -> tuple[object, ...]:

@@ -1,21 +1,17 @@
-"""The numbers around an incident: what moved first, what the GPUs did, what it cost."""
+"""The numbers around an incident: what moved first, what the GPUs did."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from trainvitals.detect.fleet.node import THROTTLES
-from trainvitals.views import DecisionView, MoverView, RunSummary, StepView
+from trainvitals.views import MoverView, RunSummary, StepView
 from vitals_collector.numbers.interface import Columns, Floats, NumbersReader, Span
 from vitals_collector.queries.ledger import data_of, step_rows
 from vitals_collector.queries.series import behind
 from vitals_collector.queries.top_changes import MAX_SCORE, WINDOW_STEPS, Moved, judge, moved
 from vitals_collector.storage.store import Moment
-
-Lost = tuple[int, int, int]
-"""Attempt, first and last step."""
 
 AFTER_SECONDS = 60
 BEFORE_SECONDS = 600
@@ -37,9 +33,6 @@ _MAX_TOLD = 8
 class Evidence:
     """What the stored numbers say."""
 
-    cost_steps: int
-    cost_seconds: float | None
-    """None where the durations are not stored."""
     is_gathered: bool = False
     """Whether what follows was looked for."""
     view: StepView | None = None
@@ -57,18 +50,8 @@ def gather(
     attempt: int,
     onset: int,
     last: int,
-    decided: Sequence[DecisionView],
-    *,
-    is_whole: bool,
 ) -> Evidence:
-    """Return the numbers around an incident; without ``is_whole`` only what it cost."""
-    spans = lost_spans(decided)
-    cost = sum(high - low + 1 for _, low, high in spans)
-    seconds = _seconds(moment.numbers, run.run_id, spans) if is_whole or len(spans) == 1 else None
-    if not spans:
-        seconds = 0.0
-    if not is_whole:
-        return Evidence(cost, seconds)
+    """Return the numbers around an incident."""
     view = StepView(
         run_id=run.run_id,
         step=onset,
@@ -81,8 +64,6 @@ def gather(
     has_layers = moment.numbers.num_rows(near) > 0
     gpus = _gpus(moment.numbers, run.run_id, attempt, onset, last)
     return Evidence(
-        cost,
-        seconds,
         is_gathered=True,
         view=view,
         movers=moved(moment, run.run_id, onset, attempt),
@@ -90,41 +71,6 @@ def gather(
         has_gpus=gpus is not None,
         gpus=gpus or (),
     )
-
-
-def lost_spans(decided: Iterable[DecisionView]) -> list[Lost]:
-    """Return the steps trained in vain, each once: skipped ones, and what rollbacks left behind."""
-    spans: list[Lost] = []
-    for view in decided:
-        decision = view.decision
-        if not decision.acted:
-            continue
-        if decision.action == "rollback" and decision.rollback_to_step >= 0:
-            spans.append((decision.attempt, decision.rollback_to_step, decision.decided_at_step))
-        if decision.action == "skip_step":
-            spans.append((decision.attempt, decision.step, decision.step))
-    merged: list[Lost] = []
-    for attempt, low, high in sorted(spans):
-        if merged and merged[-1][0] == attempt and low <= merged[-1][2] + 1:
-            merged[-1] = (attempt, merged[-1][1], max(high, merged[-1][2]))
-        else:
-            merged.append((attempt, low, high))
-    return [span for span in merged if span[1] <= span[2]]
-
-
-def _seconds(numbers: NumbersReader, run_id: str, spans: Sequence[Lost]) -> float | None:
-    """Return how long rank 0 took for the steps; None where that is not stored."""
-    total, num = 0.0, 0
-    for attempt, low, high in spans:
-        span = Span(run_id, "steps", ("rank:0",), from_step=low, to_step=behind(high))
-        rows = numbers.scan(span, ["step", "attempt", "step_duration_seconds"])
-        took, is_missing = rows["step_duration_seconds"]
-        took = took.astype(np.float64)
-        is_there = np.isfinite(took) & ~is_missing & (rows["attempt"].values == attempt)
-        _, first = np.unique(rows["step"].values[is_there], return_index=True)
-        total += float(took[is_there][first].sum())
-        num += len(first)
-    return total if num else None
 
 
 def _gpus(
@@ -224,4 +170,4 @@ def _times(
     return (int(mine.min()), int(mine.max())) if len(mine) else None
 
 
-__all__ = ["THROTTLED", "Evidence", "gather", "lost_spans"]
+__all__ = ["THROTTLED", "Evidence", "gather"]

@@ -16,8 +16,8 @@ class FolderQuery(Query):
     newest_alerts_by = "started_unix_ns"
     """They are updated when they are read: that says nothing about them."""
 
-    def __init__(self, store: Store, *, clock: Clock) -> None:
-        super().__init__(store, clock=clock)
+    def __init__(self, store: Store, *, clock: Clock, gpu_hour_price: float = 0.0) -> None:
+        super().__init__(store, clock=clock, gpu_hour_price=gpu_hour_price)
         self._engine: Engine | None = None
 
     def raise_alerts(self) -> None:

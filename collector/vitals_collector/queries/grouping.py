@@ -1,9 +1,11 @@
 """Says what belongs together: in time, and in cause or place. Pure: no SQL, no clock.
 
-Two things that happened near each other on one branch belong together where one of these holds:
-their cause is the same; they name the same rank; they are of one domain (the numbers, the speed,
-the GPUs...) and do not name different ranks. A rollback closes over the branch it left, and over
-what came again on the new branch before it was past the place where the trouble had been.
+Two things on one branch belong together where their cause is the same or they name the same rank,
+and they are near each other; or where one follows the other at once, both are of one domain (the
+numbers, the speed, the GPUs...), and they do not name different ranks: a NaN gradient, and
+the parameters that it spoiled. Between independent faults lie healthy steps. A rollback closes over
+what of its cause lies on the branch it left, and over what came again on the new branch before it
+was past the place where the trouble had been.
 """
 
 import re
@@ -14,7 +16,9 @@ from trainvitals.detect.registry import DOMAINS
 from trainvitals.records import Decision, Finding, Severity
 
 NEAR_STEPS = 50
-"""Things so many steps apart may belong together."""
+"""Things of one cause or rank, so many steps apart, belong together."""
+FOLLOWING_STEPS = 10
+"""Things of different causes belong together where at most so many steps are between them."""
 SEVERITIES: tuple[Severity, ...] = ("log", "notify", "page")
 
 
@@ -72,13 +76,15 @@ def group(items: Sequence[Item]) -> list[list[Item]]:
     for i, item in enumerate(items):
         by_attempt.setdefault(item.attempt, []).append(i)
     for indices in by_attempt.values():
-        _join_near(items, sorted(indices, key=lambda i: (items[i].first, items[i].last, i)), sets)
+        by_first = sorted(indices, key=lambda i: (items[i].first, items[i].last, i))
+        _join_near(items, by_first, sets)
+        _join_following(
+            items, sorted(indices, key=lambda i: (items[i].onset, items[i].last, i)), sets
+        )
     for i, item in enumerate(items):
-        if item.new_attempt:
-            again = by_attempt.get(item.new_attempt, ())
-            for j in again:
-                if items[j].first <= item.last + NEAR_STEPS and is_alike(item, items[j]):
-                    sets.join(i, j)
+        for j in by_attempt.get(item.new_attempt, ()) if item.new_attempt else ():
+            if _came_again(item, items[j]):
+                sets.join(i, j)
     groups: dict[int, list[Item]] = {}
     for i, item in enumerate(items):
         groups.setdefault(sets.top(i), []).append(item)
@@ -88,39 +94,60 @@ def group(items: Sequence[Item]) -> list[list[Item]]:
     )
 
 
-def is_alike(item: Item, other: Item) -> bool:
-    """Return whether two things may belong together by cause or place."""
-    if item.cause == other.cause or (item.rank >= 0 and item.rank == other.rank):
-        return True
-    return item.domain == other.domain and (item.rank < 0 or other.rank < 0)
+def _came_again(rollback: Item, item: Item) -> bool:
+    """Return whether something on the branch that a rollback began is the trouble it was about."""
+    if item.cause == rollback.cause or (item.rank >= 0 and item.rank == rollback.rank):
+        return item.first <= rollback.last + NEAR_STEPS
+    if item.domain != rollback.domain or (item.rank >= 0 and rollback.rank >= 0):
+        return False
+    before, behind = rollback.onset - FOLLOWING_STEPS, rollback.last + FOLLOWING_STEPS
+    return before <= item.last and item.first <= behind
 
 
 def _order(item: Item) -> tuple[int, int, int, str, int]:
     return item.attempt, item.onset, item.time_unix_ns, item.kind, item.which
 
 
+_Keys = list[tuple[str, str | int]]
+
+
 def _join_near(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> None:
-    """Join what is near and alike; of each cause, rank and domain the furthest reaching is kept."""
+    """Join what is near and of one cause or rank."""
     reach: dict[tuple[str, str | int], int] = {}
     for i in order:
         item = items[i]
-        of_rank = item.rank >= 0
-        asked: list[tuple[str, str | int]] = [("cause", item.cause)]
-        asked.append(("whole", item.domain) if of_rank else ("domain", item.domain))
-        asked += [("rank", item.rank)] if of_rank else []
-        registered_keys: list[tuple[str, str | int]] = [
-            ("cause", item.cause),
-            ("domain", item.domain),
-        ]
-        registered_keys.append(("rank", item.rank) if of_rank else ("whole", item.domain))
-        for key in asked:
-            j = reach.get(key)
-            if j is not None and items[j].last >= item.first - NEAR_STEPS:
-                sets.join(i, j)
-        for key in registered_keys:
-            j = reach.get(key)
-            if j is None or items[j].last < item.last:
-                reach[key] = i
+        keys: _Keys = [("cause", item.cause)]
+        keys += [("rank", item.rank)] if item.rank >= 0 else []
+        for key in keys:
+            _join(items, i, reach.get(key), item.first - NEAR_STEPS, sets)
+        _reach_further(items, i, keys, reach)
+
+
+def _join_following(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> None:
+    """Join what follows at once and is of one domain, unless both name a rank."""
+    reach: dict[tuple[str, str | int], int] = {}
+    for i in order:
+        item = items[i]
+        asked = ("whole" if item.rank >= 0 else "domain", item.domain)
+        _join(items, i, reach.get(asked), item.onset - FOLLOWING_STEPS, sets)
+        keys: _Keys = [("domain", item.domain)]
+        keys += [] if item.rank >= 0 else [("whole", item.domain)]
+        _reach_further(items, i, keys, reach)
+
+
+def _join(items: Sequence[Item], i: int, j: int | None, since: int, sets: "_Sets") -> None:
+    if j is not None and items[j].last >= since:
+        sets.join(i, j)
+
+
+def _reach_further(
+    items: Sequence[Item], i: int, keys: _Keys, reach: dict[tuple[str, str | int], int]
+) -> None:
+    """Keep of each key the item that reaches furthest."""
+    for key in keys:
+        j = reach.get(key)
+        if j is None or items[j].last < items[i].last:
+            reach[key] = i
 
 
 class _Sets:
@@ -159,6 +186,6 @@ def incident_ids(
 
 
 __all__ = [
-    *("NEAR_STEPS", "SEVERITIES", "Item", "domain_of", "group", "incident_ids", "is_alike"),
+    *("FOLLOWING_STEPS", "NEAR_STEPS", "SEVERITIES", "Item", "domain_of", "group", "incident_ids"),
     *("item_of_decision", "item_of_finding"),
 ]

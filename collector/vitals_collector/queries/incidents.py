@@ -20,13 +20,19 @@ from trainvitals.views import (
     DecisionView,
     EventView,
     FindingView,
+    IncidentLine,
     IncidentView,
     RunSummary,
+    RunVerdict,
     StepData,
+    VerdictView,
 )
+from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.projections import loss_kind_of
+from vitals_collector.live.overview import info_of
 from vitals_collector.queries import story
-from vitals_collector.queries.evidence import gather
+from vitals_collector.queries.cost import lost_work
+from vitals_collector.queries.evidence import Evidence, gather
 from vitals_collector.queries.grouping import (
     NEAR_STEPS,
     SEVERITIES,
@@ -41,9 +47,11 @@ from vitals_collector.queries.ledger import (
     alerts_of,
     decisions_of,
     event_view,
+    run_row,
 )
 from vitals_collector.queries.series import attempt_rows
-from vitals_collector.storage.schema import events, findings
+from vitals_collector.queries.verdict import Precedent, VerdictFacts, of_healthy, verdict
+from vitals_collector.storage.schema import decisions, events, findings, runs
 from vitals_collector.storage.store import Moment
 
 HEALTHY_STEPS = 100
@@ -52,6 +60,8 @@ MAX_INCIDENTS = 200
 """Incidents of one answer: the newest."""
 MAX_EVIDENCE = 20
 """Of these, so many are told with the numbers around them: the gravest, then the newest."""
+MAX_OTHER_RUNS = 200
+"""Of other runs the newest are asked whether they had the same."""
 MAX_RECORDS = 20_000
 """Findings, and events of note, that are looked at: the newest."""
 MAX_LISTED = 200
@@ -103,8 +113,52 @@ class Records:
         return alerts_for_finding(finding, run_id=view.run_id, loss_kind=self.loss_kind)
 
 
-def incidents(moment: Moment, run: RunSummary) -> tuple[IncidentView, ...]:
-    """Return what went wrong in a run, the newest first."""
+def incidents(
+    moment: Moment, run: RunSummary, *, price: float = 0.0, reach: frozenset[str] | None = None
+) -> tuple[IncidentView, ...]:
+    """Return what went wrong in a run, the newest first.
+
+    Args:
+        moment: of the store.
+        run: the run.
+        price: of a GPU-hour; 0 where none is set.
+        reach: the runs among which one that had the same may be named; None: all.
+    """
+    of_run = _read(moment, run, price, reach)
+    gravest = sorted(of_run.bundles, key=lambda each: -SEVERITIES.index(of_run.severity(each)))
+    detailed = {id(bundle) for bundle in gravest[:MAX_EVIDENCE]}
+    return tuple(_view(of_run, each, is_whole=id(each) in detailed) for each in of_run.bundles)
+
+
+def run_verdict(
+    moment: Moment, run: RunSummary, *, price: float = 0.0, reach: frozenset[str] | None = None
+) -> RunVerdict:
+    """Return the verdict on a run: on its gravest open incident, else one that was acted on."""
+    of_run = _read(moment, run, price, reach)
+    lines = tuple(
+        IncidentLine(
+            incident_id=bundle.name,
+            title=story.title(of_run.story_facts(bundle, Evidence())),
+            severity=of_run.severity(bundle),
+            is_open=of_run.is_open(bundle),
+            onset_step=bundle.onset,
+            last_step=bundle.last,
+            started_unix_ns=bundle.started_unix_ns,
+            alerts=tuple(of_run.records.alerts[i].fingerprint for i in bundle.alerts),
+        )
+        for bundle in of_run.bundles
+    )
+    if not lines:
+        return RunVerdict(run_id=run.run_id, verdict=of_healthy(run), incidents=())
+    bundle = max(of_run.bundles, key=of_run.gravity)
+    told = of_run.verdict(bundle, is_whole=True)
+    return RunVerdict(run_id=run.run_id, verdict=told, incidents=lines)
+
+
+def _read(
+    moment: Moment, run: RunSummary, price: float, reach: frozenset[str] | None
+) -> "_Incidents":
+    """Return the run's incidents, the newest first."""
     records = read_records(moment.sql, run.run_id)
     items, raised = items_of(records)
     groups = group(items)
@@ -117,20 +171,7 @@ def incidents(moment: Moment, run: RunSummary) -> tuple[IncidentView, ...]:
     ]
     _attach_alerts(bundles, records, raised)
     bundles.sort(key=lambda bundle: (bundle.started_unix_ns, bundle.name), reverse=True)
-    bundles = bundles[:MAX_INCIDENTS]
-    gravest = sorted(bundles, key=lambda bundle: -SEVERITIES.index(severity_of(bundle, records)))
-    detailed = {id(bundle) for bundle in gravest[:MAX_EVIDENCE]}
-    return tuple(
-        _view(
-            moment,
-            run,
-            bundle,
-            records,
-            is_whole=id(bundle) in detailed,
-            next_onset=_next_onset(bundle, bundles),
-        )
-        for bundle in bundles
-    )
+    return _Incidents(moment, run, records, bundles[:MAX_INCIDENTS], price, reach)
 
 
 @dataclass(slots=True)
@@ -381,60 +422,141 @@ def _is_open(bundle: Bundle, records: Records, run: RunSummary) -> bool:
     )
 
 
-def _view(
-    moment: Moment,
-    run: RunSummary,
-    bundle: Bundle,
-    records: Records,
-    *,
-    is_whole: bool,
-    next_onset: int,
-) -> IncidentView:
-    finding_views = tuple(records.findings[i] for i in bundle.findings)
-    decided = tuple(records.decisions[i] for i in bundle.decisions)
-    event_views = tuple(records.events[i].view for i in sorted(bundle.events))
-    data = tuple(records.data[i] for i in bundle.data)
-    is_open = _is_open(bundle, records, run)
-    evidence = gather(
-        moment, run, bundle.attempt, bundle.onset, bundle.last, decided, is_whole=is_whole
+@dataclass(frozen=True, slots=True)
+class _Incidents:
+    """The incidents of a run, and what each is told of."""
+
+    moment: Moment
+    run: RunSummary
+    records: Records
+    bundles: list[Bundle]
+    price: float
+    reach: frozenset[str] | None
+    by_cause: dict[str, tuple[Sequence[str], int]] = field(default_factory=dict)
+
+    def severity(self, bundle: Bundle) -> Severity:
+        """Return how loud the gravest part of it is."""
+        return severity_of(bundle, self.records)
+
+    def is_open(self, bundle: Bundle) -> bool:
+        """Return whether it is not over yet."""
+        return _is_open(bundle, self.records, self.run)
+
+    def gravity(self, bundle: Bundle) -> tuple[bool, int, bool, int, int]:
+        """Return how much it matters: what is open, by severity; then what was acted on."""
+        is_open, severity = self.is_open(bundle), SEVERITIES.index(self.severity(bundle))
+        has_acted = len(bundle.decisions) > 0
+        return is_open, severity * is_open, has_acted, severity, bundle.started_unix_ns
+
+    def story_facts(self, bundle: Bundle, evidence: Evidence) -> story.StoryFacts:
+        """Return what its story is made of."""
+        records = self.records
+        return story.StoryFacts(
+            attempt=bundle.attempt,
+            ordinal=bundle.ordinal,
+            onset=bundle.onset,
+            started_unix_ns=bundle.started_unix_ns,
+            cause=bundle.cause,
+            rank=bundle.rank,
+            findings=tuple(records.findings[i] for i in bundle.findings),
+            decisions=tuple(records.decisions[i] for i in bundle.decisions),
+            alerts=tuple(records.alerts[i] for i in bundle.alerts),
+            events=tuple(records.events[i].view for i in sorted(bundle.events)),
+            data=tuple(records.data[i] for i in bundle.data),
+            evidence=evidence,
+        )
+
+    def verdict(self, bundle: Bundle, *, is_whole: bool) -> VerdictView:
+        """Return the verdict on it; without ``is_whole`` what it cost is counted, not measured."""
+        records, run_id = self.records, self.run.run_id
+        decided = tuple(records.decisions[i] for i in bundle.decisions)
+        lost = lost_work(self.moment, run_id, decided, self.price, is_timed=is_whole)
+        facts = VerdictFacts(
+            run=self.run,
+            run_dir=info_of(run_row(self.moment.sql, run_id)).run_dir,
+            incident_id=bundle.name,
+            onset=bundle.onset,
+            last=bundle.last,
+            next_onset=_next_onset(bundle, self.bundles),
+            started_unix_ns=bundle.started_unix_ns,
+            is_open=self.is_open(bundle),
+            findings=tuple(records.findings[i] for i in bundle.findings),
+            decisions=decided,
+            alerts=tuple(records.alerts[i] for i in bundle.alerts),
+            events=tuple(
+                records.events[i].view
+                for i in bundle.events
+                if records.events[i].code or records.events[i].view.kind == "RunEnded"
+            ),
+            lost=lost,
+            precedent=self._precedent(bundle),
+        )
+        return verdict(facts)
+
+    def _precedent(self, bundle: Bundle) -> Precedent:
+        earlier = [
+            other.onset
+            for other in self.bundles
+            if other.cause == bundle.cause and other.started_unix_ns < bundle.started_unix_ns
+        ]
+        if bundle.cause not in self.by_cause:
+            self.by_cause[bundle.cause] = _runs_that_had(
+                self.moment.sql, self.run.run_id, bundle.cause, self.reach
+            )
+        labels, num_asked = self.by_cause[bundle.cause]
+        return Precedent(steps=earlier, runs=labels, num_asked=num_asked)
+
+
+def _runs_that_had(
+    connection: Connection, run_id: str, cause: str, reach: frozenset[str] | None
+) -> tuple[Sequence[str], int]:
+    """Return what other runs with a decision or finding of that cause are called; and of how many.
+
+    Looked at are the newest runs: each is an entry of an index.
+    """
+    newest = (
+        select(runs.c.run_id, runs.c.name)
+        .where(runs.c.run_id != run_id, ~is_being_removed())
+        .order_by(runs.c.run_id.desc())
+        .limit(MAX_OTHER_RUNS)
     )
-    incident = story.StoryFacts(
-        run=run,
-        attempt=bundle.attempt,
-        ordinal=bundle.ordinal,
-        onset=bundle.onset,
-        last=bundle.last,
-        next_onset=next_onset,
-        started_unix_ns=bundle.started_unix_ns,
-        is_open=is_open,
-        cause=bundle.cause,
-        rank=bundle.rank,
-        findings=finding_views,
-        decisions=decided,
-        alerts=tuple(records.alerts[i] for i in bundle.alerts),
-        events=event_views,
-        data=data,
-        evidence=evidence,
-    )
+    asked = [row for row in connection.execute(newest) if reach is None or row.run_id in reach]
+    ids = [row.run_id for row in asked]
+    had: set[str] = set()
+    for table, column in ((decisions, decisions.c.cause), (findings, findings.c.kind)):
+        query = select(table.c.run_id).where(table.c.run_id.in_(ids), column == cause).distinct()
+        had |= set(connection.execute(query).scalars()) if ids else set()
+    return [row.name or row.run_id for row in asked if row.run_id in had], len(asked)
+
+
+def _view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> IncidentView:
+    moment, run = of_run.moment, of_run.run
+    evidence = Evidence()
+    if is_whole:
+        evidence = gather(moment, run, bundle.attempt, bundle.onset, bundle.last)
+    facts = of_run.story_facts(bundle, evidence)
+    told = of_run.verdict(bundle, is_whole=is_whole)
+    is_open = of_run.is_open(bundle)
     return IncidentView(
         incident_id=bundle.name,
         run_id=run.run_id,
-        title=story.title(incident),
-        severity=severity_of(bundle, records),
+        title=story.title(facts),
+        severity=of_run.severity(bundle),
         is_open=is_open,
         onset_step=bundle.onset,
         last_step=bundle.last,
         started_unix_ns=bundle.started_unix_ns,
         ended_unix_ns=0 if is_open else bundle.ended_unix_ns,
-        story=story.tell(incident),
-        cost_steps=evidence.cost_steps,
-        cost_seconds=evidence.cost_seconds or 0.0,
-        decisions=decided[:MAX_LISTED],
-        findings=finding_views[:MAX_LISTED],
-        alerts=tuple(incident.alerts[:MAX_LISTED]),
-        events=event_views[:MAX_LISTED],
-        data=data[:MAX_LISTED],
+        verdict=told,
+        story=story.tell(facts),
+        cost_steps=told.lost.steps,
+        cost_seconds=told.lost.seconds or 0.0,
+        decisions=tuple(facts.decisions[:MAX_LISTED]),
+        findings=tuple(facts.findings[:MAX_LISTED]),
+        alerts=tuple(facts.alerts[:MAX_LISTED]),
+        events=tuple(facts.events[:MAX_LISTED]),
+        data=tuple(facts.data[:MAX_LISTED]),
     )
 
 
-__all__ = ["Bundle", "incidents", "items_of", "read_records"]
+__all__ = ["Bundle", "incidents", "items_of", "read_records", "run_verdict"]

@@ -75,9 +75,11 @@ def open_folder(folder: Path) -> Iterator[Opened]:
 
     Raises:
         UsageError: there is no such folder.
+        ConfigError: the price of a GPU-hour in the environment is no price.
         StorageError: it may not be read.
     """
     from vitals_collector.ingest.folder import FolderIngest
+    from vitals_collector.queries.cost import price_of_environment
     from vitals_collector.queries.folder_query import FolderQuery
     from vitals_collector.storage.store import open_store
 
@@ -85,7 +87,7 @@ def open_folder(folder: Path) -> Iterator[Opened]:
     try:
         spools = FolderIngest(store, [folder])
         spools.poll()
-        query = FolderQuery(store, clock=SystemClock())
+        query = FolderQuery(store, clock=SystemClock(), gpu_hour_price=price_of_environment())
         yield Opened(query, spools.poll, folder, spools.unreadable)
     finally:
         store.close()

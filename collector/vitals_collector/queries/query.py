@@ -29,6 +29,7 @@ from trainvitals.views import (
     CheckpointView,
     CommandsQuestion,
     CommandView,
+    ConfigsQuestion,
     CurveQuestion,
     CurveReply,
     DecisionsQuestion,
@@ -48,6 +49,7 @@ from trainvitals.views import (
     RunQuestion,
     RunsQuestion,
     RunSummary,
+    RunVerdict,
     SeriesQuestion,
     SeriesReply,
     SeriesRequest,
@@ -57,6 +59,7 @@ from trainvitals.views import (
     StepView,
     TableQuestion,
     TableReply,
+    VerdictQuestion,
 )
 from vitals_collector.alerts import commands, inbox
 from vitals_collector.ingest.ingest import is_being_removed
@@ -68,7 +71,7 @@ from vitals_collector.queries import series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.difference import difference
 from vitals_collector.queries.heatmap import cells
-from vitals_collector.queries.incidents import incidents
+from vitals_collector.queries.incidents import incidents, run_verdict
 from vitals_collector.queries.ledger import (
     attempts_of,
     checkpoints_of,
@@ -98,6 +101,7 @@ _OF_RUN = select(runs.c.run_id).where(runs.c.run_id == bindparam("run_id"), ~is_
 """Made once: nearly every answer begins with it."""
 
 A = TypeVar("A")
+Config = dict[str, str | int | float | bool | None]
 
 ANSWERS: dict[type[Question[Any]], Callable[["Query", Any], Any]] = {}
 """What answers each question."""
@@ -124,6 +128,7 @@ class Query:
         lost_after_seconds: how long a run may be silent.
         up_since_unix_ns: since when rows could have arrived; 0 where nothing arrives.
         volumes: what is kept of a run, to be said.
+        gpu_hour_price: what a GPU costs for an hour; 0: nobody said.
     """
 
     newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
@@ -138,10 +143,12 @@ class Query:
         lost_after_seconds: float = 60.0,
         up_since_unix_ns: int = 0,
         volumes: VolumeSettings | None = None,
+        gpu_hour_price: float = 0.0,
     ) -> None:
         self.store = store
         self.clock = clock
         self.volumes = volumes or VolumeSettings()
+        self.gpu_hour_price = gpu_hour_price
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
 
@@ -195,7 +202,7 @@ def within(query: Query, reach: frozenset[str] | None) -> Query:
 
 # --------------------------------------------------------------------------------- the answers
 
-_OF_ALL_RUNS = (RunsQuestion, AlertsQuestion, SilencesQuestion, TableQuestion)
+_OF_ALL_RUNS = (RunsQuestion, ConfigsQuestion, AlertsQuestion, SilencesQuestion, TableQuestion)
 """Questions that may name no run: each answer leaves out what is not in ``Query.reach``."""
 
 
@@ -204,6 +211,17 @@ def _runs(query: Query, _: RunsQuestion) -> tuple[RunSummary, ...]:
     with query.read() as moment:
         found = overview.summaries(moment.sql, query.liveness())
     return tuple(run for run in found if query.reach is None or run.run_id in query.reach)
+
+
+@answer_to(ConfigsQuestion)
+def _configs(query: Query, _: ConfigsQuestion) -> dict[str, Config]:
+    with query.read() as moment:
+        rows = moment.sql.execute(select(runs).where(~is_being_removed())).all()
+    return {
+        row.run_id: overview.info_of(row).config
+        for row in rows
+        if query.reach is None or row.run_id in query.reach
+    }
 
 
 @answer_to(RunQuestion)
@@ -353,7 +371,14 @@ def _movers(query: Query, asked: MoversQuestion) -> tuple[MoverView, ...]:
 def _incidents(query: Query, asked: IncidentsQuestion) -> tuple[IncidentView, ...]:
     with query.read(asked.run_id) as moment:
         run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
-        return incidents(moment, run)
+        return incidents(moment, run, price=query.gpu_hour_price, reach=query.reach)
+
+
+@answer_to(VerdictQuestion)
+def _verdict(query: Query, asked: VerdictQuestion) -> RunVerdict:
+    with query.read(asked.run_id) as moment:
+        run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
+        return run_verdict(moment, run, price=query.gpu_hour_price, reach=query.reach)
 
 
 @answer_to(AnnotationsQuestion)

@@ -15,7 +15,6 @@ from trainvitals.views import (
     EventView,
     FindingView,
     MoverView,
-    RunSummary,
     StepData,
     StepRow,
 )
@@ -47,16 +46,11 @@ MAX_TOLD = 6
 class StoryFacts:
     """All that a story is made of."""
 
-    run: RunSummary
     attempt: int
     ordinal: int
     """Which of the run's attempts it is."""
     onset: int
-    last: int
-    next_onset: int
-    """The step at which the next incident began; -1 where none did."""
     started_unix_ns: int
-    is_open: bool
     cause: str
     rank: int
     findings: Sequence[FindingView]
@@ -85,9 +79,9 @@ def title(incident: StoryFacts) -> str:
 
 
 def tell(incident: StoryFacts) -> tuple[str, ...]:
-    """Return the paragraphs: how it began, what moved first, what fed it, what was done, the cost.
+    """Return the paragraphs: how it began, what moved first, what fed it, why what was done.
 
-    A paragraph is one line of plain text.
+    A paragraph is one line of plain text. How it ended and what it cost stands in its verdict.
     """
     parts = [_began(incident)]
     if incident.evidence.is_gathered:
@@ -97,7 +91,7 @@ def tell(incident: StoryFacts) -> tuple[str, ...]:
             "Too many incidents at once to show the numbers around each; see "
             f"`vitals why RUN {incident.onset}`."
         )
-    parts += [_state(incident), _decided(incident), _ended(incident), _cost(incident)]
+    parts += [_state(incident), _decided(incident)]
     return tuple(printable(" ".join(part.split())) for part in parts if part)
 
 
@@ -309,37 +303,6 @@ def _decided(incident: StoryFacts) -> str:
     skipped = [event.text for event in incident.events if event.kind == "DataWindowSkipped"]
     sentences += [f"Data: {text}." for text in _few(skipped)]
     return " ".join(sentences)
-
-
-def _ended(incident: StoryFacts) -> str:
-    last = f"last bad step {incident.last}"
-    halted = any(
-        view.decision.action == "halt" and view.decision.acted for view in incident.decisions
-    )
-    run = f"the run is {incident.run.state} at step {incident.run.last_step}"
-    if halted:
-        return f"Ended with the run halted; {last}."
-    if incident.is_open:
-        return f"Still open: {last}; {run}."
-    if incident.next_onset >= 0:
-        healthy = incident.next_onset - incident.last - 1
-        until = f", until the next incident at step {incident.next_onset}"
-    else:
-        healthy, until = incident.run.last_step - incident.last, ""
-    if healthy > 0:
-        steps = "healthy step" if healthy == 1 else "healthy steps"
-        return f"Resolved: {healthy} {steps} since step {incident.last}{until}."
-    return f"Resolved: {last}; {run}."
-
-
-def _cost(incident: StoryFacts) -> str:
-    evidence = incident.evidence
-    if not evidence.cost_steps:
-        return "Lost work: none."
-    steps = f"{evidence.cost_steps} step" + ("s" if evidence.cost_steps > 1 else "")
-    if evidence.cost_seconds is None:
-        return f"Lost work: {steps}."
-    return f"Lost work: {steps}, {evidence.cost_seconds:.3g} s on each rank."
 
 
 def _few(things: Sequence[_T]) -> Sequence[_T]:

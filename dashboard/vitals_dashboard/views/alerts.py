@@ -1,15 +1,24 @@
 """The inbox: what fires, what is silenced, what has passed, and a person's word about it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import streamlit as st
 
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.views import AckRequest, AlertsQuestion, AlertView, RunsQuestion
+from trainvitals.records import SEVERITY_WORDS
+from trainvitals.views import (
+    AckRequest,
+    AlertsQuestion,
+    AlertView,
+    IncidentLine,
+    RunsQuestion,
+    RunSummary,
+)
 from vitals_dashboard import access, formatting, layout, tables
-from vitals_dashboard.source import Source
-from vitals_dashboard.theme import SEVERITY_BADGES, SEVERITY_WORDS
+from vitals_dashboard.source import Source, verdict_of
+from vitals_dashboard.theme import SEVERITY_BADGES
 
 MAX_CARDS = 40
 SILENCES = {"15 min": 900.0, "1 h": 3_600.0, "8 h": 28_800.0, "24 h": 86_400.0, "7 d": 604_800.0}
@@ -19,11 +28,14 @@ OF_FOLDER = (
     " only, among its temporary files. Another dashboard of the folder that runs at the same time"
     " does not know of it. A collector (`vitals collector`) keeps it for everybody."
 )
+SEVERITIES = ("page", "notify", "log")
+_Runs = Mapping[str, RunSummary]
 SHOWN = ("firing", "silenced", "resolved", "all")
 
 
 def render() -> None:
     """Draw the page."""
+    layout.heading("Alerts")
     with st.container(horizontal=True, vertical_alignment="center", key="alert_controls"):
         shown = st.segmented_control(
             "Show",
@@ -53,8 +65,8 @@ def render() -> None:
 
 def _body(source: Source, shown: str, text: str) -> None:
     every = source.client.ask(AlertsQuestion())
-    names = {run.run_id: run.name for run in source.client.ask(RunsQuestion())} if every else {}
-    alerts = [alert for alert in every if _holds(alert, names, text)]
+    runs = {run.run_id: run for run in source.client.ask(RunsQuestion())} if every else {}
+    alerts = [alert for alert in every if _holds(alert, runs, text)]
     now = source.clock.time_ns()
     firing = [a for a in alerts if a.state == "firing" and a.silenced_until_unix_ns <= now]
     silenced = [a for a in alerts if a.state == "firing" and a.silenced_until_unix_ns > now]
@@ -64,40 +76,101 @@ def _body(source: Source, shown: str, text: str) -> None:
     elif source.of_folder and (firing or silenced):
         st.caption(OF_FOLDER)
     if shown in ("firing", "all"):
-        _cards(source, firing, names, title="Firing", empty="No firing alerts.")
+        _cards(source, firing, runs, title="Firing", empty="No firing alerts.")
     if shown in ("silenced", "all"):
-        _cards(source, silenced, names, title="Silenced", empty="No silences.")
+        _cards(source, silenced, runs, title="Silenced", empty="No silences.")
     elif silenced:
         st.caption(
             f"{formatting.count(len(silenced), 'firing alert')} silenced; see Silenced above."
         )
     if shown in ("resolved", "all"):
-        st.markdown(f"**Resolved and pending** ({len(rest):,})")
+        st.markdown(f"## Resolved and pending ({len(rest):,})")
+        names = {run_id: run.name for run_id, run in runs.items()}
         layout.table(tables.alert_rows(rest, names), "None.", key="alert_history", height=600)
 
 
-def _holds(alert: AlertView, names: dict[str, str], text: str) -> bool:
-    of_run = f"{names.get(alert.run_id, '')} {alert.run_id}"
+def _holds(alert: AlertView, runs: _Runs, text: str) -> bool:
+    of_run = f"{_label(alert.run_id, runs)} {alert.run_id}"
     haystack = f"{alert.title} {alert.name} {alert.summary} {of_run}".casefold()
     return all(needle in haystack for needle in text.casefold().split())
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Alerts of one incident; or of a run, where they are of none."""
+
+    run_id: str
+    incident: IncidentLine | None
+    alerts: list[AlertView]
+
+    def order(self) -> tuple[int, int]:
+        """Return what it is sorted by: pages first, then what changed last."""
+        return (
+            min(SEVERITIES.index(alert.severity) for alert in self.alerts),
+            -max(alert.updated_unix_ns for alert in self.alerts),
+        )
+
+
+def _groups(source: Source, alerts: Sequence[AlertView], runs: _Runs) -> list[_Group]:
+    """Return the alerts by incident, pages first; within one the gravest, then the newest."""
+    incidents: dict[str, IncidentLine] = {}
+    for run_id in {alert.run_id for alert in alerts} & set(runs):
+        for incident in verdict_of(source, runs[run_id]).incidents:
+            incidents |= dict.fromkeys(incident.alerts, incident)
+    groups: dict[tuple[str, str], _Group] = {}
+    for alert in sorted(alerts, key=lambda a: (SEVERITIES.index(a.severity), -a.updated_unix_ns)):
+        line = incidents.get(alert.fingerprint)
+        key = (alert.run_id, line.incident_id if line else "")
+        groups.setdefault(key, _Group(alert.run_id, line, [])).alerts.append(alert)
+    return sorted(groups.values(), key=_Group.order)
+
+
 def _cards(
-    source: Source, alerts: Sequence[AlertView], names: dict[str, str], *, title: str, empty: str
+    source: Source, alerts: Sequence[AlertView], runs: _Runs, *, title: str, empty: str
 ) -> None:
-    st.markdown(f"**{title}** ({len(alerts):,})")
+    st.markdown(f"## {title} ({len(alerts):,})")
     if not alerts:
         st.caption(empty)
         return
-    newest = sorted(alerts, key=lambda alert: alert.updated_unix_ns, reverse=True)
-    for alert in newest[:MAX_CARDS]:
-        _card(source, alert, names)
-    if len(newest) > MAX_CARDS:
+    left = MAX_CARDS
+    for number, group in enumerate(_groups(source, alerts, runs)):
+        if left <= 0:
+            break
+        with st.container(key=f"alert_group_{title.lower()}_{number}", gap="xsmall"):
+            _head(group, runs)
+            for alert in group.alerts[:left]:
+                _card(source, alert, runs)
+        left -= len(group.alerts)
+    if left < 0:
         what = f"{title.lower()} alerts"
-        st.caption(f"{MAX_CARDS} of {len(newest):,} {what} are shown, the newest ones.")
+        st.caption(f"{MAX_CARDS} of {len(alerts):,} {what} are shown, pages first.")
 
 
-def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
+def _head(group: _Group, runs: _Runs) -> None:
+    """Draw whose alerts follow, and the way to the incident."""
+    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+        if not group.run_id:
+            st.markdown("### Vitals itself")
+            return
+        st.markdown("### Incident" if group.incident else "### Run")
+        label = _label(group.run_id, runs)
+        title = f"{formatting.plain(group.incident.title, 160)}  |  " if group.incident else ""
+        st.text(f"{title}{label}")
+        st.space("stretch")
+        if group.incident is not None:
+            st.page_link(
+                layout.INCIDENTS,
+                label="Open incident",
+                icon=":material/emergency:",
+                query_params={"run": group.run_id, "incident": group.incident.incident_id},
+            )
+
+
+def _label(run_id: str, runs: _Runs) -> str:
+    return formatting.run_label(runs[run_id].name if run_id in runs else "", run_id, 60)
+
+
+def _card(source: Source, alert: AlertView, runs: _Runs) -> None:
     now = source.clock.time_ns()
     key = alert.fingerprint
     with st.container(border=True, key=f"alert_{key}"):
@@ -113,7 +186,7 @@ def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
                     st.badge("silenced", color="gray")
             st.text(formatting.plain(alert.summary, 400))
             with st.container(key=f"facts_{key}"):
-                st.text(_facts(alert, names, now))
+                st.text(_facts(alert, runs, now))
         with (
             acts,
             st.container(
@@ -137,9 +210,9 @@ def _address(alert: AlertView) -> dict[str, str]:
     return layout.around(alert.run_id, alert.step, alert.step)
 
 
-def _facts(alert: AlertView, names: dict[str, str], now: int) -> str:
+def _facts(alert: AlertView, runs: _Runs, now: int) -> str:
     facts = [
-        formatting.run_label(names.get(alert.run_id, ""), alert.run_id, 60),
+        _label(alert.run_id, runs),
         f"step {alert.step:,}" if alert.step >= 0 else "",
         f"for {formatting.age(alert.started_unix_ns, now)}",
     ]

@@ -69,7 +69,7 @@ def render() -> None:
 
 
 def _body(source: Source, chosen: Controls) -> None:
-    runs = tables.matching(source.client.ask(RunsQuestion()), "", None)
+    runs = tables.in_order(source.client.ask(RunsQuestion()))
     if not runs:
         states.no_runs()
         return

@@ -1,10 +1,11 @@
-"""Incidents: what went wrong told as one story, with the curves, layers, ranks and data of it."""
+"""Incidents: the verdict on one screen, then its evidence: curves, layers, ranks and data."""
 
 from collections.abc import Sequence
 
 import streamlit as st
 from msgspec.structs import replace
 
+from trainvitals.records import SEVERITY_WORDS
 from trainvitals.views import (
     IncidentsQuestion,
     IncidentView,
@@ -13,10 +14,18 @@ from trainvitals.views import (
     RunSummary,
     SeriesRequest,
 )
-from vitals_dashboard import charts, commands, formatting, heatmap_page, layout, tables
+from vitals_dashboard import (
+    charts,
+    commands,
+    formatting,
+    heatmap_page,
+    layout,
+    tables,
+    verdicts,
+)
 from vitals_dashboard.feed import draw_charts
 from vitals_dashboard.source import Source, series_of
-from vitals_dashboard.theme import SEVERITY_BADGES, SEVERITY_WORDS
+from vitals_dashboard.theme import SEVERITY_BADGES
 from vitals_dashboard.views.layers import movers
 from vitals_dashboard.views.ranks import row_names
 
@@ -33,6 +42,7 @@ HEIGHT = 165
 
 def render() -> None:
     """Draw the page."""
+    layout.heading("Incidents")
     layout.run_page(_body, key="incident_body")
 
 
@@ -43,66 +53,94 @@ def _body(source: Source, run: RunSummary) -> None:
             "No incidents. One begins with the first finding that leads to an action or an alert."
         )
         return
-    rows = tables.incident_rows(every)
-    asked = st.query_params.get("incident")
-    picked = layout.table(
-        rows, "", key=f"incidents_{run.run_id}_{len(every)}", height=220, select=True
-    )
-    if picked is not None and every[picked].incident_id != asked:
-        asked = every[picked].incident_id
-        st.query_params["incident"] = asked
-    chosen = next((incident for incident in every if incident.incident_id == asked), None)
-    if chosen is None:
-        if asked:
-            st.caption("This run has no such incident; showing the newest.")
-        chosen = every[0]
+    chosen = _chosen(every)
+    _summary(run, chosen, source.clock.time_ns())
+    healthy = commands.acceptable_step(chosen)
+    if healthy is not None:
+        commands.accept(source, run, healthy, key=f"accept_{chosen.incident_id}")
+    _choice(run, every)
+    st.markdown("### Evidence")
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     steps = (max(0, chosen.onset_step - BEFORE), chosen.last_step + AFTER)
     left, right = st.columns([6, 5])
     with left:
-        _story(run, chosen, source.clock.time_ns())
-        healthy = commands.acceptable_step(chosen)
-        if healthy is not None:
-            commands.accept(source, run, healthy, key=f"accept_{chosen.incident_id}")
+        _story(chosen)
     with right:
         _curves(source, detail, chosen, steps)
+    _tables(chosen, run)
     _maps(source, run, detail, steps)
     movers(source, run, chosen.onset_step)
-    _tables(chosen, run)
 
 
-def _story(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
-    with st.container(border=True, key="prose_story", gap="small"):
+def _chosen(every: Sequence[IncidentView]) -> IncidentView:
+    """Return the incident of the address; else the newest open one, else the newest."""
+    asked = st.query_params.get("incident")
+    chosen = next((incident for incident in every if incident.incident_id == asked), None)
+    if chosen is None and asked:
+        st.caption("This run has no such incident; showing the newest.")
+    open_now = (incident for incident in every if incident.is_open)
+    return chosen or next(open_now, every[0])
+
+
+def _choice(run: RunSummary, every: Sequence[IncidentView]) -> None:
+    """Draw the run's incidents, where there are several: one is chosen by a click."""
+    if len(every) == 1:
+        return
+    st.markdown(f"### All incidents ({len(every):,})")
+    picked = layout.table(
+        tables.incident_rows(every), "", key=f"incidents_{run.run_id}_{len(every)}", height=220,
+        select=True,
+    )  # fmt: skip
+    if picked is not None and every[picked].incident_id != st.query_params.get("incident"):
+        st.query_params["incident"] = every[picked].incident_id
+        st.rerun()
+
+
+def _summary(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
+    """Draw what somebody needs first, on one screen."""
+    with st.container(border=True, key="incident_summary", gap="small"):
         with st.container(horizontal=True, vertical_alignment="center", key="incident_head"):
             with st.container(key="incident_title", width="content"):
                 st.text(formatting.plain(incident.title, 200))
             word, color = SEVERITY_WORDS[incident.severity], SEVERITY_BADGES[incident.severity]
             st.badge(word, color=color)  # type: ignore[arg-type]
             st.badge(
-                "open" if incident.is_open else "over",
+                "\N{BLACK UP-POINTING TRIANGLE} Open" if incident.is_open
+                else "\N{CHECK MARK} Resolved",
                 color="orange" if incident.is_open else "green",
-            )
+            )  # fmt: skip
             st.space("stretch")
+            verdicts.ticket_of(run, incident)
             st.page_link(
                 layout.RUN,
                 label="Curves around it",
                 icon=":material/zoom_in:",
                 query_params=layout.around(run.run_id, incident.onset_step, incident.last_step),
             )
-        for paragraph in incident.story:
-            st.text(formatting.plain(paragraph, 2_000))
         with st.container(key="facts_incident"):
             st.text(_facts(incident, now_unix_ns))
+        left, right = st.columns([6, 5])
+        with left:
+            verdicts.panel(incident.verdict)
+        with right:
+            st.markdown("### Timeline")
+            verdicts.timeline(incident.verdict)
+
+
+def _story(incident: IncidentView) -> None:
+    with st.container(border=True, key="prose_story", gap="small"):
+        for paragraph in incident.story:
+            st.text(formatting.plain(paragraph, 2_000))
 
 
 def _facts(incident: IncidentView, now_unix_ns: int) -> str:
+    began = tables.moment(incident.started_unix_ns)
+    date = "" if began is None else f"{began:%Y-%m-%d}, "
     facts = (
         f"steps {incident.onset_step:,} to {incident.last_step:,}",
-        f"began {formatting.age(incident.started_unix_ns, now_unix_ns)} ago",
-        f"cost {formatting.count(incident.cost_steps, 'step')}",
-        f"{incident.cost_seconds:,.0f} s" if incident.cost_seconds else "",
+        f"began {date}{formatting.age(incident.started_unix_ns, now_unix_ns)} ago",
         formatting.count(len(incident.findings), "finding"),
-        formatting.count(len(incident.decisions), "decision"),
+        formatting.count(len(incident.decisions), "action"),
         formatting.count(len(incident.alerts), "alert"),
     )
     return "  |  ".join(fact for fact in facts if fact)
@@ -194,5 +232,5 @@ def _tables(incident: IncidentView, run: RunSummary) -> None:
         ),
     )
     for number, (title, rows, empty) in enumerate(parts):
-        st.markdown(f"**{title}** ({len(rows):,})")
+        st.markdown(f"#### {title} ({len(rows):,})")
         layout.table(rows, empty, key=f"incident_table_{number}", height=260)

@@ -1,16 +1,18 @@
-"""The fleet: every run with its state, health, curve, alerts, and what was done about it."""
+"""The fleet: every run with its state, health, verdict, curve, alerts; searched and grouped."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import streamlit as st
 
+from trainvitals.errors import UsageError
 from trainvitals.views import RunsQuestion, RunSummary
-from vitals_dashboard import formatting, layout, states, tables
+from vitals_dashboard import formatting, layout, search, states, tables, verdicts
 from vitals_dashboard.charts.sparkline import sparkline
-from vitals_dashboard.source import Source, loss_curve
-from vitals_dashboard.theme import HEALTH_WORDS, STATE_WORDS
+from vitals_dashboard.source import Source, configs_of, loss_curve, verdict_of
+from vitals_dashboard.theme import HEALTH_BADGES, HEALTH_WORDS, LABELS, STATE_BADGES, STATE_WORDS
 
 PAGE_SIZE = 25
 """Runs on a page: each has a sparkline, and that is a question to the collector."""
@@ -19,52 +21,44 @@ CURVE_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFilter:
-    """Which runs are to be seen, and in which order."""
+class Choice:
+    """Which runs are to be seen, in which groups and order."""
 
     text: str
-    state: str | None
-    health: str | None
+    group: str
     order: str
 
 
 def render() -> None:
     """Draw the page."""
+    layout.heading("Fleet")
     with st.container(horizontal=True, vertical_alignment="center", key="fleet_controls"):
-        filters = _controls()
+        choice = _controls()
         live = layout.live_toggle()
-    layout.refreshing(lambda source: _body(source, filters), live=live, key="overview_body")
+    layout.refreshing(lambda source: _body(source, choice), live=live, key="overview_body")
 
 
-def _controls() -> RunFilter:
+def _controls() -> Choice:
     text = st.text_input(
         "Search",
         key="q",
         bind="query-params",
-        placeholder="Search name, project, user, tag or id",
+        placeholder="Search: words, or project:x user:y health:critical step>1000",
         label_visibility="collapsed",
-        max_chars=200,
+        help=search.HELP,
+        max_chars=400,
         icon=":material/search:",
     )
-    state = st.selectbox(
-        "State",
-        list(STATE_WORDS),
+    group = st.selectbox(
+        "Group by",
+        search.GROUPS,
         index=None,
-        key="state",
+        key="group",
         bind="query-params",
-        placeholder="Any state",
+        placeholder="Group by (or type config.KEY)",
         label_visibility="collapsed",
-        width=150,
-    )
-    health = st.selectbox(
-        "Health",
-        list(HEALTH_WORDS),
-        index=None,
-        key="health",
-        bind="query-params",
-        placeholder="Any health",
-        label_visibility="collapsed",
-        width=150,
+        accept_new_options=True,
+        width=230,
     )
     order = st.selectbox(
         "Order",
@@ -74,54 +68,93 @@ def _controls() -> RunFilter:
         label_visibility="collapsed",
         width=170,
     )
-    return RunFilter(text=str(text or ""), state=state, health=health, order=str(order))
+    return Choice(text=str(text or ""), group=str(group or "").strip(), order=str(order))
 
 
-def _body(source: Source, filters: RunFilter) -> None:
+def _body(source: Source, choice: Choice) -> None:
     everything = source.client.ask(RunsQuestion())
     if not everything:
         states.no_runs()
         return
     _totals(everything)
-    runs = tables.matching(everything, filters.text, filters.state, filters.health, filters.order)
+    try:
+        asked, by = search.parse(choice.text), search.check_group(choice.group)
+    except UsageError as error:
+        states.not_understood(error)
+        return
+    configs: search.Configs = {}
+    if asked.needs_configs or by.startswith(search.CONFIG):
+        configs = configs_of(source.client, source.client.url, len(everything))
+    runs = tables.in_order(
+        (run for run in everything if asked.matches(run, configs.get(run.run_id, {}))),
+        choice.order,
+    )
+    groups = search.grouped(runs, by, configs) if by else [("", runs)]
+    _pages(source, choice, groups, num_runs=len(runs), num_all=len(everything))
+
+
+def _pages(
+    source: Source,
+    choice: Choice,
+    groups: Sequence[tuple[str, Sequence[RunSummary]]],
+    *,
+    num_runs: int,
+    num_all: int,
+) -> None:
+    """Draw one page of the rows, whatever groups they are of."""
+    sizes = {value: len(members) for value, members in groups}
+    rows = [(value, run) for value, members in groups for run in members]
     caption_column, pages = st.columns([3, 2], vertical_alignment="center")
-    num_pages = max(1, -(-len(runs) // PAGE_SIZE))
+    num_pages = max(1, -(-len(rows) // PAGE_SIZE))
     page = 1
     if num_pages > 1:
         with pages, st.container(horizontal=True, horizontal_alignment="right"):
             page = min(st.pagination(num_pages, key="p", bind="query-params"), num_pages)
     first = (page - 1) * PAGE_SIZE
-    shown = runs[first : first + PAGE_SIZE]
+    shown = rows[first : first + PAGE_SIZE]
     where = f"; {first + 1:,} to {first + len(shown):,} here" if num_pages > 1 else ""
     caption_column.caption(
-        f"{len(runs):,} of {formatting.count(len(everything), 'run')}{where}; select one to open it"
+        f"{num_runs:,} of {formatting.count(num_all, 'run')}{where}. Click a row to open the run; "
+        "the address keeps search, groups and order."
     )
-    _list(source, shown)
+    if not shown:
+        st.caption("No run matches. Clear part of the search above.")
+    for number, (value, members) in enumerate(groupby(shown, key=lambda row: row[0])):
+        if choice.group:
+            with st.container(horizontal=True, key=f"group_{number}"):
+                label = formatting.plain(f"{choice.group}: {value or 'none'}", 120)
+                st.markdown("### Group")
+                st.text(f"{label} ({formatting.count(sizes[value], 'run')})")
+        _list(source, [run for _, run in members], key=f"runs_{number}_{choice.group}")
 
 
-def _list(source: Source, runs: Sequence[RunSummary]) -> None:
-    rows = tables.run_rows(runs, now_unix_ns=source.clock.time_ns(), curves=_curves(source, runs))
-    numbers = st.column_config.NumberColumn(format="localized", width=70)
-    is_text = any(isinstance(row["Loss"], str) for row in rows)
+def _list(source: Source, runs: Sequence[RunSummary], *, key: str) -> None:
+    told = {run.run_id: verdict_of(source, run) for run in runs if _had_trouble(run)}
+    rows = tables.run_rows(
+        runs,
+        now_unix_ns=source.clock.time_ns(),
+        curves=_curves(source, runs),
+        verdicts={run.run_id: verdicts.headline(run, told.get(run.run_id)) for run in runs},
+    )
     column = st.column_config
+    numbers = column.NumberColumn(format="localized", width=70)
+    is_text = any(isinstance(row["Loss"], str) for row in rows)
     loss = column.TextColumn(width=70) if is_text else column.NumberColumn(format="%.4g", width=70)
     chosen = layout.table(
         rows,
-        "No run matches. Clear part of the search above.",
-        key="runs",
+        "",
+        key=key,
         height=38 + 35 * PAGE_SIZE,
         select=True,
         columns={
-            "Run": st.column_config.TextColumn(width="medium"),
-            "State": st.column_config.TextColumn(width=105),
-            "Health": st.column_config.TextColumn(width=95),
-            "Alerts": st.column_config.NumberColumn(width=60),
+            "Run": column.TextColumn(width="medium"),
+            "State": _labels(STATE_WORDS, STATE_BADGES, width=115),
+            "Health": _labels(HEALTH_WORDS, HEALTH_BADGES, width=105),
+            "Verdict": column.TextColumn(width=420),
+            "Alerts": column.NumberColumn(width=60),
             "Loss": loss,
-            "Loss curve": st.column_config.ImageColumn(
-                width=130, help="Red: the loss was NaN or infinite."
-            ),
-            "Seen": st.column_config.TextColumn(width=90),
-            "Last decision": st.column_config.TextColumn(width=330),
+            "Loss curve": column.ImageColumn(width=130, help="Red: the loss was NaN or infinite."),
+            "Seen": column.TextColumn(width=90),
             "Step": numbers,
             "Skips": numbers,
             "Rollbacks": numbers,
@@ -130,6 +163,21 @@ def _list(source: Source, runs: Sequence[RunSummary]) -> None:
     )
     if chosen is not None:
         st.switch_page(layout.RUN, query_params={"run": runs[chosen].run_id})
+
+
+def _labels(words: Mapping[str, str], colours: Mapping[str, str], *, width: int) -> object:
+    """Return a column of labels: a word with its shape, on its colour."""
+    return st.column_config.MultiselectColumn(
+        width=width,
+        options=list(words.values()),
+        color=[LABELS[colours[name]] for name in words],
+    )
+
+
+def _had_trouble(run: RunSummary) -> bool:
+    """Return whether there may be an incident; a verdict is a question to the collector."""
+    acted = run.num_skips or run.num_rollbacks or run.num_firing_alerts or run.last_decision
+    return bool(acted) or run.health != "healthy" or run.state in ("lost", "failed", "halted")
 
 
 def _curves(source: Source, runs: Sequence[RunSummary]) -> dict[str, str]:

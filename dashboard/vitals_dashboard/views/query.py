@@ -46,7 +46,7 @@ def _standing(draw: Callable[[], None]) -> None:
 
 
 def _page(source: Source) -> None:
-    runs = tables.matching(source.client.ask(RunsQuestion()), "", None)
+    runs = tables.in_order(source.client.ask(RunsQuestion()))
     if not runs:
         states.no_runs()
         return

@@ -19,18 +19,19 @@ from trainvitals.views import (
     RunDetail,
     RunQuestion,
 )
-from vitals_dashboard import charts, commands, formatting, layout, tables
+from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
 from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts
-from vitals_dashboard.source import Source
+from vitals_dashboard.source import Source, verdict_of
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
 
-WIDE_NUMBER, NUMBER = 185, 136
+WIDE_NUMBER, NUMBER = 165, 118
 """Pixels."""
 
 
 def render() -> None:
     """Draw the page."""
+    layout.heading("Run")
     with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
         layout.run_links()
         st.space("stretch")
@@ -50,6 +51,7 @@ def _body(source: Source, chosen: Controls) -> None:
         return
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     decisions = source.client.ask(DecisionsQuestion(run_id=run.run_id))
+    verdicts.strip(run, verdict_of(source, run, is_exact=True))
     above = st.container(key="run_charts")  # the curves are what people come for
     _numbers(source, detail)
     _facts(detail, source.clock.time_ns())

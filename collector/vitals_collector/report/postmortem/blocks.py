@@ -23,6 +23,13 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
+class Commands:
+    """Lines to be copied into a terminal."""
+
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """Rows of cells below names."""
 
@@ -54,4 +61,4 @@ def rolled_back(steps: tuple[int, int]) -> str:
     return f"of steps {first} to {last} some were rolled back: a cell has the worst of all attempts"
 
 
-Block = Heading | Words | Table | Plot | HeatMap
+Block = Heading | Words | Commands | Table | Plot | HeatMap

@@ -1,12 +1,12 @@
 """Writes a report as Markdown for a ticket, or as text; its curves are drawn with characters."""
 
-import re
 from collections.abc import Callable, Sequence
 
-from trainvitals.printable import printable
+from trainvitals.printable import escape_markdown, printable
 from vitals_collector.report import text_plot
 from vitals_collector.report.postmortem.blocks import (
     Block,
+    Commands,
     Heading,
     HeatMap,
     Plot,
@@ -15,28 +15,18 @@ from vitals_collector.report.postmortem.blocks import (
     rolled_back,
 )
 
-_ACTIVE = re.compile(r"([\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_]))")
-"""What means something within a line: emphasis, code, links, cells, formulas."""
-_AT_FIRST = re.compile(r"^(?=[-+#>=:])|^(\d+)(?=[.)])")
-"""What means something where a line begins: lists, titles, quotes."""
 _WIDTH = 100
 Escape = Callable[[str], str]
 
 
 def write(blocks: Sequence[Block]) -> str:
     """Return the report as Markdown."""
-    return "\n\n".join(_text(block, escaped) for block in blocks) + "\n"
+    return "\n\n".join(_text(block, escape_markdown) for block in blocks) + "\n"
 
 
 def write_text(blocks: Sequence[Block]) -> str:
     """Return the report as a person reads it in a terminal: nothing there needs an escape."""
     return "\n\n".join(_text(block, _plain) for block in blocks) + "\n"
-
-
-def escaped(text: str) -> str:
-    """Return a stranger's text so that it is read as text: no link, no tag, nobody called."""
-    clean = printable(text).strip().replace("&", "&amp;").replace("<", "&lt;").replace("@", "&#64;")
-    return _AT_FIRST.sub(r"\1\\", _ACTIVE.sub(r"\\\1", clean))
 
 
 def _plain(text: str) -> str:
@@ -49,6 +39,8 @@ def _text(block: Block, escape: Escape) -> str:
             return f"{'#' * block.level} {escape(block.text)}"
         case Words():
             return escape(block.text)
+        case Commands():
+            return "\n".join(["```sh", *map(printable, block.lines), "```"])
         case Table():
             return _table(block.header, block.rows, escape)
         case Plot():

@@ -8,6 +8,7 @@ from vitals_collector.report.curves import KINDS
 from vitals_collector.report.postmortem import pictures
 from vitals_collector.report.postmortem.blocks import (
     Block,
+    Commands,
     Heading,
     HeatMap,
     Plot,
@@ -67,6 +68,8 @@ def _node(block: Block) -> Node:
             return node(f"h{block.level}", block.text)
         case Words():
             return node("p", block.text)
+        case Commands():
+            return node("pre", "\n".join(map(printable, block.lines)))
         case Table():
             return _table(block)
         case Plot():

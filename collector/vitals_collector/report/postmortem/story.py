@@ -6,10 +6,21 @@ from itertools import chain
 from trainvitals.cli.output import moment
 from trainvitals.policy.evidence import tally
 from trainvitals.policy.rungs import rule_words
-from trainvitals.views import DecisionView, IncidentView, MoverView
+from trainvitals.records import SEVERITY_WORDS
+from trainvitals.views import DecisionView, IncidentView, MoverView, VerdictView
 from vitals_collector.ingest.projections import samples
+from vitals_collector.queries.cost import total
+from vitals_collector.queries.verdict import cost
 from vitals_collector.report.curves import CurveMark, marks
-from vitals_collector.report.postmortem.blocks import Block, Heading, HeatMap, Plot, Table, Words
+from vitals_collector.report.postmortem.blocks import (
+    Block,
+    Commands,
+    Heading,
+    HeatMap,
+    Plot,
+    Table,
+    Words,
+)
 from vitals_collector.report.postmortem.report_data import HEAT_MAPS, IncidentFacts, ReportData
 
 MAX_LINES = 200
@@ -29,12 +40,13 @@ def tell(facts: ReportData) -> list[Block]:
     return [
         Heading(1, f"Post-mortem of {_short(summary.name or summary.run_id)}"),
         Words(_in_short(facts)),
-        Table(("what", "value"), _about(facts)),
-        *(Plot(curve, made, spans) for curve in facts.curves),
         *_incidents(facts),
         *chain.from_iterable(
             _incident(incident_facts, made, ordinals) for incident_facts in facts.incidents
         ),
+        Heading(2, "The run"),
+        Table(("what", "value"), _about(facts)),
+        *(Plot(curve, made, spans) for curve in facts.curves),
         *_decisions(facts),
         *_timeline(facts),
         *_checkpoints(facts),
@@ -53,17 +65,9 @@ def _in_short(facts: ReportData) -> str:
     if not num:
         return words + "No incidents."
     open_now = sum(incident.is_open for incident in facts.all_incidents)
-    steps, seconds = _cost(facts.all_incidents)
+    lost = total([incident.verdict.lost for incident in facts.all_incidents])
     words += _num(num, "incident") + (f", {open_now} still open" if open_now else ", all resolved")
-    ranks = _num(summary.world_size, "rank")
-    return words + f". Lost work: {_num(steps, 'step')} ({seconds:.3g} s x {ranks})."
-
-
-def _cost(incidents: Sequence[IncidentView]) -> tuple[int, float]:
-    return (
-        sum(incident.cost_steps for incident in incidents),
-        sum(incident.cost_seconds for incident in incidents),
-    )
+    return f"{words}. {cost(lost, summary.world_size)}"
 
 
 def _about(facts: ReportData) -> list[Row]:
@@ -103,12 +107,13 @@ def _incidents(facts: ReportData) -> Iterator[Block]:
     yield Heading(2, "Incidents")
     shown = facts.all_incidents[:MAX_LINES]
     yield Table(
-        ("incident", "what", "severity", "steps", "began", "state", "lost work"),
+        ("incident", "cause", "action", "severity", "steps", "began", "state", "lost work"),
         [
             (
                 incident.incident_id,
-                incident.title,
-                incident.severity,
+                incident.verdict.cause,
+                incident.verdict.action,
+                SEVERITY_WORDS[incident.severity],
                 _steps(incident),
                 moment(incident.started_unix_ns),
                 "open" if incident.is_open else "resolved",
@@ -143,7 +148,10 @@ def _incident(
     incident = incident_facts.incident
     yield Heading(2, incident.title or f"Incident {incident.incident_id}")
     state = "open" if incident.is_open else "resolved"
-    yield Words(f"Incident {incident.incident_id}. Severity: {incident.severity}. State: {state}.")
+    severity = SEVERITY_WORDS[incident.severity]
+    yield Words(f"Incident {incident.incident_id}. Severity: {severity}. State: {state}.")
+    yield from _verdict(incident.verdict)
+    yield Heading(3, "Evidence")
     for paragraph in incident.story:
         yield Words(paragraph)
     span = (incident.onset_step, incident.last_step)
@@ -163,6 +171,29 @@ def _incident(
         )
     yield from _evidence(incident)
     yield from _of_time(incident, ordinals)
+
+
+def _verdict(verdict: VerdictView) -> Iterator[Block]:
+    """Return what somebody needs first, on one screen."""
+    rows = (
+        ("state", verdict.state),
+        ("cause", verdict.cause),
+        ("action taken", verdict.action),
+        ("cost", verdict.cost),
+        ("before", verdict.before),
+        ("next", verdict.next),
+    )
+    yield Table(("what", "answer"), [row for row in rows if row[1]])
+    if verdict.commands:
+        yield Commands(verdict.commands)
+    if verdict.timeline:
+        yield Table(
+            ("time", "step", "what happened"),
+            [
+                (moment(line.time_unix_ns), line.step if line.step >= 0 else None, line.text)
+                for line in verdict.timeline
+            ],
+        )
 
 
 def _peak(peak: float | None) -> object:
@@ -195,7 +226,7 @@ def _evidence(incident: IncidentView) -> Iterator[Block]:
             ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
             [
                 (
-                    a.title, a.severity, a.state, a.step, moment(a.started_unix_ns),
+                    a.title, SEVERITY_WORDS[a.severity], a.state, a.step, moment(a.started_unix_ns),
                     moment(a.ended_unix_ns or 0), a.acknowledged_by, a.summary,
                 )
                 for a in incident.alerts[:MAX_LINES]

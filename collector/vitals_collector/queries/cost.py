@@ -1,0 +1,149 @@
+"""What an incident cost: steps, batches, tokens, time, GPU-hours, and money by a set price."""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from sqlalchemy import Connection, func, select
+
+from trainvitals.errors import ConfigError
+from trainvitals.views import DecisionView, LostWork
+from vitals_collector.numbers.interface import NumbersReader, Span
+from vitals_collector.queries.series import behind
+from vitals_collector.storage.schema import sources
+from vitals_collector.storage.store import Moment
+
+N = TypeVar("N", int, float)
+Lost = tuple[int, int, int]
+"""Attempt, first and last step."""
+
+PRICE_VARIABLE = "VITALS_GPU_HOUR_PRICE"
+_SECONDS_AN_HOUR = 3_600.0
+
+
+def price_in(text: str) -> float:
+    """Return the price of a GPU-hour; 0 where the text is empty.
+
+    Raises:
+        ConfigError: it is no number of at least 0.
+    """
+    try:
+        price = float(text or 0.0)
+    except ValueError:
+        price = -1.0
+    if not 0.0 <= price < float("inf"):
+        raise ConfigError(
+            f"{PRICE_VARIABLE} is {text!r}; it must be a number of at least 0",
+            hint="give the price of one GPU for one hour, such as 2.5, or leave it unset",
+        )
+    return price
+
+
+def price_of_environment() -> float:
+    """Return the price that this process was started with."""
+    return price_in(os.environ.get(PRICE_VARIABLE, ""))
+
+
+def lost_work(
+    moment: Moment,
+    run_id: str,
+    decided: Sequence[DecisionView],
+    price: float,
+    *,
+    is_timed: bool = True,
+) -> LostWork:
+    """Return what was lost by what was decided; without ``is_timed`` no row is read."""
+    spans = lost_spans(decided)
+    batches = sum(view.decision.skip_batches for view in decided if view.decision.acted)
+    steps = sum(high - low + 1 for _, low, high in spans)
+    if not is_timed or not spans:
+        return LostWork(steps=steps, batches=batches, seconds=None if spans else 0.0)
+    seconds, tokens = _measured(moment.numbers, run_id, spans)
+    num_gpus = _num_gpus(moment.sql, run_id)
+    hours = seconds * num_gpus / _SECONDS_AN_HOUR if seconds is not None and num_gpus else None
+    return LostWork(
+        steps=steps,
+        batches=batches,
+        tokens=tokens,
+        seconds=seconds,
+        gpu_hours=hours,
+        money=hours * price if hours is not None and price else None,
+    )
+
+
+def total(each: Sequence[LostWork]) -> LostWork:
+    """Return what all of them cost together; what of one is not known, is not known of all."""
+    return LostWork(
+        steps=sum(lost.steps for lost in each),
+        batches=sum(lost.batches for lost in each),
+        tokens=_sum([lost.tokens for lost in each if lost.steps]),
+        seconds=_sum([lost.seconds for lost in each if lost.steps]),
+        gpu_hours=_sum([lost.gpu_hours for lost in each if lost.steps]),
+        money=_sum([lost.money for lost in each if lost.steps]),
+    )
+
+
+def _sum(values: Sequence[N | None]) -> N | None:
+    known = [value for value in values if value is not None]
+    return sum(known, start=known[0] * 0) if known and len(known) == len(values) else None
+
+
+def lost_spans(decided: Iterable[DecisionView]) -> list[Lost]:
+    """Return the steps trained in vain, each once: skipped ones, and what rollbacks left behind."""
+    spans: list[Lost] = []
+    for view in decided:
+        decision = view.decision
+        if not decision.acted:
+            continue
+        if decision.action == "rollback" and decision.rollback_to_step >= 0:
+            spans.append((decision.attempt, decision.rollback_to_step, decision.decided_at_step))
+        if decision.action == "skip_step":
+            spans.append((decision.attempt, decision.step, decision.step))
+    merged: list[Lost] = []
+    for attempt, low, high in sorted(spans):
+        if merged and merged[-1][0] == attempt and low <= merged[-1][2] + 1:
+            merged[-1] = (attempt, merged[-1][1], max(high, merged[-1][2]))
+        else:
+            merged.append((attempt, low, high))
+    return [span for span in merged if span[1] <= span[2]]
+
+
+def _measured(
+    numbers: NumbersReader, run_id: str, spans: Sequence[Lost]
+) -> tuple[float | None, int | None]:
+    """Return the seconds that rank 0 took for the steps, and the tokens that the run consumed."""
+    seconds, num, tokens, num_counted = 0.0, 0, 0, 0
+    for attempt, low, high in spans:
+        # One step more: tokens are counted up, so those of a step are what it added.
+        span = Span(run_id, "steps", ("rank:0",), from_step=low - 1, to_step=behind(high))
+        rows = numbers.scan(span, ["step", "attempt", "step_duration_seconds", "tokens_seen"])
+        steps, is_own = rows["step"].values, rows["attempt"].values == attempt
+        took, is_missing = rows["step_duration_seconds"]
+        took = took.astype(np.float64)
+        is_there = np.isfinite(took) & ~is_missing & is_own & (steps >= low)
+        _, first = np.unique(steps[is_there], return_index=True)
+        seconds += float(took[is_there][first].sum())
+        num += len(first)
+        counted, is_uncounted = rows["tokens_seen"]
+        # The step before a span may be of another attempt: of the one that was forked.
+        seen = counted[~is_uncounted & (is_own | (steps < low))]
+        if len(seen) > 1:
+            tokens += int(seen.max() - seen.min())
+            num_counted += 1
+    return (seconds if num else None), (tokens if num_counted == len(spans) else None)
+
+
+def _num_gpus(connection: Connection, run_id: str) -> int:
+    """Return how many GPUs the run's ranks said they train on."""
+    table = sources.c
+    query = select(func.count(table.gpu_uuid.distinct()))
+    return connection.execute(
+        query.where(table.run_id == run_id, table.gpu_uuid != "")
+    ).scalar_one()
+
+
+__all__ = [
+    *("PRICE_VARIABLE", "Lost", "lost_spans", "lost_work", "price_in", "price_of_environment"),
+    "total",
+]

@@ -1,0 +1,510 @@
+"""The verdict on an incident: state, cause, action, cost, precedent and the next command.
+
+Pure: made of what was recorded, in sentences for somebody who was woken. ``incidents`` gathers the
+facts; the dashboard, reports and the command line show the same words.
+"""
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from trainvitals.detect.registry import KINDS
+from trainvitals.policy.rungs import WAITS_UNTIL
+from trainvitals.printable import printable
+from trainvitals.records import ActionName, Decision, Finding
+from trainvitals.views import (
+    AlertView,
+    DecisionView,
+    EventView,
+    FindingView,
+    LostWork,
+    RunSummary,
+    TimelineEntry,
+    VerdictView,
+)
+
+MAX_TIMELINE = 8
+"""Lines of a timeline; those in the middle are counted."""
+MAX_CAUSES = 3
+"""Causes of one incident that are told; further ones are counted."""
+_MAX_RANKS = 4
+MAX_NAMED = 3
+"""Other runs that are named; further ones are counted."""
+
+_NONFINITE = {
+    "nonfinite_loss": "loss was",
+    "nonfinite_gradient": "gradients were",
+    "nonfinite_params": "parameters were",
+    "nonfinite_state": "optimizer state or buffers were",
+}
+_OUTLIERS = {"loss_outlier": "loss", "grad_norm_outlier": "gradient norm"}
+_FINITE_RULES = frozenset({"outlier", "state_damaged", "evaluation", "lr_jump"})
+"""Of decisions on finite numbers: who knows better may call those healthy."""
+_ENDED = {
+    "halted": "Halted at step {}",
+    "failed": "Failed at step {}",
+    "interrupted": "Interrupted at step {}",
+    "finished": "Finished at step {}",
+    "lost": "Lost after step {}: nothing reports any more",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Precursor:
+    """What an incident came from, by the attribution that was recorded live."""
+
+    text: str
+    """A sentence that names it; empty: nothing stood out from the run's own quiet steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precedent:
+    """Whether an incident of this cause was there before."""
+
+    steps: Sequence[int] = ()
+    """Where earlier ones of the same run began."""
+    runs: Sequence[str] = ()
+    """What other runs are called that had it."""
+    num_asked: int = 0
+    """How many other runs were looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictFacts:
+    """All that a verdict is made of."""
+
+    run: RunSummary
+    run_dir: str = ""
+    """Where the run keeps its files, as it said at its start."""
+    incident_id: str = ""
+    onset: int = -1
+    last: int = -1
+    next_onset: int = -1
+    """The step at which the next incident began; -1 where none did."""
+    started_unix_ns: int = 0
+    is_open: bool = False
+    findings: Sequence[FindingView] = ()
+    decisions: Sequence[DecisionView] = ()
+    alerts: Sequence[AlertView] = ()
+    events: Sequence[EventView] = ()
+    lost: LostWork = field(default_factory=LostWork)
+    precursor: Precursor | None = None
+    """None: nobody looked for one."""
+    precedent: Precedent = field(default_factory=Precedent)
+
+
+def verdict(facts: VerdictFacts) -> VerdictView:
+    """Return the verdict."""
+    text, commands = _next(facts)
+    return VerdictView(
+        incident_id=facts.incident_id,
+        state=_line(state(facts)),
+        cause=_line(cause(facts)),
+        action=_line(action(facts.decisions)),
+        cost=_line(cost(facts.lost, facts.run.world_size)),
+        before=_line(before(facts.precedent)),
+        next=_line(text),
+        commands=tuple(_line(command) for command in commands),
+        lost=facts.lost,
+        timeline=timeline(facts),
+    )
+
+
+def of_healthy(run: RunSummary) -> VerdictView:
+    """Return the verdict on a run without any incident."""
+    commands = (f"vitals tail {run.run_id} --follow",) if run.state == "running" else ()
+    return VerdictView(state=f"{_of_run(run)}. No incidents.", commands=commands)
+
+
+def _line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+# --------------------------------------------------------------------------------------- state
+
+
+def state(facts: VerdictFacts) -> str:
+    """Say how the run is, and whether the incident is over."""
+    return f"{_of_run(facts.run)}. {ending(facts)}"
+
+
+def _of_run(run: RunSummary) -> str:
+    if run.state == "running":
+        gone = f"; missing: {', '.join(run.missing)}" if run.missing else ""
+        return f"Running at step {run.last_step:,}{gone}"
+    return _ENDED[run.state].format(f"{run.last_step:,}")
+
+
+def ending(facts: VerdictFacts) -> str:
+    """Say whether the incident is over, and for how many healthy steps."""
+    decided = [view.decision for view in facts.decisions]
+    if facts.run.state == "halted" and any(d.action == "halt" and d.acted for d in decided):
+        return f"This incident stopped it; last bad step {facts.last:,}."
+    if facts.is_open:
+        return f"Open: last bad step {facts.last:,}."
+    if facts.next_onset >= 0:
+        healthy = facts.next_onset - facts.last - 1
+        until = f", until the next incident at step {facts.next_onset:,}"
+    else:
+        healthy, until = facts.run.last_step - facts.last, ""
+    if healthy > 0:
+        return f"Resolved: {_num(healthy, 'healthy step')} since step {facts.last:,}{until}."
+    return f"Resolved: last bad step {facts.last:,}."
+
+
+# --------------------------------------------------------------------------------------- cause
+
+
+def cause(facts: VerdictFacts) -> str:
+    """Say what went wrong, on which rank, at which steps; then what came before it, if asked."""
+    sentences = _causes(facts)
+    if not sentences:
+        told = [alert.summary for alert in facts.alerts] + [event.text for event in facts.events]
+        sentences = [f"{_capital(text.rstrip('.'))}." for text in told[:1]] or ["Not recorded."]
+    more = len(sentences) - MAX_CAUSES
+    words = [sentences[0], *(f"Then: {text}" for text in sentences[1:MAX_CAUSES])]
+    if more > 0:
+        words.append(f"And {_num(more, 'more finding')}.")
+    if facts.precursor is not None:
+        words.append(facts.precursor.text or f"No precursor before step {facts.onset:,}.")
+    return " ".join(words)
+
+
+@dataclass(slots=True)
+class _Trigger:
+    """What was recorded of one cause."""
+
+    name: str
+    steps: set[int]
+    ranks: set[int]
+    values: list[float]
+    limits: list[float]
+    reasons: list[str]
+    is_acted_on: bool = False
+    kind: str = ""
+
+    def add(self, record: Finding | Decision) -> None:
+        self.steps.add(record.step)
+        self.reasons.append(record.reason)
+        self.ranks.add(record.rank)
+        self.values += [] if record.value is None else [record.value]
+        self.limits += [] if record.limit is None else [record.limit]
+
+
+def _causes(facts: VerdictFacts) -> list[str]:
+    """Return a sentence for each cause: those that something was done about first."""
+    triggers: dict[str, _Trigger] = {}
+
+    def trigger(record: Finding | Decision, name: str) -> _Trigger:
+        return triggers.setdefault(name, _Trigger(name, set(), set(), [], [], []))
+
+    for view in facts.findings:
+        found = trigger(view.finding, view.finding.cause or view.finding.kind)
+        found.kind = found.kind or view.finding.kind
+        found.add(view.finding)
+    for decided in facts.decisions:
+        decision = decided.decision
+        found = trigger(decision, decision.cause or decision.rule)
+        found.is_acted_on |= decision.action != "continue"
+        # The step of a rollback or a halt is where it was decided: the bad ones came before.
+        if decision.action == "skip_step" or not found.steps:
+            found.add(decision)
+    ordered = sorted(triggers.values(), key=lambda each: (not each.is_acted_on, min(each.steps)))
+    return [_sentence(each) for each in ordered]
+
+
+def _sentence(trigger: _Trigger) -> str:
+    at = _steps(trigger.steps)
+    ranks = sorted(rank for rank in trigger.ranks if rank >= 0)
+    whose = ""
+    if ranks:
+        whose = f"{_ranks(ranks)}: " if len(ranks) > 1 else f"rank {ranks[0]}'s "
+    if trigger.name in _NONFINITE:
+        return f"{_capital(f'{whose}{_NONFINITE[trigger.name]}')} {_nonfinite(trigger)} {at}."
+    if trigger.name in _OUTLIERS and trigger.values:
+        limit = f" (limit {max(trigger.limits):.4g})" if trigger.limits else ""
+        reached = f"{_OUTLIERS[trigger.name]} reached {max(trigger.values):.4g}{limit}"
+        return f"{_capital(whose + reached)} {at}."
+    reason = _capital(trigger.reasons[0].rstrip("."))
+    if trigger.kind == "user_alert":
+        reason = f"Your alert {trigger.name}: {trigger.reasons[-1].rstrip('.')}"
+    return f"{reason}." if f"step {min(trigger.steps)}" in reason else f"{reason} ({at[3:]})."
+
+
+def _nonfinite(trigger: _Trigger) -> str:
+    """Say which of the two the values were; records without a value say it in their reason."""
+    if not any(not math.isfinite(value) for value in trigger.values):
+        said = " ".join(trigger.reasons).casefold()
+        named = [word for word in ("nan", "inf") if re.search(rf"\b{word}\b", said)]
+        return {"nan": "NaN", "inf": "infinite"}[named[0]] if len(named) == 1 else "NaN or infinite"
+    words = {
+        "NaN" if math.isnan(value) else "infinite"
+        for value in trigger.values
+        if not math.isfinite(value)
+    }
+    return words.pop() if len(words) == 1 else "NaN or infinite"
+
+
+def _steps(steps: Iterable[int]) -> str:
+    """Return ``at step 540``, ``at steps 540 to 542`` or ``at 7 steps from 540 to 600``."""
+    ordered = sorted(steps)
+    first, last = ordered[0], ordered[-1]
+    if first == last:
+        return f"at step {first:,}"
+    if len(ordered) == last - first + 1:
+        return f"at steps {first:,} to {last:,}"
+    return f"at {len(ordered):,} steps from {first:,} to {last:,}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    names = [str(rank) for rank in ranks[:_MAX_RANKS]]
+    more = len(ranks) - len(names)
+    if len(ranks) == 1:
+        return f"rank {names[0]}"
+    names, last = (names, f"{more} more") if more else (names[:-1], names[-1])
+    return f"ranks {', '.join(names)} and {last}"
+
+
+# -------------------------------------------------------------------------------------- action
+
+_OBSERVED: dict[ActionName, str] = {
+    "skip_step": "skipped {}",
+    "rollback": "rolled back",
+    "halt": "halted the run",
+    "accept_level": "accepted a new level",
+}
+
+
+def action(decisions: Sequence[DecisionView]) -> str:
+    """Say what Vitals did, in the order in which it did it; of ``observe`` what it would have."""
+    made = [view.decision for view in decisions if view.decision.action != "continue"]
+    done = [decision for decision in made if decision.acted]
+    if not done:
+        would = [_observed(name, [d for d in made if d.action == name]) for name in _OBSERVED]
+        listed = " and ".join(text for text in would if text)
+        asked = any(WAITS_UNTIL in decision.evidence for decision in made)
+        why = "Vitals waits for an answer; it would have" if asked else "Observed only; would have"
+        return f"{why} {listed}." if listed else "Vitals took no action."
+    sentences = [_did(name, list(same)) for name, same in groupby(done, lambda d: d.action)]
+    more = len(sentences) - MAX_TIMELINE
+    if more > 0:
+        sentences = [*sentences[: MAX_TIMELINE - 1], f"And {more} more actions.", sentences[-1]]
+    last = done[-1]
+    if last.action == "rollback" and last.mode == "heal" and last.budget_left >= 0:
+        sentences.append(
+            f"{_num(last.budget_left, 'rollback')} left."
+            if last.budget_left
+            else "Rollback budget used up."
+        )
+    return " ".join(sentences)
+
+
+def _observed(name: ActionName, same: Sequence[Decision]) -> str:
+    if not same:
+        return ""
+    times = "" if len(same) == 1 or name == "skip_step" else f" {len(same)} times"
+    return _OBSERVED[name].format(_num(len(same), "update")) + times
+
+
+def _did(name: ActionName, same: Sequence[Decision]) -> str:
+    if name == "skip_step":
+        return f"Skipped {_num(len(same), 'update')} ({_steps(d.step for d in same)[3:]})."
+    return " ".join(_did_once(decision) for decision in same)
+
+
+def _did_once(decision: Decision) -> str:
+    if decision.action == "rollback":
+        words = f"Rolled back to step {decision.rollback_to_step:,}"
+        if decision.skip_batches:
+            words += f"; skipped {_num(decision.skip_batches, 'batch', 'batches')}"
+        if decision.lr_factor != 1.0:
+            words += f"; learning rate x{decision.lr_factor:g}"
+        return f"{words}."
+    if decision.action == "halt":
+        return (
+            f"Halted the run at step {decision.decided_at_step:,}: {decision.reason.rstrip('.')}."
+        )
+    return f"Accepted a new level at step {decision.step:,}."
+
+
+# ---------------------------------------------------------------------------------------- cost
+
+
+def cost(lost: LostWork, world_size: int) -> str:
+    """Say what was lost, each number with its unit; what was not measured is left out."""
+    if not lost.steps:
+        return "Lost work: none."
+    details = []
+    if lost.tokens:
+        details.append(f"{_short(lost.tokens)} tokens")
+    if lost.seconds is not None:
+        details.append(f"{_duration(lost.seconds)} x {_num(world_size, 'rank')}")
+    if lost.gpu_hours is not None:
+        details.append(f"{lost.gpu_hours:.2g} GPU-hours")
+    if lost.money is not None and lost.gpu_hours:
+        details.append(f"{lost.money:,.2f} at {lost.money / lost.gpu_hours:g} a GPU-hour")
+    words = f"Lost work: {_num(lost.steps, 'step')}"
+    words += f" ({', '.join(details)})" if details else ""
+    dropped = f"; {_num(lost.batches, 'batch', 'batches')} dropped" if lost.batches else ""
+    return f"{words}{dropped}."
+
+
+def _short(number: int) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((3_600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+# -------------------------------------------------------------------------------------- before
+
+
+def before(precedent: Precedent) -> str:
+    """Say how often it was there before: in this run, and in which others."""
+    num = len(precedent.steps)
+    words = "First time in this run."
+    if num:
+        newest = f", last at step {max(precedent.steps):,}"
+        words = f"{_num(num, 'earlier incident')} of this cause in this run{newest}."
+    if not precedent.num_asked:
+        return words
+    if not precedent.runs:
+        return f"{words} Not in any of {_num(precedent.num_asked, 'other run')}."
+    named = ", ".join(precedent.runs[:MAX_NAMED])
+    more = len(precedent.runs) - MAX_NAMED
+    named += f" and {more} more" if more > 0 else ""
+    return f"{words} Also in {len(precedent.runs)} of {precedent.num_asked} other runs: {named}."
+
+
+# ---------------------------------------------------------------------------------------- next
+
+
+def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
+    """Return what to do, and the commands for it: the next one first."""
+    run = facts.run
+    report = f"vitals postmortem {run.run_id} --incident {shlex.quote(facts.incident_id)}"
+    why = f"vitals why {run.run_id} {max(facts.onset, 0)}"
+    if run.state == "halted":
+        where = shlex.quote(facts.run_dir) if facts.run_dir else run.run_id
+        text = f"Fix the cause, resume, then restart the job with VITALS_RUN_ID={run.run_id}."
+        return text, (f"vitals resume {where}", report)
+    if run.state in ("lost", "failed"):
+        text = f"Check its nodes and its log, then restart with VITALS_RUN_ID={run.run_id}."
+        return text, (f"vitals tail {run.run_id}", report)
+    if run.state != "running" or not facts.is_open:
+        return "Nothing to do.", (report, why)
+    return _while_open(facts, why, report)
+
+
+def _while_open(facts: VerdictFacts, why: str, report: str) -> tuple[str, tuple[str, ...]]:
+    run = facts.run
+    command = f"vitals command {run.run_id}"
+    if run.missing:
+        return f"Check {', '.join(run.missing)}, then restart the job.", (why, report)
+    decided = [view.decision for view in facts.decisions if view.decision.action != "continue"]
+    newest = max(decided, key=lambda d: d.ledger_seq, default=None)
+    waiting = None if newest is None or newest.acted else newest
+    if waiting is not None and WAITS_UNTIL in waiting.evidence:
+        until = int(waiting.evidence[WAITS_UNTIL])
+        number = waiting.ledger_seq
+        veto = f'{command} veto {number} --reason "..."'
+        text = f"Approve or veto the proposed rollback before step {until:,}."
+        return text, (f"{command} approve {number}", veto, why)
+    if newest is not None and run.mode != "observe" and newest.rule in _FINITE_RULES:
+        accept = f'{command} accept {newest.step} --reason "..."'
+        return "If this level is expected, accept it; else nothing to do.", (accept, why)
+    if newest is not None and newest.action == "rollback" and newest.budget_left == 0:
+        text = "Rollback budget used up: the next fault of this cause halts the run."
+        return text, (why, f'{command} halt --reason "..."')
+    if run.mode == "observe" and newest is not None:
+        text = 'Vitals only observes this run: restart it with mode="guard" to have it act.'
+        return text, (why, report)
+    machine = _machine(facts.findings)
+    if machine:
+        return f"Check {machine}.", (why, report)
+    return "Nothing to do yet: Vitals goes on watching.", (why, report)
+
+
+def _machine(findings: Sequence[FindingView]) -> str:
+    """Return the ranks that a finding about a machine names."""
+    ranks = {
+        view.finding.rank
+        for view in findings
+        if view.finding.rank >= 0
+        and (kind := KINDS.get(view.finding.kind)) is not None
+        and kind.subject == "machine"
+    }
+    return f"{_ranks(sorted(ranks))} and its node" if ranks else ""
+
+
+# ------------------------------------------------------------------------------------ timeline
+
+
+def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
+    """Return what happened in a few lines, by time: first finding, actions, pages, the end."""
+    lines: list[TimelineEntry] = []
+    ours = [view for view in facts.findings if not view.finding.severity] or facts.findings
+    if ours:
+        first = min(ours, key=lambda view: (view.time_unix_ns, view.finding.step))
+        text = f"Detected: {first.finding.reason}"
+        lines.append(_entry(first.time_unix_ns, first.finding.step, text))
+    made = [view for view in facts.decisions if view.decision.action != "continue"]
+    for (name, acted), same in groupby(made, lambda v: (v.decision.action, v.decision.acted)):
+        views = list(same)
+        if acted and name != "skip_step":
+            lines += [_entry(v.time_unix_ns, v.decision.step, _did_once(v.decision)) for v in views]
+            continue
+        decided = [view.decision for view in views]
+        text = _did(name, decided) if acted else f"Would have {_observed(name, decided)}."
+        lines.append(_entry(views[0].time_unix_ns, decided[0].step, text))
+    for alert in facts.alerts:
+        if alert.severity == "page":
+            text = f"Paged: {alert.title}"
+            lines.append(_entry(alert.started_unix_ns, alert.step, text))
+        if alert.acknowledged_by:
+            text = f"{alert.title} acknowledged by {alert.acknowledged_by}"
+            lines.append(_entry(alert.updated_unix_ns, alert.step, text))
+    # Every rank says it; the first one's words stand for all.
+    ended = {event.text: event for event in reversed(facts.events) if event.kind == "RunEnded"}
+    lines += [_entry(e.time_unix_ns, e.step, f"Run ended: {e.text}") for e in ended.values()]
+    lines.sort(key=lambda line: line.time_unix_ns)
+    more = len(lines) - MAX_TIMELINE
+    if more <= 0:
+        return tuple(lines)
+    middle = lines[MAX_TIMELINE // 2]
+    left_out = TimelineEntry(
+        time_unix_ns=middle.time_unix_ns, step=-1, text=f"and {more + 1} more lines"
+    )
+    half = MAX_TIMELINE // 2
+    return (*lines[:half], left_out, *lines[-(MAX_TIMELINE - half - 1) :])
+
+
+def _entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
+    return TimelineEntry(time_unix_ns=time_unix_ns, step=step, text=_line(text))
+
+
+# --------------------------------------------------------------------------------------- words
+
+
+def _num(number: int, singular: str, plural: str = "") -> str:
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+__all__ = [
+    *("Precedent", "Precursor", "VerdictFacts", "action", "before", "cause", "cost", "ending"),
+    *("of_healthy", "state", "timeline", "verdict"),
+]

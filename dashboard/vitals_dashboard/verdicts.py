@@ -1,0 +1,93 @@
+"""The verdict as pages show it: a strip of two lines, and the panel that it folds out."""
+
+import streamlit as st
+
+from trainvitals.views import IncidentView, RunSummary, RunVerdict, VerdictView
+from vitals_dashboard import formatting, layout, ticket
+
+MAX_TEXT = 600
+_SHAPES = {True: "\N{BLACK UP-POINTING TRIANGLE} Open incident", False: "\N{CHECK MARK} Resolved"}
+
+
+def is_urgent(run: RunSummary, told: RunVerdict) -> bool:
+    """Return whether somebody has to do something: only then a command stands on the page."""
+    return run.state in ("halted", "failed", "lost") or any(i.is_open for i in told.incidents)
+
+
+def strip(run: RunSummary, told: RunVerdict) -> None:
+    """Draw the verdict on a run in two lines at most; the rest folds out above what follows."""
+    verdict = told.verdict
+    with st.container(
+        horizontal=True, vertical_alignment="center", key="verdict_strip", gap="small"
+    ):
+        if not verdict.incident_id:
+            st.text(formatting.plain(verdict.state, MAX_TEXT))
+            return
+        is_open = any(
+            line.is_open for line in told.incidents if line.incident_id == verdict.incident_id
+        )
+        st.badge(_SHAPES[is_open], color="orange" if is_open else "green")
+        st.text(formatting.plain(f"{verdict.cause} {verdict.action}", MAX_TEXT), width="stretch")
+        num = len(told.incidents)
+        with st.popover("Verdict", icon=":material/unfold_more:", key="verdict_open"):
+            panel(verdict)
+        st.page_link(
+            layout.INCIDENTS,
+            label="Evidence" if num == 1 else f"Evidence ({num} incidents)",
+            icon=":material/emergency:",
+            query_params={"run": run.run_id, "incident": verdict.incident_id},
+        )
+    if is_urgent(run, told) and verdict.commands:
+        with st.container(horizontal=True, vertical_alignment="center", key="strip_next"):
+            st.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
+            st.code(formatting.plain(verdict.commands[0], MAX_TEXT), language=None, width="content")
+
+
+def panel(verdict: VerdictView) -> None:
+    """Draw the whole verdict: each fact with its name, then the commands to copy."""
+    with st.container(key="prose_verdict", gap="xxsmall"):
+        for name, text in ticket.facts(verdict):
+            with st.container(horizontal=True, key=f"fact_{name.split()[0].lower()}"):
+                st.markdown(f"**{name}**", width=110)
+                st.text(formatting.plain(text, MAX_TEXT), width="stretch")
+        for command in verdict.commands:
+            st.code(formatting.plain(command, MAX_TEXT), language=None, wrap_lines=True)
+
+
+def timeline(verdict: VerdictView) -> None:
+    """Draw what happened, one line each."""
+    with st.container(key="prose_timeline", gap="xxsmall"):
+        for number, line in enumerate(verdict.timeline):
+            with st.container(horizontal=True, key=f"fact_line_{number}"):
+                st.text(ticket.moment(line, has_date=False), width=170)
+                st.text(formatting.plain(line.text, 300), width="stretch")
+
+
+def ticket_of(run: RunSummary, incident: IncidentView) -> None:
+    """Draw the way to take the summary to a ticket."""
+    with st.popover("For a ticket", icon=":material/content_copy:", key="ticket_open"):
+        markdown, page = st.tabs(["Markdown", "HTML"])
+        with markdown:
+            st.code(ticket.markdown(run, incident), language=None, wrap_lines=True, height=320)
+        with page:
+            st.code(ticket.page(run, incident), language=None, wrap_lines=True, height=320)
+        st.caption("The whole report, with its curves:")
+        st.code(
+            f"vitals postmortem {run.run_id} --incident {incident.incident_id}"
+            " --html incident.html",
+            language=None,
+        )
+
+
+def headline(run: RunSummary, told: RunVerdict | None) -> str:
+    """Return the verdict in one line for a list of runs; "" where there was never an incident."""
+    if told is None or not told.verdict.incident_id:
+        return ""
+    is_open = any(line.is_open for line in told.incidents)
+    words = f"{told.verdict.cause} {told.verdict.action}"
+    return formatting.plain(
+        words if is_open or run.state != "running" else f"Resolved: {words}", 300
+    )
+
+
+__all__ = ["headline", "is_urgent", "panel", "strip", "ticket_of", "timeline"]

@@ -1,0 +1,340 @@
+"""The verdict on an incident: sentences for somebody who was woken, and commands that work."""
+
+import math
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.collector.conftest import Served
+from tests.collector.lookback import BAD, decision, end, finding, troubled_run
+from tests.collector.rows import OTHER_RUN, RUN, Writer
+from tests.collector.test_cli_read import leave, vitals
+from tests.collector.test_query import query
+from trainvitals.errors import ConfigError
+from trainvitals.records import Decision, Finding, FindingRaised, RunEnded, RunInfo, RunStarted
+from trainvitals.views import (
+    AlertView,
+    DecisionView,
+    FindingView,
+    LostWork,
+    RunSummary,
+    VerdictQuestion,
+    VerdictView,
+)
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.queries.cost import price_in
+from vitals_collector.queries.verdict import (
+    MAX_TIMELINE,
+    Precedent,
+    Precursor,
+    VerdictFacts,
+    verdict,
+)
+from vitals_collector.storage.store import Store
+
+
+def run(state: str = "running", **how: object) -> RunSummary:
+    known: dict[str, object] = {
+        "run_id": RUN, "name": "tiny", "project": "", "user": "", "tags": (), "mode": "heal",
+        "state": state, "health": "critical", "world_size": 2, "started_unix_ns": 0,
+        "last_seen_unix_ns": 0, "last_step": 560, "loss": 2.0, "grad_norm": 1.0, "num_skips": 3,
+        "num_rollbacks": 1, "num_attempts": 2, "num_firing_alerts": 1,
+    }  # fmt: skip
+    return RunSummary(**(known | how))  # type: ignore[arg-type]
+
+
+def found(*findings: Finding) -> tuple[FindingView, ...]:
+    return tuple(FindingView(run_id=RUN, time_unix_ns=f.step, finding=f) for f in findings)
+
+
+def ledger(*decisions: Decision) -> tuple[DecisionView, ...]:
+    return tuple(
+        DecisionView(run_id=RUN, time_unix_ns=d.step * 10 + seq, decision=d)
+        for seq, d in enumerate(decisions)
+    )
+
+
+def d(action: str, step: int, **how: object) -> Decision:
+    return decision(action, step, **({"mode": "heal"} | how)).decision
+
+
+def nan(step: int, rank: int = 1) -> Finding:
+    return finding(step=step, rank=rank, cause="nonfinite_loss", value=math.nan).finding
+
+
+def said(**facts: object) -> VerdictView:
+    known: dict[str, object] = {
+        "run": run(), "incident_id": "1-540-nonfinite_loss", "onset": 540, "last": 542,
+        "is_open": True,
+    }  # fmt: skip
+    return verdict(VerdictFacts(**(known | facts)))  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------- cause
+
+
+def test_a_fault_of_several_steps_is_one_sentence_with_its_rank():
+    told = said(
+        findings=found(nan(540), nan(541), nan(542)),
+        decisions=ledger(*(d("skip_step", s, rank=1, value=math.nan) for s in (540, 541, 542))),
+    )
+    assert "Rank 1's loss was NaN at steps 540 to 542." == told.cause
+    assert "Skipped 3 updates (steps 540 to 542)." == told.action
+
+
+@pytest.mark.parametrize(
+    ("findings", "expected"),
+    [
+        ((nan(9, 1), nan(9, 3)), "Ranks 1 and 3: loss was NaN at step 9."),
+        ((nan(9, -1), nan(12, -1)), "Loss was NaN at 2 steps from 9 to 12."),
+        (
+            (finding(step=9, cause="nonfinite_gradient", value=math.inf).finding,),
+            "Gradients were infinite at step 9.",
+        ),
+        (
+            tuple(
+                finding("spike", s, cause="loss_outlier", value=v, limit=3.2).finding
+                for s, v in ((9, 4.3), (10, 9.06))
+            ),
+            "Loss reached 9.06 (limit 3.2) at steps 9 to 10.",
+        ),
+        (
+            (finding("straggler", 9, reason="rank 3 takes 38 % longer than the others").finding,),
+            "Rank 3 takes 38 % longer than the others (step 9).",
+        ),
+        (
+            (finding("user_alert", 9, cause="low", reason="loss < 1", severity="page").finding,),
+            "Your alert low: loss < 1 (step 9).",
+        ),
+    ],
+)
+def test_each_kind_of_cause_is_told_in_the_fields_words(findings, expected):
+    assert expected == said(findings=found(*findings)).cause
+
+
+def test_what_something_was_done_about_is_told_first_then_what_else_there_was():
+    told = said(
+        findings=found(
+            finding("activation", 530, reason="layer h.1 grows").finding,
+            nan(540),
+            finding("nonfinite_params", 542, rank=1, value=math.nan).finding,
+        ),
+        decisions=ledger(d("skip_step", 540, rank=1)),
+    )
+    assert (
+        "Rank 1's loss was NaN at step 540. Then: Layer h.1 grows (step 530). "
+        "Then: Rank 1's parameters were NaN at step 542."
+    ) == told.cause
+
+
+def test_a_precursor_is_named_only_where_one_was_recorded():
+    facts = {"findings": found(nan(540))}
+    assert "precursor" not in said(**facts).cause, "nobody looked for one"
+    told = said(**facts, precursor=Precursor(""))
+    assert told.cause.endswith(" No precursor before step 540.")
+    named = Precursor("Layer h.1's gradient norm left its range at step 531.")
+    assert said(**facts, precursor=named).cause.endswith(named.text)
+
+
+# ---------------------------------------------------------------------------- action, cost, before
+
+
+def test_actions_are_told_in_their_order_with_what_is_left():
+    made = ledger(
+        d("skip_step", 400, ledger_seq=1),
+        d("rollback", 403, ledger_seq=2, rollback_to_step=378, skip_batches=50, budget_left=2),
+        d("skip_step", 401, ledger_seq=3, attempt=2),
+        d("rollback", 404, ledger_seq=4, rollback_to_step=378, lr_factor=0.5, budget_left=0),
+    )
+    assert (
+        "Skipped 1 update (step 400). Rolled back to step 378; skipped 50 batches. "
+        "Skipped 1 update (step 401). Rolled back to step 378; learning rate x0.5. "
+        "Rollback budget used up."
+    ) == said(decisions=made).action
+
+
+def test_what_was_only_observed_is_not_told_as_done():
+    made = ledger(*(d("skip_step", s, acted=False) for s in (4, 5)), d("rollback", 6, acted=False))
+    told = said(run=run(mode="observe"), decisions=made)
+    assert "Observed only; would have skipped 2 updates and rolled back." == told.action
+    assert "Lost work: none." == told.cost
+    assert 'restart it with mode="guard"' in told.next
+    assert "Vitals took no action." == said().action
+
+
+def test_the_cost_has_units_and_leaves_out_what_nobody_measured():
+    lost = LostWork(steps=67, batches=100, tokens=68_000, seconds=11.05)
+    assert "Lost work: 67 steps (68k tokens, 11.1 s x 2 ranks); 100 batches dropped." == (
+        said(lost=lost).cost
+    )
+    lost = LostWork(steps=1, seconds=7_200.0, gpu_hours=16.0, money=40.0)
+    assert "Lost work: 1 step (2 h x 2 ranks, 16 GPU-hours, 40.00 at 2.5 a GPU-hour)." == (
+        said(lost=lost).cost
+    )
+    assert "Lost work: 3 steps." == said(lost=LostWork(steps=3)).cost
+
+
+def test_it_says_whether_it_was_there_before():
+    assert "First time in this run." == said().before
+    runs = ("a", "b", "c", "d")
+    assert (
+        "2 earlier incidents of this cause in this run, last at step 300. "
+        "Also in 4 of 17 other runs: a, b, c and 1 more."
+    ) == said(precedent=Precedent(steps=(90, 300), runs=runs, num_asked=17)).before
+    assert said(precedent=Precedent(num_asked=1)).before.endswith(" Not in any of 1 other run.")
+
+
+@pytest.mark.parametrize("text", ["", "0", "2.5"])
+def test_a_price_is_a_number(text: str):
+    assert float(text or 0) == price_in(text)
+
+
+@pytest.mark.parametrize("text", ["cheap", "-1", "nan", "inf"])
+def test_what_is_no_price_is_refused_with_the_way_out(text: str):
+    with pytest.raises(ConfigError, match=f"VITALS_GPU_HOUR_PRICE is '{text}'"):
+        price_in(text)
+
+
+# --------------------------------------------------------------------------- state, next command
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "command"),
+    [
+        (
+            {"run": run("halted"), "decisions": ledger(d("halt", 542)), "run_dir": "/my runs/X"},
+            "Halted at step 560. This incident stopped it; last bad step 542.",
+            "vitals resume '/my runs/X'",
+        ),
+        ({"run": run("halted")}, "Halted at step 560. Open: ", f"vitals resume {RUN}"),
+        ({"run": run("lost")}, "Lost after step 560: nothing reports", f"vitals tail {RUN}"),
+        (
+            {"run": run(missing=("node-b",))},
+            "Running at step 560; missing: node-b. Open: last bad step 542.",
+            f"vitals why {RUN} 540",
+        ),
+        (
+            {"decisions": ledger(d("skip_step", 541, rule="outlier", cause="loss_outlier"))},
+            "Running at step 560. Open",
+            f'vitals command {RUN} accept 541 --reason "..."',
+        ),
+        (
+            {
+                "decisions": ledger(
+                    d("rollback", 541, acted=False, evidence={"waits_until_step": 800.0},
+                      ledger_seq=7)
+                )
+            },
+            "Running at step 560. Open",
+            f"vitals command {RUN} approve 7",
+        ),
+        (
+            {"is_open": False},
+            "Running at step 560. Resolved: 18 healthy steps since step 542.",
+            f"vitals postmortem {RUN} --incident 1-540-nonfinite_loss",
+        ),
+    ],
+    ids=["halted", "halted, no folder", "lost", "node gone", "outlier", "waits", "resolved"],
+)  # fmt: skip
+def test_each_state_has_its_next_command(facts, state, command):
+    told = said(**facts)
+    assert told.state.startswith(state)
+    assert command == told.commands[0]
+
+
+def test_a_timeline_is_short_and_by_time():
+    alert = AlertView(
+        fingerprint="f", name="TrainingHalted", run_id=RUN, severity="page", state="firing",
+        summary="", labels={}, step=560, started_unix_ns=9_000, updated_unix_ns=9_500,
+        acknowledged_by="ada",
+    )  # fmt: skip
+    made = [d("skip_step", s, ledger_seq=s) for s in range(3)]
+    made += [d("rollback", 10 + s, ledger_seq=9 + s, rollback_to_step=s) for s in range(20)]
+    told = said(findings=found(nan(0)), decisions=ledger(*made), alerts=(alert,)).timeline
+    assert MAX_TIMELINE == len(told)
+    assert sorted(told, key=lambda line: line.time_unix_ns) == list(told)
+    assert "Detected: nonfinite was seen at step 0" == told[0].text
+    assert "Skipped 3 updates (steps 0 to 2)." == told[1].text
+    assert ["Paged: TrainingHalted", "TrainingHalted acknowledged by ada"] == [
+        line.text for line in told[-2:]
+    ]
+    assert "and 17 more lines" in [line.text for line in told]
+
+
+# ------------------------------------------------------------------------------- of a real store
+
+
+def test_a_run_is_told_by_its_gravest_incident_with_what_gpus_cost(store: Store):
+    for rank in range(2):  # before a restart: they trained on the same two
+        writer = Writer(f"rank:{rank}")
+        writer.identity = msgspec.structs.replace(writer.identity, gpu_uuid=f"GPU-{rank}")
+        ingest(store, writer.steps(range(1), loss=1.0))
+    troubled_run(store)
+    asked = query(store)
+    asked.gpu_hour_price = 3_600.0
+    told = asked.ask(VerdictQuestion(run_id=RUN))
+    assert "1-158-nonfinite_loss" == told.verdict.incident_id
+    assert ["1-161-straggler", "1-158-nonfinite_loss"] == [i.incident_id for i in told.incidents]
+    assert "Rank 1's loss was NaN at step 160." == told.verdict.cause
+    assert "Skipped 1 update (step 160). Rolled back to step 120." == told.verdict.action
+    lost = told.verdict.lost
+    assert (42, 21.0, 21.0 * 2 / 3_600, 42.0) == (
+        lost.steps, lost.seconds, lost.gpu_hours, pytest.approx(lost.money),
+    )  # fmt: skip
+
+
+def test_other_runs_are_named_as_far_as_the_token_reaches(store: Store):
+    troubled_run(store)
+    other = Writer(run=OTHER_RUN)
+    ingest(store, other.events(RunStarted(info=RunInfo(name="elder")), decision(step=BAD)))
+    asked = query(store)
+    told = asked.ask(VerdictQuestion(run_id=RUN)).verdict.before
+    assert "First time in this run. Also in 1 of 1 other runs: elder." == told
+    asked.reach = frozenset({RUN})
+    assert "First time in this run." == asked.ask(VerdictQuestion(run_id=RUN)).verdict.before
+
+
+def test_tokens_of_lost_steps_are_counted_once(store: Store):
+    writer = Writer()
+    seen = [100 * (step + 1) for step in range(20)]
+    ingest(store, writer.steps(range(20), loss=1.0, tokens_seen=seen))
+    made = (decision(step=5), decision(step=6, ledger_seq=2), decision(step=9, ledger_seq=3))
+    ingest(store, writer.events(*made, step=9))
+    told = query(store).ask(VerdictQuestion(run_id=RUN)).verdict
+    assert (3, 300) == (told.lost.steps, told.lost.tokens)
+
+
+def test_a_run_without_trouble_says_so(store: Store):
+    writer = Writer()
+    ingest(store, writer.steps(range(3), loss=1.0))
+    ingest(store, writer.events(RunEnded(state="finished"), step=2))
+    told = query(store).ask(VerdictQuestion(run_id=RUN))
+    assert () == told.incidents
+    assert "Finished at step 2. No incidents." == told.verdict.state
+
+
+def test_the_commands_can_be_copied_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    writer = Writer()
+    made = (FindingRaised(finding=nan(5, -1)), decision("halt", 5))
+    leave(
+        tmp_path / "runs",
+        writer.steps(range(8), loss=1.0),
+        writer.events(*made, step=5),
+        writer.events(RunEnded(state="finished"), step=7),
+    )
+    assert 0 == vitals("show", tmp_path / "runs")
+    shown = capsys.readouterr().out
+    assert "Loss was NaN at step 5." in shown
+    commands = re.findall(r"^command +(vitals .*)$", shown, re.M)
+    assert 2 == len(commands)
+    for command in commands:
+        assert 0 == vitals(*command.split()[1:], "--dir", tmp_path / "runs"), command
+
+
+def test_over_http_it_is_the_same(served: Served):
+    end(served.store, troubled_run(served.store))
+    with served.client() as client:
+        told = client.ask(VerdictQuestion(run_id=RUN))
+    assert "Rank 1's loss was NaN at step 160." == told.verdict.cause
