@@ -103,6 +103,9 @@ def postgres() -> Iterator[str]:
             server = pgserver.get_server(folder, cleanup_mode="stop")
         except Exception as error:
             pytest.skip(f"PostgreSQL cannot start here: {error}")
+        # It is never killed itself, and a disk that must confirm each commit costs most of the time.
+        server.psql("ALTER SYSTEM SET fsync = off; ")
+        server.psql("SELECT pg_reload_conf();")
         yield server.get_uri()
         server.cleanup()
 
