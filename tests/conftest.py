@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
+from tests.examples import register_profiles
 from trainvitals.identity import Identity, new_incarnation, new_run_id
 
 POOL_THREADS = ("asyncio_", "AnyIO worker", "ThreadPoolExecutor", "pytest_timeout", "tqdm")
@@ -21,9 +21,7 @@ INDUCTOR_THREAD = "(_read_thread)"
 """What torch.compile reads its workers with, under torch's older name."""
 
 
-# A busy machine draws examples slowly, and that is no fault of what they test.
-settings.register_profile("vitals", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("vitals")
+register_profiles()
 
 
 def pytest_configure() -> None:

@@ -103,8 +103,8 @@ def postgres() -> Iterator[str]:
             server = pgserver.get_server(folder, cleanup_mode="stop")
         except Exception as error:
             pytest.skip(f"PostgreSQL cannot start here: {error}")
-        # It is never killed itself, and a disk that must confirm each commit costs most of the time.
-        server.psql("ALTER SYSTEM SET fsync = off; ")
+        # It is never killed itself, and a disk that must confirm each commit costs the most time.
+        server.psql("ALTER SYSTEM SET fsync = off;")
         server.psql("SELECT pg_reload_conf();")
         yield server.get_uri()
         server.cleanup()
