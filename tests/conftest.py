@@ -96,12 +96,16 @@ def _children() -> set[str]:
 
 
 def _ends_with_ours(pid: str) -> bool:
-    """Whether torch.compile, or multiprocessing at its first start, has this process for good."""
+    """Whether torch.compile, or multiprocessing at its first start, has this process for good.
+
+    Ranks are forks of a process that has imported torch: ``tests/trainer_hooks/spawned.py``.
+    """
     try:
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False  # it has ended by now
-    return b"torch/_inductor/compile_worker" in line or b"multiprocessing.resource_tracker" in line
+    names = b"torch/_inductor/compile_worker", b"multiprocessing.resource_tracker"
+    return any(name in line for name in (*names, b"multiprocessing.forkserver"))
 
 
 @pytest.fixture
