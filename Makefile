@@ -32,16 +32,18 @@ test: $(STAMP) ## lint, and every test except the slow ones, on all cores
 # One worker more than CI has cores: many tests wait for processes that they started, and each has
 # one thread for torch, or they would wait for each other. In the order of the folders, so that
 # files with few tests but long ones do not come last. Hundreds of processes are started: compiled
-# once, where the environment has Python write no bytecode by itself.
+# once, where the environment has Python write no bytecode by itself. So are the tests as pytest
+# rewrites them, which is more than half of what each worker would do to collect them.
 pytest: $(STAMP)
 	$(BIN)/python -m compileall -q $(CODE)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only $(ARGS) >/dev/null || true
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(STAMP) ## tests that start no ranks, servers or browser
 	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
 
-test-slow: $(STAMP) ## the tests that need minutes
-	$(BIN)/python -m pytest -m slow $(ARGS)
+test-slow: $(STAMP) ## the tests that need minutes, and all examples of those that draw some
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough $(ARGS)
 
 chaos: $(STAMP) ## kill and stop one collector, and three on one PostgreSQL, many times: each row is there once, each page comes (minutes)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_chaos.py tests/collector/cluster $(ARGS)

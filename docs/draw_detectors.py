@@ -120,6 +120,7 @@ def drawn() -> dict[str, tuple[Panel, ...]]:
     return {entry.name: tuple(entry.examples()) for entry in ENTRIES}
 
 
+@cache
 def images() -> dict[str, str]:
     """Return the text of every picture, by its path in docs/."""
     of_detectors = {
@@ -132,6 +133,7 @@ def images() -> dict[str, str]:
     }
 
 
+@cache
 def page() -> str:
     """Return docs/DETECTORS.md."""
     lines = ["# Detectors", "", NOTICE, INTRO]

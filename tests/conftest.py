@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
+from tests.examples import register_profiles
 from trainvitals.identity import Identity, new_incarnation, new_run_id
 
 POOL_THREADS = ("asyncio_", "AnyIO worker", "ThreadPoolExecutor", "pytest_timeout", "tqdm")
@@ -21,9 +21,7 @@ INDUCTOR_THREAD = "(_read_thread)"
 """What torch.compile reads its workers with, under torch's older name."""
 
 
-# A busy machine draws examples slowly, and that is no fault of what they test.
-settings.register_profile("vitals", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("vitals")
+register_profiles()
 
 
 def pytest_configure() -> None:
@@ -98,12 +96,16 @@ def _children() -> set[str]:
 
 
 def _ends_with_ours(pid: str) -> bool:
-    """Whether torch.compile, or multiprocessing at its first start, has this process for good."""
+    """Whether torch.compile, or multiprocessing at its first start, has this process for good.
+
+    Ranks are forks of a process that has imported torch: ``tests/trainer_hooks/spawned.py``.
+    """
     try:
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False  # it has ended by now
-    return b"torch/_inductor/compile_worker" in line or b"multiprocessing.resource_tracker" in line
+    names = b"torch/_inductor/compile_worker", b"multiprocessing.resource_tracker"
+    return any(name in line for name in (*names, b"multiprocessing.forkserver"))
 
 
 @pytest.fixture

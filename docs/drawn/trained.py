@@ -141,6 +141,7 @@ def is_found(training: Training, detector: str) -> bool:
     )
 
 
+@cache
 def withheld(training: Training, *, declared: bool, clips: bool = True) -> int:
     """Return how many updates of the healthy training would be withheld."""
     log = [LoggedStep(r.step, r.step, r.loss, r.grad_norm) for r in read(training)]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -149,10 +149,19 @@ def _first_poll(served: Served) -> None:
 WAYS = [over_http, through_a_folder, through_a_collector_that_reads_the_folder]
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
-def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reader]:
-    with request.param(story(), tmp_path) as opened:
-        yield opened
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Reader]]:
+    """Give a reader for each way, to the same story; nothing is written once they are open."""
+    told, folder = story(), tmp_path_factory.mktemp("ways")
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(way(told, folder / str(number))) for number, way in enumerate(WAYS)
+        ]
+
+
+@pytest.fixture(params=range(len(WAYS)), ids=lambda number: WAYS[number].__name__)
+def reader(request: pytest.FixtureRequest, readers: list[Reader]) -> Reader:
+    return readers[request.param]
 
 
 def test_the_run_is_told_as_it_was(reader: Reader):
@@ -198,12 +207,8 @@ def test_a_step_shows_both_ranks_and_what_was_decided(reader: Reader):
     assert [1] == [one.decision.rank for one in view.decisions]
 
 
-def test_all_ways_give_identical_answers(tmp_path: Path):
-    told = story()
-    answers = []
-    for i, way in enumerate(WAYS):
-        with way(told, tmp_path / str(i)) as reader:
-            answers.append([ask(reader) for ask in QUESTIONS])
+def test_all_ways_give_identical_answers(readers: list[Reader]):
+    answers = [[ask(reader) for ask in QUESTIONS] for reader in readers]
     for question, http, *others in zip(range(len(QUESTIONS)), *answers, strict=True):
         for other in others:
             assert http == other, f"question {question}"

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trainvitals.policy.history import JudgedStep, LoggedStep, judge_history
 from trainvitals.policy.judge import Judgement
 from trainvitals.records import Finding, StepRecord
@@ -79,7 +80,7 @@ def test_no_words_of_a_log_can_break_the_picture():
 values = st.none() | st.floats()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.lists(values, max_size=40), st.lists(values, min_size=40, max_size=40))
 def test_any_numbers_give_a_picture(losses, norms):
     for _, y in [p for e in ("line", "limit") for p in _all(draw(losses, norms), e)]:

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.collector.rows import SECOND, START, Writer, seqs_stored
+from tests.examples import examples
 from trainvitals.errors import FormatError
 from vitals_collector.ingest.ingest import GAP_SECONDS, MOST_ROWS_PER_SECOND, ingest
 from vitals_collector.numbers.memory import MemoryNumbers
@@ -100,7 +101,7 @@ def test_rows_lost_with_an_older_copy_of_the_files_may_be_many():
     store.close()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     skew=st.integers(-2 * YEAR, 0),
     stretches=st.lists(

@@ -13,6 +13,7 @@ from sqlalchemy import select
 
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_ingest import stored_rows
+from tests.examples import examples
 from trainvitals.errors import FormatError
 from trainvitals.identity import new_run_id
 from trainvitals.records import AttemptStarted, Note
@@ -69,7 +70,7 @@ def told_by(writers: Sequence[Writer], choices: Sequence[tuple[int, int]]) -> li
     return raws
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=14),
     st.lists(st.integers(0, 14), max_size=4),

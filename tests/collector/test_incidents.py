@@ -19,6 +19,7 @@ from tests.collector.lookback import (
 )
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_query import At, query
+from tests.examples import examples
 from trainvitals.alerting import alerts_for_decision
 from trainvitals.records import AttemptStarted, Decision, Finding, Note, RunEnded
 from trainvitals.views import IncidentsQuestion, IncidentView
@@ -274,7 +275,7 @@ _ITEMS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(_ITEMS, max_size=25), st.randoms())
 def test_groups_do_not_depend_on_the_order_and_hold_each_thing_once(items, random):
     items = [item._replace(which=i, time_unix_ns=i) for i, item in enumerate(items)]

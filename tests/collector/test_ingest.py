@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, select
 
 from tests.collector.rows import RUN, SECOND, START, STEPS, Writer
+from tests.examples import examples
 from trainvitals.catalog import ROW_COLUMNS, SCALARS_SCHEMA
 from trainvitals.errors import FormatError, NewerVersionError
 from trainvitals.records import (
@@ -99,7 +100,7 @@ def test_streams_and_incarnations_count_on_their_own(store: Store):
     assert [3, 1, 3] == [reply.num_new for reply in replies]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 15)), max_size=25), st.randoms())
 def test_however_batches_are_cut_and_repeated_each_row_is_stored_once(
     cuts: list[tuple[int, int]], rng: random.Random

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.collector.conftest import Served
 from tests.collector.rows import Writer, num_stored
+from tests.examples import examples
 from trainvitals.errors import StorageError
 from vitals_collector.api import auth
 from vitals_collector.api.app import CollectorSettings
@@ -220,7 +221,9 @@ def bodies(draw: st.DrawFn) -> bytes:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(bodies())
 def test_any_bytes_are_stored_or_refused_and_never_a_fault(served: Served, body: bytes):

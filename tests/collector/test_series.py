@@ -5,6 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from vitals_collector.numbers.drawing import downsample
 from vitals_collector.numbers.interface import AttemptRow, Points, lineage, stitch
 from vitals_collector.queries.series import nonfinite_marks
@@ -72,7 +73,7 @@ def test_rows_of_an_attempt_nobody_told_of_yet_are_shown():
     assert [1, 5] == found.attempt.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(FLOATS, min_size=1, max_size=3_000), st.integers(2, 100))
 @example([0.0, 3.0, 1.0, -2.0, 0.5, 0.0, 1.0], 2)
 def test_downsampling_never_loses_an_extreme_an_end_or_a_gap(values: list[float], num: int):

@@ -12,6 +12,7 @@ from tests.collector.conftest import Served
 from tests.collector.lookback import BACK_TO, BAD, troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_query import query
+from tests.examples import examples
 from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, Note, RunInfo, RunStarted
 from trainvitals.views import Branch, TableQuestion, TableReply
@@ -230,7 +231,7 @@ def test_a_question_that_cannot_be_answered_says_what_could(how: dict, said: str
 _WORDS = st.sampled_from(["step", "name", "acted", *OPERATORS, "3", "1e999", "'", '"', " ", "nan"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.one_of(st.text(), st.lists(_WORDS, max_size=6).map("".join)))
 def test_any_text_is_a_condition_or_an_error_that_says_so(text: str):
     try:
@@ -242,7 +243,7 @@ def test_any_text_is_a_condition_or_an_error_that_says_so(text: str):
     assert found.op in OPERATORS
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.sampled_from(["step", "loss", "rank_loss", "attempt"]),
     st.sampled_from(OPERATORS[:-1]),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.collector.lookback import BAD, ONSET, troubled_run
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_query import query
+from tests.examples import examples
 from trainvitals.errors import UsageError
 from trainvitals.views import MoversQuestion
 from vitals_collector.ingest.ingest import ingest
@@ -74,7 +75,7 @@ def test_what_jumps_now_and_then_anyway_has_not_moved_by_jumping_once_more():
     assert (590, 590) == (moved.first_step, moved.view.peak_step)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.floats(), max_size=40), st.integers(-10, 60))
 def test_whatever_was_measured_a_score_is_a_number(values: list[float], step: int):
     found = judge("h.0", "loss", np.arange(len(values)), np.array(values, dtype=float), step)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
@@ -141,47 +141,77 @@ def declared_questions(tree: ast.AST) -> Iterator[Declared]:
             yield Declared(node.name, method, path, ast.unparse(base.slice), names)
 
 
-def restates(tree: ast.AST, question: Declared) -> bool:
+class Restatable(NamedTuple):
+    """What of a source may say anew what can be asked, for whichever question."""
+
+    named: frozenset[str]
+    """Structs that it declares, or names other than to import, to make or to annotate with them."""
+    functions: tuple[tuple[frozenset[str], str], ...]
+    """Arguments and answer of each."""
+    texts: frozenset[tuple[str, str]]
+    """Each literal, and the one method that it is a route of; "" for any."""
+
+
+def restatable(tree: ast.AST) -> Restatable:
+    """Return what of a source may restate a question."""
+    nodes = list(ast.walk(tree))
+    elsewhere = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    elsewhere |= {id(part) for node in _annotations(nodes) for part in ast.walk(node)}
+    methods = dict(_routes(nodes))
+    named: set[str] = set()
+    functions: list[tuple[frozenset[str], str]] = []
+    texts: set[tuple[str, str]] = set()
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            named.add(node.name)
+        elif isinstance(node, ast.Name):
+            if id(node) not in elsewhere:
+                named.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = frozenset(a.arg for a in [*node.args.args, *node.args.kwonlyargs])
+            answer = "" if node.returns is None else ast.unparse(node.returns).strip("'")
+            functions.append((arguments, answer))
+        elif text := _text(node):
+            texts.add((text, methods.get(id(node), "")))
+    return Restatable(frozenset(named), tuple(functions), frozenset(texts))
+
+
+def restates(source: Restatable, question: Declared) -> bool:
     """Return whether a source says anew what can be asked. To ask, and to pass it on, is not that.
 
     It does where it names the struct other than to import, to make or to annotate with it;
     where it has the question's path, or the end of it, as a text; or where a function that takes
     its fields, and at most what is asked besides, says that it returns its answer.
     """
-    made = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    annotations = {id(part) for node in _annotations(tree) for part in ast.walk(node)}
-    of_others = {id(text) for text in _routes_of_other_methods(tree, question.method)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == question.name:
-            return True
-        if isinstance(node, ast.Name) and node.id == question.name:
-            if id(node) not in made | annotations:
-                return True
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            arguments = {a.arg for a in [*node.args.args, *node.args.kwonlyargs]}
-            answer = "" if node.returns is None else ast.unparse(node.returns).strip("'")
-            is_alike = question.fields <= arguments and len(arguments - question.fields) <= 1
-            if is_alike and answer == question.answer:
-                return True
-        elif id(node) not in of_others and _is_end_of(_text(node), question.path):
-            return True
-    return False
+    return (
+        question.name in source.named
+        or any(
+            answer == question.answer
+            and question.fields <= arguments
+            and len(arguments - question.fields) <= 1
+            for arguments, answer in source.functions
+        )
+        or any(
+            method in ("", question.method.lower()) and _is_end_of(text, question.path)
+            for text, method in source.texts
+        )
+    )
 
 
-def _annotations(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
+def _annotations(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
+    for node in nodes:
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             yield node.annotation
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:
             yield node.returns
 
 
-def _routes_of_other_methods(tree: ast.AST, method: str) -> Iterator[ast.expr]:
-    """Yield the paths in ``@router.get(PATH)`` and the like that are of another method."""
-    for node in ast.walk(tree):
+def _routes(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield the paths in ``@router.get(PATH)`` and the like, by id, and their method."""
+    for node in nodes:
         is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if is_call and node.args and node.func.attr in {"get", "post"} - {method.lower()}:
-            yield node.args[0]
+        if is_call and node.args and node.func.attr in {"get", "post"}:
+            yield id(node.args[0]), node.func.attr
 
 
 def _text(node: ast.AST) -> str:
@@ -204,19 +234,20 @@ def files_per_question() -> dict[str, list[str]]:
     """Return for each question the shipped files that a change of it has to touch."""
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in sources()}
     trees = {file: ast.parse(text) for file, text in texts.items()}
+    by_file = {file: restatable(tree) for file, tree in trees.items()}
     questions = [question for tree in trees.values() for question in declared_questions(tree)]
     return {
         question.name: [
             file
-            for file, text in texts.items()
-            if _may_restate(text, question) and restates(trees[file], question)
+            for file, source in by_file.items()
+            if _may_restate(texts[file], question) and restates(source, question)
         ]
         for question in questions
     }
 
 
 def _may_restate(text: str, question: Declared) -> bool:
-    """Return whether a source has a word of it: that is quick to see, and few have."""
+    """Return whether a source has a word of it, without which it says nothing of the question."""
     answer = max(re.findall(r"\w+", question.answer), key=len)
     fixed = [part for part in question.path.split("/") if not part.startswith("{")]
     words = question.name, answer, fixed[-1]

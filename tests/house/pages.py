@@ -1,10 +1,12 @@
 """Reads the pages for people: their fenced blocks, and how a block is run."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +67,39 @@ def execute(command: list[str], folder: Path) -> str:
     )
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+_ASK_ALL = """
+import contextlib, io, json, sys
+from trainvitals.cli.main import main
+
+for words in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+
+
+def ask_all(commands: Sequence[list[str]], folder: Path) -> list[str]:
+    """Run commands of ``vitals``, one after the other in one process; return what each printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK_ALL],
+        cwd=folder,
+        env=environment(folder),
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    for command, (code, out, err) in zip(commands, answers, strict=True):
+        assert code == 0, f"vitals {shlex.join(command)}\n{out}{err}"
+    return [out for _, out, _ in answers]
 
 
 def run_program(program: Block, folder: Path) -> str:

@@ -70,7 +70,7 @@ class ToysQuestion(Question[tuple[Toy, ...]], frozen=True):
 )
 def test_who_says_anew_what_can_be_asked_is_counted(source):
     (toys,) = measures.declared_questions(measures.ast.parse(TOY))
-    assert measures.restates(measures.ast.parse(source), toys)
+    assert measures.restates(measures.restatable(measures.ast.parse(source)), toys)
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_who_says_anew_what_can_be_asked_is_counted(source):
 )
 def test_who_asks_or_passes_a_question_on_is_not(source):
     (toys,) = measures.declared_questions(measures.ast.parse(TOY))
-    assert not measures.restates(measures.ast.parse(source), toys)
+    assert not measures.restates(measures.restatable(measures.ast.parse(source)), toys)

@@ -1,10 +1,14 @@
 """Runs a function on real ranks and reads what each left, all cases in one launch."""
 
+import atexit
 import json
+import multiprocessing
 import os
 
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessExitedException
+
+PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "trainer_hooks"]
 
 
 def spawned(main, folder, *, ranks=2):
@@ -24,6 +28,31 @@ def spawned(main, folder, *, ranks=2):
     return [json.loads((where / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
+def start_ranks(main, *args, ranks):
+    """Start ``main(rank, *args)`` on each rank, in the present environment; return their context.
+
+    They are forks of one process that has imported torch, and nothing else: most of what a rank
+    would do at its start.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    return mp.start_processes(
+        _rank,
+        args=(dict(os.environ), main, args),
+        nprocs=ranks,
+        join=False,
+        start_method="forkserver",
+    )
+
+
+def _rank(rank, environ, main, args):
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        main(rank, *args)
+    finally:
+        atexit._run_exitfuncs()  # a fork ends without them
+
+
 def _spawn(main, folder, ranks):
     before = dict(os.environ)
     os.environ |= {
@@ -33,7 +62,7 @@ def _spawn(main, folder, ranks):
         "OMP_NUM_THREADS": "1",
     }
     try:
-        context = mp.spawn(main, args=(str(folder),), nprocs=ranks, join=False)
+        context = start_ranks(main, str(folder), ranks=ranks)
         while not context.join(timeout=240):
             pass
     finally:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.examples import examples
 from tests.trainer_hooks.loaders import (
     ALL,
     WORKERS,
@@ -337,7 +338,7 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.parametrize("name", ["shuffle", "own generator", "sampler with state", "list"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(actions=ACTIONS, length=st.integers(1, 7))
 def test_it_is_a_list_with_a_pointer_and_a_set_of_what_is_passed_over(name, actions, length):
     make = {

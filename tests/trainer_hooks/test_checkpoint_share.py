@@ -92,7 +92,7 @@ def verified(path, world_size):
     return by_rank, looked_into
 
 
-@pytest.mark.parametrize("world_size", [2, 8, 64, 256])
+@pytest.mark.parametrize("world_size", [2, 8, 64, pytest.param(256, marks=pytest.mark.slow)])
 def test_with_the_model_each_rank_s_cost_is_its_share_from_2_to_256_ranks(tmp_path, world_size):
     """The same 8 MiB on more and more ranks; each file carries some KiB that are no tensors."""
     total, names = 8 * MIB, 8192

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
+from tests.examples import examples
 from trainer_hooks.guard.optimizer_state import nonfinite_count
 from trainer_hooks.recovery import copying, finite
 from trainer_hooks.recovery.copying import CopyPlan, Pair
@@ -95,7 +96,7 @@ made_of = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     sources=st.lists(made_of, max_size=10),
     threads=st.sampled_from([1, 2, 3]),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import trainer_hooks
+from tests.examples import examples
 from tests.trainer_hooks.test_ema import assert_same_bits, batch, bits, moved, small
 from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from tests.trainer_hooks.test_optimizers import NAN, one_thread  # noqa: F401
@@ -92,7 +93,7 @@ def test_another_model_takes_averages_and_buffers_or_is_refused_untouched():
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     before=st.lists(st.floats(-1e6, 1e6, width=32), max_size=8),
     after=st.lists(st.floats(-1e6, 1e6, width=32), max_size=8),

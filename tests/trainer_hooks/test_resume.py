@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import trainer_hooks
+from tests.examples import examples
 from tests.trainer_hooks.test_attach import Own
 from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
 from trainvitals.errors import FormatError, NewerVersionError, UsageError
@@ -219,7 +220,9 @@ def test_a_run_that_is_not_watched_hands_the_state_on(monkeypatch):
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(12),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @example(before=[1.0], after=[1.0])  # the newest step's learning rate must not be forgotten
 @given(

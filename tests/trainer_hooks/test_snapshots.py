@@ -6,6 +6,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.examples import examples
 from tests.trainer_hooks.side_streams import Earliest, Latest
 from tests.trainer_hooks.training import Training
 from trainer_hooks.recovery import manager
@@ -376,4 +377,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

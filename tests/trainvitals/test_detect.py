@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trainvitals.detect import (
     BurstDetector,
     DriftDetector,
@@ -88,7 +89,7 @@ def noisy(values: Sequence[float], noise: float, seed: int = 0) -> list[float]:
 
 
 @pytest.mark.parametrize("make", STATEFUL)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(before=records(), after=records())
 def test_restoring_state_changes_nothing(
     make: Callable[[], Any], before: list[StepRecord], after: list[StepRecord]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trainvitals.detect import LossKind
 from trainvitals.policy import Judge, JudgeConfig, Mode
 from trainvitals.policy.history import (
@@ -253,7 +254,7 @@ numbers = st.none() | st.floats() | st.floats(1.0, 2.5)
 rows = st.tuples(st.integers(-5, 40) | st.integers(-(2**53), 2**53), numbers, numbers, numbers)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(rows, max_size=80), st.sampled_from(["observe", "guard", "heal"]))
 def test_whatever_a_log_holds_every_record_is_judged_and_can_be_written(
     given_rows: list[tuple[int, float | None, float | None, float | None]], mode: Mode

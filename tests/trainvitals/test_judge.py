@@ -5,6 +5,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.trainvitals.ladder_run import FIRST, REFS
 from trainvitals.policy import Judge, Judgement, LadderMemory, Mode
 from trainvitals.records import StepRecord
@@ -79,7 +80,7 @@ modes: st.SearchStrategy[Mode] = st.sampled_from(["observe", "guard", "heal"])
 numbers = st.none() | st.floats() | st.floats(1.0, 2.5)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(numbers, numbers, st.integers(0, 12)), max_size=80), modes)
 def test_a_restored_judge_goes_on_as_the_kept_one(
     given_numbers: list[tuple[float | None, float | None, int]], mode: Mode

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.trainvitals.ladder_run import FIRST, REFS, STORM, Run
 from trainvitals.errors import ConfigError
 from trainvitals.policy import (
@@ -343,7 +344,7 @@ words = st.sampled_from(
 modes: st.SearchStrategy[Mode] = st.sampled_from(["observe", "guard", "heal"])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(words, max_size=150), modes, st.data())
 def test_the_ladder_keeps_its_promises_whatever_happens(
     kinds: list[str], mode: Mode, data: st.DataObject

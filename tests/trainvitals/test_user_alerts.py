@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trainvitals.alerting import alerts_for_finding
 from trainvitals.detect.user_alerts import (
     MAX_NAMES,
@@ -199,7 +200,7 @@ def test_a_condition_must_hold_for_so_many_steps_without_a_break():
 numbers = st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=30)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     before=numbers,
     after=numbers,

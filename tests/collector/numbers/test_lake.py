@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.collector.numbers.test_numbers import losses, plain
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
+from tests.examples import examples
 from trainvitals.errors import InsecurePathError, StorageError
 from vitals_collector.numbers import lake_engine, lake_upkeep
 from vitals_collector.numbers.interface import Span
@@ -63,7 +64,9 @@ def test_a_folder_that_another_user_put_in_the_rows_place_is_refused(tmp_path: P
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(15),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(done=st.lists(_DONE, max_size=8))
 def test_the_lake_gives_what_memory_gives(
@@ -118,9 +121,12 @@ while True:
 """
 
 
-def test_what_was_stored_is_there_once_after_a_kill_at_any_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_what_was_stored_is_there_once_after_a_kill_at_any_moment(
+    tmp_path: Path, num_kills: int
+) -> None:
     rng, told = random.Random(3), -1
-    for _ in range(8):
+    for _ in range(num_kills):
         with subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
         ) as writer:
@@ -308,16 +314,19 @@ span = Span(identity().run_id, "steps", ("rank:0",))
 for second in range(int(sys.argv[2])):
     row = dict.fromkeys(columns, float(second))
     lake.append([batch(identity(rank=r), [row], first_seq=second) for r in range(64)])
-    if second % 100 == 99:
+    if (second + 1) % (int(sys.argv[2]) // 3) == 0:
         lake.curves([Curve(span, name, 50) for name in columns], [AttemptRow(1, None, 0)], "all")
         lake.merge()
         print(resident(), flush=True)
 """
 
 
-def test_memory_stays_flat_over_commits_questions_and_merges(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_commits", [60, pytest.param(300, marks=pytest.mark.slow)])
+def test_memory_stays_flat_over_commits_questions_and_merges(
+    tmp_path: Path, num_commits: int
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", IDLE, str(tmp_path), "300"],
+        [sys.executable, "-c", IDLE, str(tmp_path), str(num_commits)],
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -248,13 +248,14 @@ while (due := lake.next_window(RUN, 1, SIZE)) is not None:
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_row_or_its_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_kill_at_any_moment_leaves_a_row_or_its_numbers(tmp_path: Path, num_kills: int) -> None:
     lake, rng = Lake(tmp_path), random.Random(7)
     num = 12 * SIZE
     fill(lake, num_ranks=5, num=num)
     lake.close()
     seen = []
-    for _ in range(6):
+    for _ in range(num_kills):
         with subprocess.Popen(
             [sys.executable, "-c", THINNER, str(tmp_path)], stdout=subprocess.PIPE
         ) as thinner:

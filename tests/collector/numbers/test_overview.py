@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.collector.numbers.written import RUN, batch, identity
+from tests.examples import examples
 from trainvitals.identity import new_run_id
 from trainvitals.rows import Value
 from trainvitals.views import Branch
@@ -109,7 +110,9 @@ def lake(tmp_path: Path) -> Iterator[Lake]:
 @pytest.mark.usefixtures("_short_stretches")
 @pytest.mark.parametrize("stream", ["steps", "gpu"])
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(15),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     pieces=st.lists(PIECES, min_size=1, max_size=8),

@@ -179,12 +179,13 @@ def test_a_flipped_bit_in_a_bucket_is_told_and_its_rows_are_taken_again_once(
     lake.close()
 
 
+@pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_what_was_stored_on_s3_is_there_once_after_a_kill_at_any_moment(
-    s3: S3, tmp_path: Path
+    s3: S3, tmp_path: Path, num_kills: int
 ) -> None:
     bucket, rng, told = s3.bucket(), random.Random(7), -1
     Lake(tmp_path, bucket=bucket).close()
-    for _ in range(4):
+    for _ in range(num_kills):
         with subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
         ) as writer:

@@ -6,10 +6,10 @@ import os
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tests.trainer_hooks.measures import ranks_measured as ranks
 from tests.trainer_hooks.measures.journal import Journal
+from tests.trainer_hooks.spawned import start_ranks
 from trainer_hooks.measures.noise import NoiseScale
 
 pytestmark = pytest.mark.dist
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
         }
     )
     try:
-        context = mp.spawn(ranks.main, args=(str(folder),), nprocs=2, join=False)
+        context = start_ranks(ranks.main, str(folder), ranks=2)
         while not context.join(timeout=240):
             pass
     finally:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from tests.trainer_hooks.spawned import start_ranks
+
 PATIENCE_SECONDS = 240
 
 
@@ -25,10 +27,9 @@ def launch(main: Callable[..., None], world: int, folder: Path) -> list[dict[str
                 "VITALS_SHM": str(here / "shm"),
                 "VITALS_AGENT": "off",
                 "OMP_NUM_THREADS": "1",
-                "PYTHONWARNINGS": "ignore",  # what torch says about its own wrappers
             }
             try:
-                _join(mp.spawn(main, args=(world, str(here)), nprocs=world, join=False))
+                _join(start_ranks(main, world, str(here), ranks=world))
                 return [json.loads((here / f"{rank}.json").read_text()) for rank in range(world)]
             except mp.ProcessExitedException as error:
                 # gloo aborts a rank now and then on a busy machine, watched or not.

@@ -326,7 +326,7 @@ def test_a_control_token_reads_too() -> None:
 def test_the_data_folder_of_a_collector_of_before_tls_says_how_to_update_it(tmp_path: Path) -> None:
     """It holds no certificate and no socket: giving the folder again would not help."""
     write_data(tmp_path, url="http://127.0.0.1:5")
-    with pytest.raises(UsageError, match="an older Vitals, process [0-9]+ on this node") as caught:
+    with pytest.raises(UsageError, match=r"an older Vitals, process \d+ on this node") as caught:
         collector_on(tmp_path)
     assert f"`vitals collector --data {tmp_path}`; what it stored stays" in caught.value.hint
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.trainvitals.io.builders import STEPS, list_segments, note, seqs_of, values_of
 from trainvitals.errors import NewerVersionError
 from trainvitals.identity import Identity
@@ -168,7 +169,7 @@ def test_a_segment_torn_at_any_byte_gives_the_rows_before_the_tear(
     assert identity == header.identity
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_a_flipped_bit_loses_its_row_and_no_other(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.examples import examples
 from tests.trainvitals.io.builders import STEPS, an_identity, note, seqs_of, values_of
 from trainvitals.io.journal import JournalReader, JournalWriter, StreamWriter, mark_closed
 from trainvitals.io.segments import read_header
@@ -200,7 +201,7 @@ class Immediate:
 
 def test_a_journal_keeps_its_word_whoever_dies() -> None:
     run_state_machine_as_test(
-        JournalMachine, settings=settings(max_examples=40, stateful_step_count=25)
+        JournalMachine, settings=settings(max_examples=examples(40), stateful_step_count=25)
     )
 
 

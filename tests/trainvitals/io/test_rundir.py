@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.trainvitals.io.builders import a_command
 from trainvitals.errors import FormatError, InsecurePathError, StorageError, UsageError
 from trainvitals.io.rundir import HaltMarker, RunDir, replace_file
@@ -170,7 +171,7 @@ def test_the_plan_journal_gives_back_what_was_appended(run_dir: RunDir) -> None:
     assert entries == run_dir.read_plan()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(cut=st.integers(1, 12))
 def test_a_torn_last_line_is_passed_over_and_overwritten(
     tmp_path_factory: pytest.TempPathFactory, cut: int

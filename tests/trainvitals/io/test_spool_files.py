@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.trainvitals.io.builders import GB, a_batch, an_identity, fill, firsts, tvs_files
 from trainvitals.identity import Identity
 from trainvitals.io.spool import Position, Spool, read_batches
@@ -31,7 +32,7 @@ def test_a_file_torn_at_any_byte_keeps_the_batches_before(
         spool.close()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(data=st.data())
 def test_a_flipped_bit_loses_its_batch_and_no_other(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.examples import examples
 from tests.trainvitals.io.builders import a_batch, an_identity
 from tests.trainvitals.io.faulty_disk import Crash, FaultyDisk
 from trainvitals.errors import StorageError
@@ -172,7 +173,7 @@ def number_of(raw: bytes) -> int:
 
 def test_a_spool_keeps_its_word_whatever_the_disk_does() -> None:
     run_state_machine_as_test(
-        SpoolMachine, settings=settings(max_examples=40, stateful_step_count=40)
+        SpoolMachine, settings=settings(max_examples=examples(40), stateful_step_count=40)
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.trainvitals.watch.worlds import GONE_WRONG, healthy_run, poisoned
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
@@ -177,7 +178,7 @@ def check_finding(finding: Finding, step: int) -> None:
         assert number is None or not math.isnan(number)
 
 
-quickly = settings(max_examples=25, deadline=None)
+quickly = settings(max_examples=examples(25), deadline=None)
 
 
 @pytest.mark.parametrize("make", STEP_WATCHERS)

@@ -1,0 +1,22 @@
+"""How many examples a property is tried with: some in `make test`, all in `make test-slow`."""
+
+from hypothesis import HealthCheck, settings
+
+THOROUGH = "thorough"
+"""The profile of ``--hypothesis-profile`` with all examples."""
+_ALL, _SOME = 100, 30
+
+
+def register_profiles() -> None:
+    """Make both profiles known, and take the one with fewer."""
+    # A busy machine draws examples slowly, and that is no fault of what they test.
+    settings.register_profile(
+        THOROUGH, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=_ALL
+    )
+    settings.register_profile("vitals", settings.get_profile(THOROUGH), max_examples=_SOME)
+    settings.load_profile("vitals")
+
+
+def examples(num: int) -> int:
+    """Return how many of ``num`` are tried under the profile that is loaded: at least five."""
+    return max(min(num, 5), num * settings().max_examples // _ALL)
