@@ -259,6 +259,19 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         "off. Opt-in, DDP only: costs one pass over the gradients per sampled step.",
     ),
     _step(
+        "max_norm",
+        "",
+        "Gradient norm that the loop clips to; absent if it does not clip, or nobody said.",
+    ),
+    _step("weight_decay", "", "Largest weight decay of any parameter group."),
+    _step(
+        "rank_grad_norm",
+        "",
+        "L2 norm of this rank's own gradients before they are averaged. Opt-in, as "
+        "`noise_scale_ratio`.",
+        scope="rank",
+    ),
+    _step(
         "critical_batch_tokens",
         "tokens",
         "Gradient noise scale in tokens. Opt-in, as `noise_scale_ratio`.",
@@ -302,5 +315,16 @@ LAYER_METRICS: tuple[MetricSpec, ...] = (
         "ratio",
         "Share of a module's features that output 0 for rank 0's whole batch. Opt-in, as "
         "`activation_rms`.",
+    ),
+    _layer(
+        "weight_written_ratio",
+        "ratio",
+        "Relative change of a layer's squared weights between an update and the next step: above "
+        "0 if something else than the optimizer wrote them. Opt-in, as `outside_writes`.",
+    ),
+    _layer(
+        "moment_written_ratio",
+        "ratio",
+        "The same of the optimizer's state for the layer. Opt-in, as `outside_writes`.",
     ),
 )

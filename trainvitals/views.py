@@ -346,6 +346,9 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[DecisionView, ...]
     readings: tuple[EventView, ...] = ()
     """What the probe or an evaluation said of the state in the trouble that the step is of."""
+    moved_first: str | None = None
+    """What moved first before the trouble at the step, in a sentence; empty: nothing stood out from
+    the run's own quiet steps; None: there was no trouble at it, or nobody could tell."""
     data: tuple[StepData, ...] = ()
     """Of a bad step; of any other where the run directory keeps it, and is at hand."""
     over_ranks: tuple[StepRow, ...] = ()

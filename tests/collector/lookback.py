@@ -75,7 +75,7 @@ def layer_rows(writer: Writer, steps: Sequence[int], *, attempt: int = 1) -> byt
             if attempt == 1 and number == 2 and step >= ONSET:
                 norm = math.nan if step >= BAD else 500.0
             own = [step, attempt, writer.time_of(step), 0, number, norm, 10.0, 0.1]
-            rows.append([*own, None, None, None])
+            rows.append([*own, *[None] * (len(LAYERS_SCHEMA.columns) - len(own))])
     return writer.batch(LAYERS_SCHEMA, rows)
 
 

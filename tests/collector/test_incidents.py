@@ -70,12 +70,13 @@ def test_an_incident_has_what_belongs_to_it_and_its_story_answers(store: Store):
         "Nonfinite was seen at step 160 (step 160).",
         "Step 158: loss 2.03",
         "learning rate 0.0003",
-        "Moved first: `h.1`: gradient norm 500 at step 158, 165x its usual 3.03 (",
+        "Largest changes up to step 158: Layers: `h.1`: gradient norm 500 at step 158, 165x its",
         "rank 1 trained on batch 77 of epoch 0: samples 5, 9.",
         "temperature celsius of gpu:GPU-1 went from 60.2 to 91.",
         "Action: rolled back to step 120 (rule: nonfinite)",
     ):
         assert said in story
+    assert "Moved first: gradient norm of layer `h.1` at step 158 (500, us" in bad.verdict.cause
     assert "Lost work: 42 steps (21 s x 2 ranks)." == bad.verdict.cost
     assert "Lost work: none." == slow.verdict.cost
     end(store, ranks)
@@ -87,10 +88,10 @@ def test_a_slow_step_before_bad_numbers_is_told_but_is_not_what_moved_first(stor
     waits = [5.0 if step == ONSET - 4 else 0.01 for step in range(BAD + 2)]
     ingest(store, Writer("rank:2").steps(range(BAD + 2), data_wait_seconds=list(waits)))
     end(store, ranks)
-    slow, bad = ("\n".join(one.story) for one in told(store))
-    assert "Moved first: `h.1`: gradient norm 500 at step 158" in bad
-    assert "Ranks: rank 2: data wait seconds 5 at step 154" in bad
-    assert "Moved first: rank 2: data wait seconds" in slow
+    slow, bad = told(store)
+    assert "Moved first: gradient norm of layer `h.1` at step 158" in bad.verdict.cause
+    assert "Ranks: rank 2: data wait seconds 5 at step 154" in "\n".join(bad.story)
+    assert "Moved first: data wait on rank 2 at step 154 (5, usually" in slow.verdict.cause
 
 
 def test_where_many_moved_at_once_none_of_them_is_said_to_be_first(store: Store):

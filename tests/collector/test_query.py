@@ -171,8 +171,8 @@ def test_scalars_are_found_by_their_name_in_each_incarnation(store: Store):
 def test_a_layers_other_columns_are_series_beside_its_gradient_norm(store: Store):
     writer = Writer()
     rows = [  # step, attempt, times; layer; gradient, weight, update; the output's three
-        [0, 1, writer.time_of(0), 0, 3, 0.5, 7.0, None, None, None, None],
-        [10, 1, writer.time_of(10), 0, 3, 0.4, 8.0, 0.1, None, None, None],
+        [0, 1, writer.time_of(0), 0, 3, 0.5, 7.0, *[None] * 6],
+        [10, 1, writer.time_of(10), 0, 3, 0.4, 8.0, 0.1, *[None] * 5],
     ]
     ingest(store, writer.batch(LAYERS_SCHEMA, rows))
     ingest(store, writer.events(NamesDefined(stream="layers", names={3: "h.0:x"})))

@@ -28,7 +28,6 @@ from vitals_collector.queries.cost import price_in
 from vitals_collector.queries.verdict import (
     MAX_TIMELINE,
     Precedent,
-    Precursor,
     VerdictFacts,
     verdict,
 )
@@ -132,10 +131,10 @@ def test_what_something_was_done_about_is_told_first_then_what_else_there_was():
 def test_a_precursor_is_named_only_where_one_was_recorded():
     facts = {"findings": found(nan(540))}
     assert "precursor" not in said(**facts).cause, "nobody looked for one"
-    told = said(**facts, precursor=Precursor(""))
+    told = said(**facts, precursor="")
     assert told.cause.endswith(" No precursor before step 540.")
-    named = Precursor("Layer h.1's gradient norm left its range at step 531.")
-    assert said(**facts, precursor=named).cause.endswith(named.text)
+    named = "Moved first: gradient norm of layer `h.1` at step 531."
+    assert said(**facts, precursor=named).cause.endswith(named)
 
 
 # ---------------------------------------------------------------------------- action, cost, before
@@ -277,7 +276,8 @@ def test_a_run_is_told_by_its_gravest_incident_with_what_gpus_cost(store: Store)
     told = asked.ask(VerdictQuestion(run_id=RUN))
     assert "1-158-nonfinite_loss" == told.verdict.incident_id
     assert ["1-161-straggler", "1-158-nonfinite_loss"] == [i.incident_id for i in told.incidents]
-    assert "Rank 1's loss was NaN at step 160." == told.verdict.cause
+    named = "Moved first: gradient norm of layer `h.1` at step 158 (500, usually 3.03;"
+    assert told.verdict.cause.startswith(f"Rank 1's loss was NaN at step 160. {named}")
     assert "Skipped 1 update (step 160). Rolled back to step 120." == told.verdict.action
     lost = told.verdict.lost
     assert (42, 21.0, 21.0 * 2 / 3_600, 42.0) == (
@@ -337,4 +337,5 @@ def test_over_http_it_is_the_same(served: Served):
     end(served.store, troubled_run(served.store))
     with served.client() as client:
         told = client.ask(VerdictQuestion(run_id=RUN))
-    assert "Rank 1's loss was NaN at step 160." == told.verdict.cause
+    named = "Moved first: gradient norm of layer `h.1` at step 158 (500, usually 3.03;"
+    assert told.verdict.cause.startswith(f"Rank 1's loss was NaN at step 160. {named}")

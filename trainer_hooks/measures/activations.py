@@ -1,6 +1,8 @@
-"""Magnitude of modules' outputs and their dead features, by forward hooks on rank 0.
+"""Magnitude of modules' outputs and their dead features, by forward hooks.
 
-Of rank 0's part of the batch and, where modules are sharded, of its part of the output.
+Of each rank's own part of the batch and, where modules are sharded, of its part of the output. What
+is written is rank 0's; of the others, only whether it is finite. They measure as much as rank 0
+does: all would wait for it anyway.
 """
 
 from __future__ import annotations
@@ -89,6 +91,10 @@ class Activations:
     def numbers(self) -> Tensor:
         """Return the figures as they lie on the device."""
         return self._figures.view(-1)
+
+    def nonfinite(self) -> Tensor:
+        """Return of each module 1 where its output is not finite, else 0."""
+        return (~torch.isfinite(self._figures[:, 0])).to(torch.float64)
 
     def read(self, numbers: list[float]) -> dict[str, Activation]:
         """Return, of what came to the host, the modules that were measured."""

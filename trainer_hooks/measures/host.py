@@ -40,6 +40,8 @@ class HostMeasurements:
     monitor_seconds: float | None
     exchange: Elapsed | None
     learning_rates: list[float | None]
+    weight_decay: float | None
+    """The largest of any group; on rank 0."""
     changes: list[Change]
     """Other settings of the parameter groups that changed; on rank 0."""
     lr_factor: float
@@ -233,6 +235,12 @@ def learning_rates(optimizers: Sequence[Optimizer]) -> list[float | None]:
     """Return the rate of every group; None where a tensor rate would have to be waited for."""
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     return [None if isinstance(lr, torch.Tensor) and lr.is_cuda else float(lr) for lr in rates]
+
+
+def weight_decay(optimizers: Sequence[Optimizer]) -> float | None:
+    """Return the largest weight decay of any group: many have one without. None: no number."""
+    decays = (group.get("weight_decay") for o in optimizers for group in o.param_groups)
+    return max((float(d) for d in decays if isinstance(d, int | float)), default=None)
 
 
 class DeviceMemory(NamedTuple):

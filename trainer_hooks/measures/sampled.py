@@ -2,25 +2,30 @@
 
 Its part of the pack, where anything is opted in that the ranks sum::
 
-    ranks that measured the weights | the update | their own gradients | squares of the latter |
-    weights' squares, one of each parameter | updates' squares, one of each parameter
+    ranks that measured the weights | the update | their own gradients | outside writes |
+    squares of the ranks' own gradients | weights' squares, one of each parameter |
+    updates' squares | changes of the weights from outside | of the optimizer's state |
+    ranks on which a module's output was not finite, one of each module
 
 A measurement that one rank lacks is short of its part, and so is none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.guard.optimizer_state import is_dense
 from trainer_hooks.measures.activations import Activation, Activations, choose
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.gradients import GradNorms, Squares
+from trainer_hooks.step.gradients import GradNorms, Squares, local_tensor
 
 
 class Updates:
@@ -64,10 +69,70 @@ class Updates:
         return self._squares.of(tensors, self._norms.device) * self._norms.share
 
 
+class OutsideWrites:
+    """Tells what changed between the end of one update and the next step's numbers.
+
+    Both are sums over the same tensors in the same order: of what nobody wrote they are equal to
+    the last bit.
+    """
+
+    def __init__(self, norms: GradNorms, optimizers: Sequence[Optimizer]) -> None:
+        self._norms = norms
+        self._states = [optimizer.state for optimizer in optimizers]
+        self._weights, self._moments = Squares(), Squares()
+        self._after: tuple[Tensor, Tensor] | None = None
+
+    def keep(self) -> None:
+        """Take the sums that the next step is compared with; call after the update."""
+        self._after = None
+        self._after = self._sums()
+
+    def forget(self) -> None:
+        """Drop the sums: the parameters have been put back since."""
+        self._after = None
+
+    def changes(self) -> tuple[Tensor, Tensor] | None:
+        """Return how far each parameter and its state changed, 0 to 1; None where not kept."""
+        after, self._after = self._after, None
+        if after is None:
+            return None
+        weights, moments = map(_relative_change, after, self._sums())
+        return weights * self._norms.share, moments * self._norms.share
+
+    @torch.no_grad()
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        norms = self._norms
+        weights = self._weights.of(norms.local_parameters(), norms.device)
+        owners: list[int] = []
+        tensors: list[Tensor] = []
+        for i, param in enumerate(norms.params):
+            for state in self._states:
+                for value in state[param].values() if param in state else ():
+                    # Counters and factored moments are left out: they have another size.
+                    if isinstance(value, Tensor) and value.numel() == param.numel() > 1:
+                        local = local_tensor(value)
+                        if local.is_floating_point() and is_dense(local) and local.numel():
+                            owners.append(i)
+                            tensors.append(local)
+        moments = torch.zeros_like(weights)
+        if tensors:
+            index = torch.tensor(owners, device="cpu").to(norms.device, non_blocking=True)
+            moments.index_add_(0, index, self._moments.of(tensors, norms.device))
+        return weights, moments
+
+
+def _relative_change(before: Tensor, now: Tensor) -> Tensor:
+    """Return by what share of the larger of two squares they differ; NaN and Inf to 1."""
+    largest = torch.maximum(before, now)
+    changed = (now - before).abs() / torch.where(largest > 0, largest, 1.0)
+    turned = torch.isfinite(before) != torch.isfinite(now)
+    return torch.where(torch.isfinite(changed), changed, turned.to(changed))
+
+
 # --------------------------------------------------------------------- all of it as one
 
 
-_HEAD = 4
+_HEAD = 5
 
 
 class Samples(NamedTuple):
@@ -79,12 +144,19 @@ class Samples(NamedTuple):
     """Of the update that led to them."""
     local_square: float | None = None
     """Mean over ranks of the squares of their own gradients."""
+    own_grad_norm: float | None = None
+    """Of this rank's own gradients, before they were averaged."""
+    weight_writes: Sequence[float] | None = None
+    """How far each parameter changed from outside, 0 to 1."""
+    moment_writes: Sequence[float] | None = None
+    """The same of each parameter's optimizer state."""
     activations: dict[str, Activation] = {}  # noqa: RUF012 - never written to
 
     @property
     def by_layer(self) -> bool:
         """Whether there is something to write of single layers."""
-        return self.weight_squares is not None or bool(self.activations)
+        measured = (self.weight_squares, self.weight_writes)
+        return any(squares is not None for squares in measured) or bool(self.activations)
 
 
 class Sampler:
@@ -97,14 +169,18 @@ class Sampler:
         norms: GradNorms,
         ranks: Ranks,
         faults: FaultCounter,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self.settings = settings
         self._faults = faults
         self._num_params = len(norms.names)
+        self._is_next_due = False
         self._world_size = ranks.world_size
         self._updates = None
         if settings.weight_norm or settings.update_norm:
             self._updates = Updates(norms)
+        self._writes = OutsideWrites(norms, optimizers) if settings.outside_writes else None
+        self._own_square = torch.full((1,), -1.0, dtype=torch.float64, device=norms.device)
         modules = choose(model, settings.activations)
         self._noise = None
         if settings.noise_scale:
@@ -112,21 +188,32 @@ class Sampler:
 
             self._noise = LocalSquares.on(model, norms, faults)
         self._activations = None  # the last to put hooks on: nothing after it may be refused
-        if modules and ranks.rank == 0:
+        if modules:
             self._activations = Activations(modules, norms.device, faults)
 
     @property
     def pack_size(self) -> int:
         """Numbers that the ranks sum."""
-        if self._updates is None and self._noise is None:
+        sums = (self._updates, self._noise, self._writes, self._activations)
+        if all(part is None for part in sums):
             return 0
+        return self._end_of_writes + len(self.activation_names)
+
+    @property
+    def _end_of_squares(self) -> int:
         per_parameter = 0 if self._updates is None else 1 + self.settings.update_norm
         return _HEAD + self._num_params * per_parameter
 
     @property
+    def _end_of_writes(self) -> int:
+        return self._end_of_squares + (0 if self._writes is None else 2 * self._num_params)
+
+    @property
     def own_size(self) -> int:
         """Numbers of this rank alone that are read back behind the others."""
-        return 0 if self._activations is None else self._activations.size
+        return (0 if self._activations is None else self._activations.size) + (
+            self._noise is not None
+        )
 
     @property
     def activation_names(self) -> tuple[str, ...]:
@@ -151,30 +238,47 @@ class Sampler:
             out[_HEAD : _HEAD + n] = self._updates.weight_squares()
             out[0] = 1.0
             if (moved := self._updates.update_squares()) is not None:
-                out[_HEAD + n :] = moved
+                out[_HEAD + n : _HEAD + 2 * n] = moved
                 out[1] = 1.0
-        if self._noise is not None and (square := self._noise.square(loss_scale)) is not None:
-            out[3] = square
-            out[2] = 1.0
+        if self._noise is not None:
+            self._own_square = torch.full_like(self._own_square, -1.0)
+            if (square := self._noise.square(loss_scale)) is not None:
+                out[4] = square
+                out[2] = 1.0
+                self._own_square = square.reshape(1).clone()
+        if self._writes is not None and (changes := self._writes.changes()) is not None:
+            out[self._end_of_squares : self._end_of_writes] = torch.cat(changes)
+            out[3] = 1.0
+        if self._activations is not None:
+            out[self._end_of_writes :] = self._activations.nonfinite()
 
     def before_update(self, step: int) -> None:
         """Keep the parameters, if the next step is to measure the update that led to it."""
-        if self._updates is not None and self.settings.update_norm and self.settings.due(step + 1):
+        self._is_next_due = self.settings.due(step + 1)
+        if self._updates is not None and self.settings.update_norm and self._is_next_due:
             with self._faults.fail_open("signals"):
                 self._updates.keep()
 
+    def after_update(self) -> None:
+        """Keep what the next step is compared with, if it is sampled; all optimizers stepped."""
+        if self._writes is not None and self._is_next_due:
+            with self._faults.fail_open("signals"):
+                self._writes.keep()
+
     def own_numbers(self) -> tuple[Tensor, ...]:
         """Return what is read back of this rank alone."""
-        return () if self._activations is None else (self._activations.numbers(),)
+        numbers = () if self._activations is None else (self._activations.numbers(),)
+        return numbers if self._noise is None else (*numbers, self._own_square)
 
     def forget(self) -> None:
         """Drop the copy of the parameters: they have been put back."""
-        if self._updates is not None:
-            self._updates.forget()
+        for part in (self._updates, self._writes):
+            if part is not None:
+                part.forget()
 
     def release(self) -> None:
         """Take the hooks off. DDP's stays, as none can be taken off, and measures no more."""
-        self._updates = None
+        self._updates = self._writes = None
         if self._activations is not None:
             self._activations.release()
         if self._noise is not None:
@@ -184,14 +288,27 @@ class Sampler:
 
     def read(self, summed: list[float], own: list[float]) -> Samples:
         """Return what a step's numbers say: the pack's part, and this rank's own."""
+        norm = None
+        if self._noise is not None:
+            *own, square = own
+            norm = math.sqrt(square) if square >= 0.0 else None if square < 0.0 else math.nan
         activations = {} if self._activations is None else self._activations.read(own)
         if not summed:
             return Samples(activations=activations)
-        weights, updates, noise = (n == self._world_size for n in summed[: _HEAD - 1])
-        squares, n = summed[_HEAD:], self._num_params
+        weights, updates, noise, writes = (n == self._world_size for n in summed[: _HEAD - 1])
+        squares, n = summed[_HEAD : self._end_of_squares], self._num_params
+        changes = summed[self._end_of_squares : self._end_of_writes]
+        for name, num in zip(self.activation_names, summed[self._end_of_writes :], strict=True):
+            measured = activations.get(name)
+            if num and measured is not None and math.isfinite(measured.rms):
+                # On some other rank, whose figures are not read here.
+                activations[name] = measured._replace(rms=math.inf)
         return Samples(
             weight_squares=squares[:n] if weights else None,
             update_squares=squares[n:] if updates else None,
             local_square=summed[_HEAD - 1] / self._world_size if noise else None,
+            own_grad_norm=norm,
+            weight_writes=changes[:n] if writes else None,
+            moment_writes=changes[n:] if writes else None,
             activations=activations,
         )

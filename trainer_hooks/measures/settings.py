@@ -19,11 +19,17 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
         update_norm: norm of an update, and its ratio to the weights' norm, in total and by layer.
             Keeps one copy of this rank's parameters, and makes three passes over them in each
             sampled step. Turns ``weight_norm`` on.
-        activations: modules whose output's magnitude and dead features are measured, on rank 0:
-            names or patterns such as ``layers.*.mlp``; ``*`` is every module. A forward hook each:
-            two passes over the output in a sampled step, a call of Python else; it breaks the graph
-            of ``torch.compile`` there.
-        noise_scale: gradient noise scale, the critical batch size. DDP without a communication hook
+        outside_writes: how far parameters, and the optimizer's state, changed between the end of an
+            update and the next step's, by layer: anything but 0 was written by something else. Two
+            passes over both in each sampled step; ``every=1`` sees every write. Not where the
+            optimizer is stepped by a framework's engine.
+        activations: modules whose output's magnitude and dead features are measured, of rank 0's
+            part of the batch, and on all ranks whether it is finite: names or patterns such as
+            ``layers.*.mlp``; ``*`` is every module. A forward hook each: two passes over the output
+            in a sampled step, a call of Python else; it breaks the graph of ``torch.compile``
+            there.
+        noise_scale: gradient noise scale, the critical batch size, and the norm of each rank's own
+            gradients. DDP without a communication hook
             only: it takes the hook's place. One pass over the gradients in each sampled step.
         flops_per_token: model FLOPs of one trained token, for utilization: from
             ``trainvitals.flops.transformer_flops_per_token``, or your own. None is 6 per parameter.
@@ -36,6 +42,7 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
     every: AtLeastOne = 10
     weight_norm: bool = False
     update_norm: bool = False
+    outside_writes: bool = False
     activations: tuple[str, ...] = ()
     noise_scale: bool = False
     flops_per_token: Annotated[float, Meta(gt=0.0, le=1e30)] | None = None
@@ -57,7 +64,7 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
     @property
     def measures(self) -> bool:
         """Whether anything is opted in that has to be measured."""
-        norms = self.weight_norm or self.update_norm or self.noise_scale
+        norms = self.weight_norm or self.update_norm or self.outside_writes or self.noise_scale
         return norms or bool(self.activations)
 
     def due(self, step: int) -> bool:

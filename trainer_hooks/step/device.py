@@ -133,7 +133,7 @@ def lay_out(
     steps_by_itself = engine is not None
     engine = _take_hold(model, optimizers, schedulers, scaler, ranks, state, signals, engine)
     norms = engine.norms(ranks)
-    sampler = _sampler(signals, model, norms, ranks, faults)
+    sampler = _sampler(signals, model, norms, ranks, faults, optimizers)
     sampled, own_numbers = (0, 0) if sampler is None else (sampler.pack_size, sampler.own_size)
     layout = PackLayout.of(len(norms.names), ranks, sampled)
     memories = registered(model, state)
@@ -235,6 +235,7 @@ def _sampler(
     norms: GradNorms,
     ranks: Ranks,
     faults: FaultCounter,
+    optimizers: Sequence[Optimizer],
 ) -> Sampler | None:
     """Return what measures the signals that were opted in; on all ranks, or on none."""
     hint = "give the same watch(signals=...) on all ranks"
@@ -242,7 +243,9 @@ def _sampler(
     if settings is None or not settings.measures:
         return None
     made: list[Sampler] = []
-    on_every_rank(ranks, lambda: made.append(Sampler(settings, model, norms, ranks, faults)))
+    on_every_rank(
+        ranks, lambda: made.append(Sampler(settings, model, norms, ranks, faults, optimizers))
+    )
     return made[0]
 
 

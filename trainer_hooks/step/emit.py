@@ -417,6 +417,7 @@ class StepLog:
         extra: dict[str, Value] = {"rank_loss": losses[reduced.layout.rank]}
         with self._faults.fail_open("columns"):
             extra["communication_seconds"] = measured.communication_seconds()
+            extra["rank_grad_norm"] = None if samples is None else samples.own_grad_norm
             if self._is_rank0:
                 extra |= self._columns.of(measured, record, derived, losses, samples, tokens)
                 if tokens is not None:
@@ -492,6 +493,15 @@ class Layers:
             sums[owner] = (sums[owner] or 0.0) + square
         return [None if s is None else math.sqrt(s) if s >= 0 else math.nan for s in sums]
 
+    def _worst(self, changes: Sequence[float] | None) -> list[float] | None:
+        """Return the largest change of any parameter of each layer that has some."""
+        if changes is None:
+            return None
+        worst = [0.0] * self._num_layers
+        for owner, change in zip(self._owner, changes, strict=True):
+            worst[owner] = max(worst[owner], change)
+        return worst
+
     def rows(
         self,
         grad_squares: Sequence[float] | None,
@@ -511,12 +521,14 @@ class Layers:
         by_layer = [
             None if s is None else self.norms(s, of) for s, of in zip(squares, parts, strict=True)
         ]
+        writes = [self._worst(w) for w in (samples.weight_writes, samples.moment_writes)]
         for layer, name in enumerate(self.names):
             has_parameters = layer < self._num_layers
             norms = [norms[layer] if norms and has_parameters else None for norms in by_layer]
             activation = samples.activations.get(name, (None, None, None))
-            if any(value is not None for value in (*norms, activation[0])):
-                yield [layer, *norms, *activation]
+            written = [worst[layer] if worst and has_parameters else None for worst in writes]
+            if any(value is not None for value in (*norms, activation[0], *written)):
+                yield [layer, *norms, *activation, *written]
 
 
 # --------------------------------------------------------------------- rank 0's columns
@@ -560,6 +572,8 @@ class RootColumns:
             "tokens_per_second": tokens / seconds if tokens is not None and seconds else None,
             "mfu_ratio": self._utilization.ratio(tokens, seconds),
             "loss_spread": _spread(losses),
+            "max_norm": None if measured.clip_unknown else measured.max_norm,
+            "weight_decay": measured.weight_decay,
         }
         if tokens is not None and record.loss is not None:
             columns["perplexity"] = math.exp(min(record.loss, _LARGEST_LOSS))

@@ -25,6 +25,7 @@ from trainer_hooks.measures.host import (
     HostMeasurements,
     device_memory,
     learning_rates,
+    weight_decay,
 )
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
@@ -82,6 +83,7 @@ class StepPhases:
         self._settings = GroupSettings(device.optimizers)
         self._num_groups = sum(len(o.param_groups) for o in device.optimizers)
         self._rates: list[float | None] = [None] * self._num_groups
+        self._weight_decay: float | None = None
         self._changes: list[Change] = []
         self._exchange: Elapsed | None = None
         self._flops: float | None = None
@@ -246,6 +248,8 @@ class StepPhases:
         optimizers = self._device.optimizers
         with self._controller.faults.fail_open("signals"):
             self._rates = learning_rates(optimizers)
+            if self._controller.is_rank0:
+                self._weight_decay = weight_decay(optimizers)
             self._changes = self._settings.take_changes() if self._controller.is_rank0 else []
         if len(self._rates) != self._num_groups:
             error = _another_group(len(self._rates), self._num_groups)
@@ -339,6 +343,9 @@ class StepPhases:
             for guard in guards:
                 with self._controller.faults.fail_open("ema"):
                     averages.stepped(guard.optimizer)
+        # Optimizers that step one after another, outside of our hands, are not all done here.
+        if (sampler := self._device.sampler) is not None and len(guards) == len(self.turn.guards):
+            sampler.after_update()
 
     def usable(self, max_norm: float | None, *, first: bool) -> float | None:
         """Return what to clip to; what cannot be clipped to is counted, and nothing is clipped.
@@ -450,6 +457,7 @@ class StepPhases:
             monitor_seconds=times.monitor,
             exchange=self._exchange,
             learning_rates=self._rates,
+            weight_decay=self._weight_decay,
             changes=self._changes,
             lr_factor=self._lr_factor(step),
             max_norm=max_norm,

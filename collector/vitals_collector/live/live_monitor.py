@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection, delete, select
 
+from trainvitals.detect.attribution import Onset, OnsetTracker
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
 from trainvitals.errors import UNREADABLE, StorageError
@@ -75,6 +76,33 @@ def watched_to(connection: Connection, run_id: str) -> dict[str, int]:
     query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
     body = connection.execute(query).scalar()
     return {} if body is None else msgspec.msgpack.decode(body, type=_Done).done
+
+
+class _Onsets(msgspec.Struct):
+    onsets: list[Onset] | None = None
+    judged_from: Key = BEFORE_ALL
+    last: tuple[int, int, int] = (0, -1, 0)
+
+
+class WatchedOnsets(NamedTuple):
+    """When a run's series left their course, as it was seen live."""
+
+    onsets: tuple[Onset, ...]
+    from_key: Key
+    """Before it, or before a restart of the collector, nobody could tell."""
+    to_key: Key
+
+
+def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
+    """Return a run's onsets as they were seen live; None: nobody looked."""
+    query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
+    body = connection.execute(query).scalar()
+    if body is None:
+        return None
+    saved = msgspec.msgpack.decode(body, type=_Onsets)
+    if saved.onsets is None:
+        return None
+    return WatchedOnsets(tuple(saved.onsets), saved.judged_from, saved.last[:2])
 
 
 def unread_runs(connection: Connection) -> list[str]:
@@ -152,6 +180,10 @@ class Saved(msgspec.Struct, kw_only=True):
     """Attempt, step and time of the newest merged step."""
     open: list[Finding] = []
     """What was told and still holds: a stalled step, a checkpoint that is overdue."""
+    onsets: list[Onset] | None = None
+    """When series left their course, as it was seen then; None: nobody looked."""
+    judged_from: Key = (2**63 - 1, 0)
+    """From where on this process could tell."""
     lasting: list[Finding] = []
     """What the watchers told as it began, and say goes on: a straggler, a fall of throughput."""
 
@@ -174,8 +206,12 @@ class FollowedRun:
     _saves: list[tuple[Key, int]] = field(default_factory=list)
     _num_unmerged: int = 0
     _is_paused: bool = False
+    _onsets: OnsetTracker = field(init=False)
+    has_new_onset: bool = False
+    """Whether a series left its course since this was stored."""
 
     def __post_init__(self) -> None:
+        self._onsets = OnsetTracker(self.saved.onsets or ())
         self._fresh = TailReader(self.run_id, self.saved.done, self.steps.number_of)
         self._num_unmerged = self.steps.num_missing
 
@@ -368,6 +404,7 @@ class FollowedRun:
 
     def _stepped(self, step: MergedStep) -> list[TimedFinding]:
         findings = self.watchers.update(step)
+        self.has_new_onset |= self._onsets.update(step)
         self.saved.last = (step.attempt, step.step, step.time_unix_ns)
         if self.saved.open:
             self._close("stalled")
@@ -419,6 +456,8 @@ class FollowedRun:
             done=self.saved.done | done,
             merger=self.steps.state_dict(),
             watchers=self.watchers.state_dict(),
+            onsets=list(self._onsets.onsets),
+            judged_from=self._onsets.judged_from,
             next_seq=self.saved.next_seq + num_findings,
         )
 
@@ -637,7 +676,7 @@ class LiveMonitor:
                     "ranks_not_waited_for run=%s ranks=%s", run_id, sorted(absent_ranks)[:16]
                 )
             is_over = followed.is_drained and not is_running
-            if records or self._is_due(followed, now_ns, is_over=is_over):
+            if records or followed.has_new_onset or self._is_due(followed, now_ns, is_over=is_over):
                 kept.append(_to_keep(followed, records, is_over=is_over))
         except StorageError:
             self._begin_again(run_id)
@@ -714,6 +753,7 @@ class LiveMonitor:
             return
         for followed, saved, body, _, is_over in kept:
             followed.saved, followed.has_changed = saved, False
+            followed.has_new_onset = False
             pause = max(len(body) / self._config.save_bytes_a_second, self._config.save_seconds)
             self._save_ns[followed.run_id] = now_ns + int(pause * 1e9)
             if is_over:
@@ -774,5 +814,6 @@ __all__ = [
     "state_name",
     "take_up",
     "unread_runs",
+    "watched_onsets",
     "watched_to",
 ]

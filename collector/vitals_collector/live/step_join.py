@@ -33,6 +33,7 @@ RANK_COLUMNS = (
     "data_wait_seconds",
     "communication_seconds",
     "forward_backward_seconds",
+    "rank_grad_norm",
     "memory_allocated_bytes",
     "memory_peak_bytes",
 )

@@ -8,6 +8,7 @@ import numpy as np
 from trainvitals.detect.fleet.node import THROTTLES
 from trainvitals.views import MoverView, RunSummary, StepView
 from vitals_collector.numbers.interface import Columns, Floats, NumbersReader, Span
+from vitals_collector.queries.attribution import Precursor, precursor
 from vitals_collector.queries.ledger import data_of, step_rows
 from vitals_collector.queries.series import behind
 from vitals_collector.queries.top_changes import MAX_SCORE, WINDOW_STEPS, Moved, judge, moved
@@ -37,7 +38,10 @@ class Evidence:
     """Whether what follows was looked for."""
     view: StepView | None = None
     """The step it began at."""
+    precursor: Precursor | None = None
+    """What moved first; None: nobody could tell."""
     movers: tuple[Moved, ...] = ()
+    """The largest changes, where something moved first: without, they are noise."""
     has_layers: bool = False
     has_gpus: bool = False
     gpus: tuple[MoverView, ...] = ()
@@ -50,8 +54,11 @@ def gather(
     attempt: int,
     onset: int,
     last: int,
+    cause: str,
 ) -> Evidence:
     """Return the numbers around an incident."""
+    first = precursor(moment, run.run_id, attempt, onset, cause)
+    has_named = first is not None and first.onset is not None
     view = StepView(
         run_id=run.run_id,
         step=onset,
@@ -66,7 +73,8 @@ def gather(
     return Evidence(
         is_gathered=True,
         view=view,
-        movers=moved(moment, run.run_id, onset, attempt),
+        precursor=first,
+        movers=moved(moment, run.run_id, onset, attempt) if has_named else (),
         has_layers=has_layers,
         has_gpus=gpus is not None,
         gpus=gpus or (),

@@ -31,6 +31,7 @@ from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.projections import loss_kind_of
 from vitals_collector.live.overview import info_of
 from vitals_collector.queries import story
+from vitals_collector.queries.attribution import Precursor, precursor
 from vitals_collector.queries.cost import lost_work
 from vitals_collector.queries.evidence import Evidence, gather
 from vitals_collector.queries.grouping import (
@@ -151,7 +152,8 @@ def run_verdict(
     if not lines:
         return RunVerdict(run_id=run.run_id, verdict=of_healthy(run), incidents=())
     bundle = max(of_run.bundles, key=of_run.gravity)
-    told = of_run.verdict(bundle, is_whole=True)
+    first = precursor(moment, run.run_id, bundle.attempt, bundle.onset, bundle.cause)
+    told = of_run.verdict(bundle, first, is_whole=True)
     return RunVerdict(run_id=run.run_id, verdict=told, incidents=lines)
 
 
@@ -466,7 +468,7 @@ class _Incidents:
             evidence=evidence,
         )
 
-    def verdict(self, bundle: Bundle, *, is_whole: bool) -> VerdictView:
+    def verdict(self, bundle: Bundle, first: Precursor | None, *, is_whole: bool) -> VerdictView:
         """Return the verdict on it; without ``is_whole`` what it cost is counted, not measured."""
         records, run_id = self.records, self.run.run_id
         decided = tuple(records.decisions[i] for i in bundle.decisions)
@@ -489,6 +491,7 @@ class _Incidents:
                 if records.events[i].code or records.events[i].view.kind == "RunEnded"
             ),
             lost=lost,
+            precursor=None if first is None else first.text,
             precedent=self._precedent(bundle),
         )
         return verdict(facts)
@@ -533,9 +536,9 @@ def _view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> IncidentView
     moment, run = of_run.moment, of_run.run
     evidence = Evidence()
     if is_whole:
-        evidence = gather(moment, run, bundle.attempt, bundle.onset, bundle.last)
+        evidence = gather(moment, run, bundle.attempt, bundle.onset, bundle.last, bundle.cause)
     facts = of_run.story_facts(bundle, evidence)
-    told = of_run.verdict(bundle, is_whole=is_whole)
+    told = of_run.verdict(bundle, evidence.precursor, is_whole=is_whole)
     is_open = of_run.is_open(bundle)
     return IncidentView(
         incident_id=bundle.name,

@@ -69,6 +69,7 @@ from vitals_collector.numbers.drawing import downsample, smooth
 from vitals_collector.numbers.interface import Curve, Drawn, Points
 from vitals_collector.queries import series, tables
 from vitals_collector.queries.annotations import annotations_of
+from vitals_collector.queries.attribution import at_step
 from vitals_collector.queries.difference import difference
 from vitals_collector.queries.heatmap import cells
 from vitals_collector.queries.incidents import incidents, run_verdict
@@ -294,11 +295,13 @@ def _difference(query: Query, asked: DifferenceQuestion) -> DifferenceReply:
 def _step(query: Query, asked: StepQuestion) -> StepView:
     run_id, step = asked.run_id, asked.step
     with query.read(run_id) as moment:
+        found = findings_of(moment.sql, run_id, step)
         return StepView(
             run_id=run_id,
             step=step,
             rows=step_rows(moment, run_id, step),
-            findings=findings_of(moment.sql, run_id, step),
+            findings=found,
+            moved_first=at_step(moment, run_id, step, found),
             decisions=with_hindsight(moment, run_id, decisions_of(moment.sql, run_id, step)),
             readings=readings_of(moment.sql, run_id, step),
             data=data_of(moment.sql, run_id, step),

@@ -20,8 +20,7 @@ from trainvitals.views import (
 )
 from vitals_collector.queries import why
 from vitals_collector.queries.evidence import THROTTLED, Evidence
-from vitals_collector.queries.grouping import domain_of
-from vitals_collector.queries.top_changes import NONFINITE_SCORE, OF_SPEED, RUN, Moved
+from vitals_collector.queries.top_changes import NONFINITE_SCORE, RUN, Moved
 from vitals_collector.queries.user_alerts import Episode, episodes
 
 _T = TypeVar("_T")
@@ -170,45 +169,23 @@ def _head(rows: Iterable[StepRow]) -> StepRow | None:
 
 
 def _moved(incident: StoryFacts) -> str:
-    movers = incident.evidence.movers
+    """Say what else changed. What moved first stands in the verdict; without it, this is noise."""
+    evidence = incident.evidence
+    movers = evidence.movers
     layers = [mover for mover in movers if not _is_of_source(mover.view.row)]
     ranks = [mover for mover in movers if mover.view.row.startswith("rank:")]
     of_run = [mover for mover in movers if mover.view.row == RUN]
     sentences = []
-    # A slow step is told below; it is no first sign of numbers that go wrong.
-    is_of_speed = domain_of(incident.cause) == "speed"
-    asked = [mover for mover in movers if (mover.view.metric in OF_SPEED) == is_of_speed]
-    if asked:
-        begun = min(mover.first_step for mover in asked)
-        first = sorted(
-            (mover for mover in asked if mover.first_step == begun),
-            key=lambda mover: (-mover.view.score, mover.view.row == RUN, mover.view.row),
-        )
-        listed = list(first)
-        turned = [mover for mover in first if mover.view.score >= NONFINITE_SCORE]
-        num_layers = len({mover.view.row for mover in turned if not _is_of_source(mover.view.row)})
-        if num_layers > 1 and len(turned) == len(first):
-            source = f"; rank {incident.rank} was the source" if incident.rank >= 0 else ""
-            sentences.append(
-                f"{num_layers} layers turned NaN or infinite at once at step {begun}{source}."
-            )
-        else:
-            sentences.append(f"Moved first: {_list_of(first)}.")
-            listed = first[:MAX_TOLD]
-    else:
-        listed = []
-        sentences.append("No related signal moved in the 50 steps before it.")
-    layers, ranks, of_run = (
-        [mover for mover in kind if mover not in listed] for kind in (layers, ranks, of_run)
-    )
     if layers:
         sentences.append(f"Layers: {_in_order(layers)}.")
-    elif not incident.evidence.has_layers:
+    elif not evidence.has_layers:
         sentences.append("No layer metrics are stored around it.")
     if ranks:
         sentences.append(f"Ranks: {_in_order(ranks)}.")
     if of_run:
         sentences.append(f"Whole run: {_list_of(of_run)}.")
+    if movers:
+        sentences.insert(0, f"Largest changes up to step {incident.onset}:")
     return " ".join(sentences)
 
 

@@ -53,14 +53,6 @@ _ENDED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Precursor:
-    """What an incident came from, by the attribution that was recorded live."""
-
-    text: str
-    """A sentence that names it; empty: nothing stood out from the run's own quiet steps."""
-
-
-@dataclass(frozen=True, slots=True)
 class Precedent:
     """Whether an incident of this cause was there before."""
 
@@ -91,8 +83,9 @@ class VerdictFacts:
     alerts: Sequence[AlertView] = ()
     events: Sequence[EventView] = ()
     lost: LostWork = field(default_factory=LostWork)
-    precursor: Precursor | None = None
-    """None: nobody looked for one."""
+    precursor: str | None = None
+    """A sentence that names what moved first; empty: nothing stood out from the run's own quiet
+    steps; None: nobody looked, or could tell."""
     precedent: Precedent = field(default_factory=Precedent)
 
 
@@ -169,7 +162,7 @@ def cause(facts: VerdictFacts) -> str:
     if more > 0:
         words.append(f"And {_num(more, 'more finding')}.")
     if facts.precursor is not None:
-        words.append(facts.precursor.text or f"No precursor before step {facts.onset:,}.")
+        words.append(facts.precursor or f"No precursor before step {facts.onset:,}.")
     return " ".join(words)
 
 
@@ -505,6 +498,6 @@ def _capital(text: str) -> str:
 
 
 __all__ = [
-    *("Precedent", "Precursor", "VerdictFacts", "action", "before", "cause", "cost", "ending"),
+    *("Precedent", "VerdictFacts", "action", "before", "cause", "cost", "ending"),
     *("of_healthy", "state", "timeline", "verdict"),
 ]

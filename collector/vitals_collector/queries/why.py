@@ -115,6 +115,8 @@ def explain(
         parts += _nearest(view.step, ledger)
     parts += _rolled_back(view.step, ledger)
     parts += _followed(after)
+    if view.moved_first is not None:
+        parts.append(view.moved_first or "No precursor: nothing stood out before it.")
     for step_data in view.data:
         which = (
             f"{_ordinal(times[step_data.attempt], len(times))}: "

@@ -1,4 +1,4 @@
-"""Layers by steps as a heat map, and which layers and ranks moved first before a step."""
+"""Layers by steps as a heat map, and which layers and ranks moved most before a step."""
 
 import streamlit as st
 

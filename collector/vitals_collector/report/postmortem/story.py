@@ -160,7 +160,7 @@ def _incident(
     for reply in incident_facts.heat_maps:
         yield HeatMap(HEAT_MAPS.get(reply.metric, reply.metric), reply, incident.onset_step)
     if incident_facts.movers:
-        yield Heading(3, "What moved first")
+        yield Heading(3, "Largest changes")
         header = ("layer or rank", "metric", "before", "peak", "at step", "sigma")
         yield Table(
             header,

@@ -1,0 +1,256 @@
+"""What moved first before a step in trouble: read from what was seen live, and said in words.
+
+Where no collector watched (a folder), or one had just begun to, the same rule passes through the
+stored rows in order, from well before the step: as it would have seen them live.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from sqlalchemy import Connection, select
+
+from trainvitals.detect.attribution import LAG, REFERENCE, WINDOW, Next, Onset, OnsetTracker, origin
+from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.views import FindingView
+from vitals_collector.live.live_monitor import watched_onsets
+from vitals_collector.live.step_join import (
+    LAYER_COLUMNS,
+    RANK_COLUMNS,
+    RUN_COLUMNS,
+    LayerPart,
+    Origin,
+    Rows,
+    merge,
+)
+from vitals_collector.numbers.interface import Columns, Span
+from vitals_collector.queries.grouping import domain_of
+from vitals_collector.queries.heatmap_layers import layer_names
+from vitals_collector.queries.series import behind
+from vitals_collector.queries.top_changes import attempt_of
+from vitals_collector.storage.schema import measured_columns
+from vitals_collector.storage.store import Moment
+
+_BEFORE = 3 * (REFERENCE + LAG) + WINDOW
+"""Steps before the trouble that are passed through: layers are written every tenth step."""
+_MOST_ROWS = 200_000
+"""Rows of ranks that are passed through at most; of a large job it is fewer steps."""
+_MAX_TOLD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Precursor:
+    """What an incident came from."""
+
+    onset: Onset | None = None
+    """None: nothing stood out from the run's own quiet steps."""
+
+    @property
+    def text(self) -> str:
+        """A sentence that names it; empty where nothing does."""
+        return "" if self.onset is None else sentence(self.onset)
+
+
+def precursor(moment: Moment, run_id: str, attempt: int, step: int, cause: str) -> Precursor | None:
+    """Return what moved first before trouble that was seen at a step; None: nobody could tell.
+
+    Args:
+        moment: of the store.
+        run_id: the run.
+        attempt: the branch in trouble.
+        step: the step at which the trouble was seen.
+        cause: of the trouble: what is slow has another origin than numbers that go wrong.
+    """
+    live = watched_onsets(moment.sql, run_id)
+    if (
+        live is not None
+        and live.from_key <= (attempt, step - WINDOW)
+        and live.to_key
+        >= (
+            attempt,
+            step,
+        )
+    ):
+        onsets = live.onsets
+    else:
+        tracker = OnsetTracker()
+        for merged in stored_steps(moment, run_id, step - _BEFORE, step + 1):
+            if merged.attempt <= attempt:
+                tracker.update(merged)
+        if not tracker.is_judging:
+            return None
+        onsets = tracker.onsets
+    is_of_speed = domain_of(cause) == "speed"
+    return Precursor(origin(onsets, attempt=attempt, step=step, is_of_speed=is_of_speed))
+
+
+def at_step(moment: Moment, run_id: str, step: int, found: Sequence[FindingView]) -> str | None:
+    """Return what moved first before the trouble at a step, in a sentence.
+
+    Empty where nothing did; None where there was no trouble, or nobody could tell.
+    """
+    attempt = attempt_of(moment.sql, run_id, step)
+    if attempt is None:
+        return None
+    finding = found[0].finding if found else None
+    cause = "" if finding is None else finding.cause or finding.kind
+    onset = step if finding is None or finding.onset_step < 0 else min(finding.onset_step, step)
+    first = precursor(moment, run_id, attempt, onset, cause)
+    return None if first is None else first.text
+
+
+# ------------------------------------------------------------------------------- stored rows
+
+
+def stored_steps(moment: Moment, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
+    """Yield the stored steps as the watchers see them live: by attempt, then by step."""
+    columns = _measured(moment.sql, run_id)
+    span = Span(run_id, "steps", from_step=max(first, 0), to_step=behind(last))
+    num = moment.numbers.num_rows(span)
+    if num > _MOST_ROWS:
+        first = last - int((last - first) * _MOST_ROWS / num)
+        span = span._replace(from_step=max(first, 0))
+    rows = moment.numbers.scan(span, [*_KEYS, *columns["steps"]])
+    if not len(rows["step"].values):
+        return
+    layers = moment.numbers.scan(span._replace(stream="layers"), [*_KEYS, *columns["layers"]])
+    parts = [*_layers(moment.sql, run_id, layers, columns)]
+    yield from merge([_rows(rows, columns["steps"])], parts).steps
+
+
+_KEYS = ("step", "attempt", "time_unix_ns", "rank", "seq", "incarnation")
+
+
+def _measured(connection: Connection, run_id: str) -> dict[str, list[str]]:
+    """Return the columns that the run has, of those that watchers look at."""
+    wanted = {
+        "steps": {*RANK_COLUMNS, *RUN_COLUMNS},
+        "layers": {*LAYER_COLUMNS},
+    }
+    table = measured_columns.c
+    query = select(table.stream, table.name).where(table.run_id == run_id)
+    there: dict[str, list[str]] = {"steps": [], "layers": ["layer"]}
+    for stream, name in connection.execute(query):
+        if name in wanted.get(stream, ()):
+            there[stream].append(name)
+    return there
+
+
+def _rows(columns: Columns, names: list[str]) -> Rows:
+    def whole(name: str) -> np.ndarray:
+        return columns[name].values.astype(np.int64)
+
+    rank = whole("rank")
+    size = np.full(len(rank), int(rank.max(initial=0)) + 1)
+    measured = {name: (columns[name].values, ~columns[name].is_missing) for name in names}
+    numbers = {name: c for name, c in measured.items() if c[0].dtype.kind in "fi"}
+    return Rows(
+        Origin(rank, size, np.zeros_like(rank)),
+        whole("seq"),
+        whole("attempt"),
+        whole("step"),
+        whole("time_unix_ns"),
+        numbers,
+    )
+
+
+def _layers(
+    connection: Connection, run_id: str, columns: Columns, names: dict[str, list[str]]
+) -> Iterator[LayerPart]:
+    if not len(columns["step"].values):
+        return
+    rows = _rows(columns, names["layers"])
+    writers = np.array(columns["incarnation"].values.tolist())
+    named = layer_names(connection, run_id)
+    for writer in dict.fromkeys(writers.tolist()):
+        own = {
+            number: name for (incarnation, number), name in named.items() if incarnation == writer
+        }
+        yield LayerPart(own, rows.take(writers == writer))
+
+
+# ------------------------------------------------------------------------------------- words
+
+
+def sentence(onset: Onset) -> str:
+    """Say what moved first, and what followed it."""
+    at = f"at step {onset.step:,}"
+    words = f"Moved first: {_what(onset)} {at}{_numbers(onset)}."
+    later = [one for one in onset.next if one.step > onset.step]
+    if later:
+        listed = "; ".join(f"{_followed(one)} at step {one.step:,}" for one in later[:_MAX_TOLD])
+        more = len(later) - _MAX_TOLD
+        words += f" Then: {listed}{f'; and {more} more' if more > 0 else ''}."
+    return words
+
+
+_SERIES = {
+    "grad_norm": "gradient norm",
+    "weight_norm": "weight norm",
+    "activation_rms": "output",
+    "update_norm": "update norm",
+    "rank_loss": "loss",
+    "rank_grad_norm": "gradient norm",
+    "learning_rate": "the learning rate",
+    "max_norm": "max_norm",
+    "weight_decay": "weight decay",
+}
+
+
+def _what(onset: Onset) -> str:
+    where = _where(onset.where)
+    series = _SERIES.get(onset.series, onset.series.replace("_", " "))
+    if onset.series == "weight_written_ratio":
+        return f"weights of {where} were written by something else than the optimizer"
+    if onset.series == "moment_written_ratio":
+        whose = f"of {where} " if onset.where else ""
+        return f"optimizer state {whose}was written by something else than the optimizer"
+    if onset.subject == "lr":
+        if onset.series == "learning_rate":
+            return "the learning rate jumped"
+        return "updates of most layers outgrew the recorded learning rate"
+    if onset.subject == "config":
+        return f"{series} was changed"
+    if onset.subject == "loader":
+        return f"data wait on {where}" if onset.where else "data wait"
+    if onset.subject == "loss":
+        return f"loss of {where} turned NaN or infinite" if where else "loss turned NaN or infinite"
+    if onset.subject == "data":
+        if onset.series == "activation_rms":
+            return "output of the first module"
+        return f"data of {where}: its loss" if where else "data: loss of all ranks"
+    if onset.subject == "gradients":
+        return "gradient norm of most layers" if onset.sigmas else "gradient norm"
+    if onset.value is None:
+        return f"{series} of {where} turned NaN or infinite"
+    if onset.value == 0.0 and onset.sigmas is None:
+        return f"{series} of {where} became exactly 0"
+    return f"{series} of {where}"
+
+
+def _where(where: str) -> str:
+    if not where:
+        return ""
+    return where.replace(":", " ") if where.startswith("rank:") else f"layer `{where}`"
+
+
+def _numbers(onset: Onset) -> str:
+    if onset.series in ("weight_written_ratio", "moment_written_ratio") or onset.value is None:
+        return ""
+    if onset.sigmas is None:
+        if onset.usual is None:
+            return ""
+        return f", from {onset.usual:.4g} to {onset.value:.4g}"
+    usual = "" if onset.usual is None else f", usually {onset.usual:.4g}"
+    return f" ({onset.value:.4g}{usual}; {onset.sigmas:.3g} sigma)"
+
+
+def _followed(one: Next) -> str:
+    as_onset = Onset(
+        attempt=0, step=one.step, last_step=one.step, subject=one.subject, where=one.where,
+        series=one.series, value=1.0, sigmas=1.0,
+    )  # fmt: skip
+    return _what(as_onset)
+
+
+__all__ = ["Precursor", "precursor", "sentence", "stored_steps"]

@@ -1,0 +1,812 @@
+"""What moved first: the origin of a bad step, by each series' own quiet steps.
+
+Every series is held against its own last 200 quiet steps: it is out where it leaves the median of
+its last 20 values by more than 8 robust sigmas *and* by 1.5 times the furthest that it went in the
+reference. What is out opens an episode, and while one is open nothing enters the reference: trouble
+must not make itself usual. The first step of an episode is its onset; where several series leave in
+one step, the cause comes before its effect: settings, data wait, what was written into weights and
+moments from outside, what was not finite in the order of forward, losses, activations, gradients,
+updates.
+
+Onsets are recorded as the steps come in. Sought later, when somebody asks, half of the names were
+wrong: what is out by then is mostly a consequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from trainvitals.detect.fleet.base import MergedStep, Value, number
+
+Floats = npt.NDArray[np.float64]
+Subject = Literal[
+    "lr", "config", "loader", "layer", "optimizer", "data", "loss", "rank", "gradients"
+]
+"""What an onset names: the learning rate, a setting, the loader, a layer, the state or the step of
+the optimizer, the data, the loss itself, one rank's gradients; ``gradients`` where only their total
+was measured."""
+
+SIGMAS = 8.0
+"""Robust sigmas from which a series is out."""
+OF_LARGEST = 1.5
+"""Multiple of the reference's largest deviation that it must exceed as well."""
+REFERENCE = 200
+"""Quiet values of a series that are its reference."""
+LAG = 20
+"""Values whose median a new one is compared with; an episode ends after as many quiet steps."""
+WINDOW = 40
+"""An onset that was over so many steps before the trouble is no cause of it."""
+GUARD = 3
+"""A series that is out within its first judged steps moved before anybody could see it."""
+LEAST = 20
+"""Values without which there is no reference. Layers are written every 10th step by default."""
+MOST_LAYERS = 4096
+MOST_RANKS = 1024
+"""What is beyond is not followed: memory has a bound."""
+MOST_ONSETS = 128
+"""Episodes that are kept: the newest."""
+_LONGEST = 200
+"""Steps of an episode after which what was trouble is how the run is now."""
+_SETTING = 1.5
+"""Ratio from which a setting was changed, not scheduled."""
+_WARM = 50
+"""Steps before a learning rate is judged: warm-up multiplies it."""
+_WRITTEN = 1e-9
+"""Relative change from which something was written. Untouched tensors give exactly 0."""
+_RENEWED = 16
+"""Values after which the reference's figures are taken again."""
+_MOST_NEXT = 8
+
+
+class Next(msgspec.Struct, frozen=True, array_like=True):
+    """What followed an onset in its episode."""
+
+    step: int
+    subject: Subject
+    where: str
+    series: str
+
+
+class Onset(msgspec.Struct, frozen=True, kw_only=True):
+    """The step at which an episode began, and what was out first."""
+
+    attempt: int
+    step: int
+    last_step: int
+    """The last step, so far, in which anything was out."""
+    subject: Subject
+    where: str = ""
+    """A layer's name, or ``rank:3``; empty where it is of all."""
+    series: str
+    """The column that was out."""
+    value: float | None = None
+    """None: not finite."""
+    usual: float | None = None
+    sigmas: float | None = None
+    """None: exact, no statistic."""
+    is_old: bool = False
+    """It was out when watching began: what came first is not known."""
+    next: tuple[Next, ...] = ()
+
+    @property
+    def is_of_speed(self) -> bool:
+        """Whether it says how fast the run went, not what it learned."""
+        return self.subject == "loader"
+
+
+class _Out(NamedTuple):
+    """One series that is out in a step."""
+
+    step: int
+    order: float
+    subject: Subject
+    where: str
+    series: str
+    value: float | None = None
+    usual: float | None = None
+    sigmas: float | None = None
+
+
+# --------------------------------------------------------------------------- many series at once
+
+
+class _Courses:
+    """Series of one kind: the last values of each, and how far its quiet ones went from these."""
+
+    def __init__(self, floor: float) -> None:
+        self._floor = floor
+        """Smallest scale: what is constant to the last digit has no sigma."""
+        self.num = 0
+        self._raw = np.empty((0, LAG))
+        self._away = np.empty((0, REFERENCE), dtype=np.float32)
+        self._count = np.empty(0, dtype=np.int64)
+        self._quiet = np.empty(0, dtype=np.int64)
+        self._scale = self._largest = np.empty(0)
+        self._age = 0
+
+    def reach(self, num: int) -> None:
+        """Have a place for so many series."""
+        more = num - self.num
+        if more <= 0:
+            return
+        self.num = num
+        self._raw = np.pad(self._raw, ((0, more), (0, 0)))
+        self._away = np.pad(self._away, ((0, more), (0, 0)), constant_values=np.nan)
+        self._count, self._quiet = np.pad(self._count, (0, more)), np.pad(self._quiet, (0, more))
+        self._scale = np.pad(self._scale, (0, more), constant_values=np.inf)
+        self._largest = np.pad(self._largest, (0, more), constant_values=np.inf)
+
+    def look(self, values: Floats) -> tuple[Floats, Floats]:
+        """Return the sigmas of what is out, 0 elsewhere, and the middle of each series."""
+        lower, upper = LAG // 2 - 1, LAG // 2
+        parted = np.partition(self._raw, (lower, upper), axis=1)
+        middle = (parted[:, lower] + parted[:, upper]) / 2
+        away = values - middle
+        self._now = away
+        sigmas = away / self._scale
+        is_out = np.abs(sigmas) > SIGMAS / 2
+        if is_out.any():  # figures of some steps ago were enough to see that it may be
+            if self._age:
+                self._renew()
+                sigmas = away / self._scale
+            is_out = np.abs(away) > OF_LARGEST * self._largest
+        return np.where(is_out & np.isfinite(sigmas), sigmas, 0.0), middle
+
+    def take(self, values: Floats, *, is_quiet: bool) -> None:
+        """Take the values that were just looked at in; missing ones are NaN."""
+        there = np.flatnonzero(np.isfinite(values))
+        if not len(there):
+            return
+        new = there[self._count[there] == 0]
+        if len(new):
+            self._raw[new] = values[new, None]
+        self._raw[there, self._count[there] % LAG] = values[there]
+        if is_quiet:
+            known = there[self._count[there] >= LAG // 2]
+            self._away[known, self._quiet[known] % REFERENCE] = self._now[known]
+            self._quiet[known] += 1
+            self._age += 1
+            if self._age >= _RENEWED or (len(known) and self._quiet[known].min() == LEAST):
+                self._renew()
+            elif len(known):
+                grown = np.where(np.isinf(self._largest[known]), 0.0, np.abs(self._now[known]))
+                self._largest[known] = np.maximum(self._largest[known], grown)
+        self._count[there] += 1
+
+    def forget(self) -> None:
+        """Begin a new reference: the run is another one now."""
+        self._away.fill(np.nan)
+        self._quiet[:] = 0
+        self._scale[:] = self._largest[:] = np.inf
+
+    @property
+    def is_judged(self) -> npt.NDArray[np.bool_]:
+        """Which series have a reference."""
+        judged: npt.NDArray[np.bool_] = np.isfinite(self._scale)
+        return judged
+
+    def _renew(self) -> None:
+        self._age = 0
+        num = np.minimum(self._quiet, REFERENCE)
+        away = self._away.astype(np.float64)
+        far = np.abs(away - _median(away, num)[:, None])
+        scale = np.maximum(1.4826 * _median(far, num), self._floor)
+        largest = np.nan_to_num(np.abs(away)).max(axis=1, initial=0.0)
+        has_reference = num >= LEAST
+        self._scale = np.where(has_reference, scale, np.inf)
+        self._largest = np.where(has_reference, largest, np.inf)
+
+
+def _median(rows: Floats, num: npt.NDArray[np.int64]) -> Floats:
+    """Return each row's median over its first ``num`` values in order; NaN are sorted last."""
+    ordered = np.sort(rows, axis=1)
+    at = np.maximum(num - 1, 0)[:, None]
+    low, high = (np.take_along_axis(ordered, place, 1)[:, 0] for place in (at // 2, (at + 1) // 2))
+    return np.asarray((low + high) / 2)
+
+
+class _Peaks:
+    """The largest of the last 100 to 200 values of each of many series that are mostly 0."""
+
+    def __init__(self) -> None:
+        self._now, self._before, self._num = np.empty(0), np.empty(0), 0
+
+    def out(self, values: Floats) -> npt.NDArray[np.bool_]:
+        """Return which values stand out: written, and by more than was usual."""
+        more = len(values) - len(self._now)
+        if more > 0:
+            self._now, self._before = np.pad(self._now, (0, more)), np.pad(self._before, (0, more))
+        usual = np.maximum(self._now, self._before)
+        is_out: npt.NDArray[np.bool_] = (values > _WRITTEN) & (values > OF_LARGEST * usual)
+        return is_out
+
+    def take(self, values: Floats) -> None:
+        """Take values of a quiet step in."""
+        np.fmax(self._now, values, out=self._now)
+        self._num += 1
+        if self._num >= REFERENCE // 2:
+            self._before, self._now, self._num = self._now, np.zeros_like(self._now), 0
+
+
+# ------------------------------------------------------------------------------- one run's onsets
+
+
+_LOGARITHM = 1e-3
+"""Smallest sigma of a logarithm: a tenth of a percent."""
+_FLOORS = {
+    "grad_norm": _LOGARITHM, "activation_rms": _LOGARITHM, "update_norm": _LOGARITHM,
+    "weight_norm": 1e-7, "rank_loss": 1e-4, "loss": 1e-4, "data_wait_seconds": 0.05,
+    "rank_grad_norm": _LOGARITHM, "total": _LOGARITHM,
+}  # fmt: skip
+_SETTINGS = ("max_norm", "weight_decay")
+_WRITES: tuple[tuple[str, float, Subject], ...] = (
+    ("weight_written_ratio", 2, "layer"),
+    ("moment_written_ratio", 3, "optimizer"),
+)
+
+
+class _Layers:
+    """The layers of one step: each column as an array, in the order of forward."""
+
+    def __init__(self, names: Sequence[str], layers: Mapping[str, Mapping[str, float]]) -> None:
+        self._rows = [layers.get(name, {}) for name in names]
+
+    def column(self, name: str) -> Floats | None:
+        """Return a column, NaN where it is missing; None where no layer has it."""
+        values = [row.get(name) for row in self._rows]
+        if all(value is None for value in values):
+            return None
+        return np.array([math.nan if v is None else v for v in values], dtype=np.float64)
+
+    def has(self, name: str) -> npt.NDArray[np.bool_]:
+        """Return which layers have the column."""
+        return np.array([name in row for row in self._rows], dtype=np.bool_)
+
+
+class _Episode:
+    """What goes on: the onset, and how long ago anything was out."""
+
+    def __init__(self) -> None:
+        self.onset: Onset | None = None
+        self._order = math.inf
+        self._quiet = self._long = 0
+
+    def advance(self, attempt: int, out: Sequence[_Out], *, is_old: bool) -> tuple[bool, bool]:
+        """Take a step in; return whether the onset changed, and whether it has become usual."""
+        if not out:
+            self._quiet += 1
+            if self.onset is not None and self._quiet >= LAG:
+                self.onset = None
+            return False, False
+        self._quiet = 0
+        first = min(out, key=lambda one: (one.step, one.order))
+        now = max(one.step for one in out)
+        onset = self.onset
+        if onset is None or attempt != onset.attempt:
+            self._long, self._order = 0, first.order
+            self.onset = _onset(attempt, first, out, now, is_old=is_old)
+            return True, False
+        self._long += 1
+        if (first.step, first.order) < (onset.step, self._order):
+            self._order = first.order  # an update is known with the next step's row
+            self.onset = msgspec.structs.replace(
+                _onset(attempt, first, out, now, is_old=onset.is_old), next=_next(onset, out)
+            )
+            return True, False
+        self.onset = msgspec.structs.replace(onset, last_step=now, next=_next(onset, out))
+        if self._long >= _LONGEST:
+            self.onset = None
+            return True, True
+        return True, False
+
+
+def _onset(attempt: int, first: _Out, out: Sequence[_Out], now: int, *, is_old: bool) -> Onset:
+    return Onset(
+        attempt=attempt,
+        step=first.step,
+        last_step=now,
+        subject=first.subject,
+        where=first.where,
+        series=first.series,
+        value=first.value,
+        usual=first.usual,
+        sigmas=None if first.sigmas is None else float(first.sigmas),
+        is_old=is_old,
+        next=tuple(_as_next(one) for one in out if one is not first)[:_MOST_NEXT],
+    )
+
+
+def _as_next(one: _Out) -> Next:
+    return Next(one.step, one.subject, one.where, one.series)
+
+
+def _next(onset: Onset, out: Sequence[_Out]) -> tuple[Next, ...]:
+    """Return what followed, each of it once, at its first step."""
+    told = {(one.subject, one.where, one.series): one for one in onset.next}
+    own = (onset.subject, onset.where, onset.series)
+    for one in out:
+        key = (one.subject, one.where, one.series)
+        if key != own:
+            told.setdefault(key, _as_next(one))
+    return tuple(sorted(told.values(), key=lambda one: one.step)[:_MOST_NEXT])
+
+
+class OnsetTracker:
+    """Follows one run's merged steps, in order, and keeps the onsets of its episodes.
+
+    Memory: 220 values of each series that the run has, at most ``MOST_LAYERS`` layers and
+    ``MOST_RANKS`` ranks, and ``MOST_ONSETS`` onsets.
+    """
+
+    def __init__(self, onsets: Iterable[Onset] = ()) -> None:
+        self._onsets = {(one.attempt, one.step, one.is_of_speed): one for one in onsets}
+        self._courses: dict[str, _Courses] = {}
+        self._of_layers: dict[str, _Courses] = {}
+        self._peaks: dict[str, _Peaks] = {}
+        self._names: list[str] = []
+        self._known: set[str] = set()
+        self._numbers, self._speed = _Episode(), _Episode()
+        self._num_judged = 0
+        self._judged_from = (2**63 - 1, 0)
+        self._num_steps = 0
+        self._rate: float | None = None
+        self._peak_rate = 0.0
+        self._applied: float | None = None
+        self._settings: dict[str, float | None] = {}
+        self._changed_at: dict[str, int] = {}
+        self._layers_at: tuple[int, int] = (0, -2)
+        self._weights: Floats = np.empty(0)
+        self._had_gradient = np.empty(0, dtype=np.bool_)
+        self._gradients_moved = False
+        self._key = (0, -1)
+        self._durations: list[float] = []
+
+    @property
+    def is_judging(self) -> bool:
+        """Whether any series has a reference yet."""
+        return self._num_judged > 0
+
+    @property
+    def judged_from(self) -> tuple[int, int]:
+        """Attempt and step from which on it can tell; the end of all while it cannot."""
+        return self._judged_from
+
+    @property
+    def onsets(self) -> tuple[Onset, ...]:
+        """The newest onsets, in the order in which they were seen."""
+        return tuple(self._onsets.values())
+
+    def update(self, merged: MergedStep) -> bool:
+        """Take one step in; return whether an onset began, or was found to be another one."""
+        before, self._key = self._key, (merged.attempt, merged.step)
+        follows = (merged.attempt, merged.step - 1) == before
+        if not follows and before[1] >= 0:  # it went back, or begins anew: no difference to before
+            self._applied = None
+        out: list[_Out] = []
+        speed: list[_Out] = []
+        looked: list[tuple[_Courses, Floats, bool]] = []
+        out += self._of_settings(merged)
+        lossy, zeds = self._of_losses(merged, out, looked)
+        self._of_waits(merged, speed, looked)
+        if merged.layers:
+            self._of_layer_rows(merged, out, looked, lossy=lossy, follows=follows)
+        elif not lossy and zeds > SIGMAS:
+            out.append(self._of_total(merged, zeds))
+        rate = number(merged.run.get("learning_rate"))
+        self._applied = rate
+        self._num_steps += 1
+        if any(bool(course.is_judged.any()) for course, _, _ in looked):
+            self._num_judged += 1
+            if self._num_judged == GUARD + 1:
+                self._judged_from = self._key
+        is_old = self._num_judged <= GUARD and not any(one.sigmas is None for one in out)
+        changed = self._advance(self._numbers, merged.attempt, out, is_old=is_old)
+        changed |= self._advance(
+            self._speed, merged.attempt, speed, is_old=self._num_judged <= GUARD
+        )
+        for course, values, is_of_speed in looked:
+            episode = self._speed if is_of_speed else self._numbers
+            course.take(values, is_quiet=episode.onset is None)
+        return changed
+
+    def _advance(
+        self, episode: _Episode, attempt: int, out: Sequence[_Out], *, is_old: bool
+    ) -> bool:
+        was = episode.onset
+        has_news, is_usual = episode.advance(attempt, out, is_old=is_old)
+        onset = episode.onset
+        if is_usual:
+            for name, course in (*self._courses.items(), *self._of_layers.items()):
+                if (name == "data_wait_seconds") == (episode is self._speed):
+                    course.forget()
+        if not has_news or onset is None:
+            return False
+        is_new = was is None or (was.attempt, was.step) != (onset.attempt, onset.step)
+        if is_new and was is not None and was.attempt == onset.attempt:
+            self._onsets.pop((was.attempt, was.step, was.is_of_speed), None)
+        self._onsets[onset.attempt, onset.step, episode is self._speed] = onset
+        while len(self._onsets) > MOST_ONSETS:
+            del self._onsets[next(iter(self._onsets))]
+        return is_new
+
+    def _look(
+        self,
+        name: str,
+        values: Floats,
+        looked: list[tuple[_Courses, Floats, bool]],
+        *,
+        of_layers: bool = False,
+    ) -> tuple[Floats, Floats]:
+        """Return the sigmas of what is out in a column, and its middles; it is taken in later."""
+        courses = self._of_layers if of_layers else self._courses
+        course = courses.get(name)
+        if course is None:
+            course = courses[name] = _Courses(_FLOORS[name])
+        course.reach(len(values))
+        if len(values) < course.num:
+            values = np.pad(values, (0, course.num - len(values)), constant_values=np.nan)
+        looked.append((course, values, name == "data_wait_seconds"))
+        return course.look(values)
+
+    # ------------------------------------------------------------------------------- settings
+
+    def _of_settings(self, merged: MergedStep) -> list[_Out]:
+        out: list[_Out] = []
+        rate = number(merged.run.get("learning_rate"))
+        factor = number(merged.run.get("lr_factor")) or 1.0
+        asked = None if rate is None else rate / factor
+        before, self._rate = self._rate, asked if asked is not None else self._rate
+        if asked is not None:
+            peak = self._peak_rate
+            # A schedule may come back to what it had, and may fall in one step.
+            is_jump = before is not None and asked > _SETTING * before and asked > 1.02 * peak
+            if is_jump and self._num_steps >= _WARM and self._is_rare("learning_rate"):
+                out.append(_Out(merged.step, 0, "lr", "", "learning_rate", rate, before))
+            self._peak_rate = max(peak, asked)
+        for name in _SETTINGS:
+            if name not in merged.run:
+                continue
+            value = number(merged.run[name])
+            is_known = name in self._settings
+            before, self._settings[name] = self._settings.get(name), value
+            if is_known and _is_set(before, value) and self._is_rare(name):
+                out.append(_Out(merged.step, 0, "config", "", name, value, before))
+        return out
+
+    def _is_rare(self, name: str) -> bool:
+        """Say whether a setting has not jumped in the reference; note that it has now."""
+        last, self._changed_at[name] = self._changed_at.get(name), self._num_steps
+        return last is None or self._num_steps - last > REFERENCE
+
+    # ------------------------------------------------------------------------- losses and waits
+
+    def _of_losses(
+        self,
+        merged: MergedStep,
+        out: list[_Out],
+        looked: list[tuple[_Courses, Floats, bool]],
+    ) -> tuple[bool, float]:
+        """Return whether losses moved, and the sigmas of the total gradient norm."""
+        step = merged.step
+        losses = _array(merged.ranks.get("rank_loss", ())[:MOST_RANKS])
+        if not np.isfinite(losses).any() and (loss := merged.run.get("loss")) is not None:
+            losses = _array([loss])
+        lossy = False
+        if len(losses):
+            given = [v for v in merged.ranks.get("rank_loss", ()) if v is not None] or [
+                merged.run.get("loss")
+            ]
+            bad = [rank for rank, v in enumerate(given) if v is not None and number(v) is None]
+            if bad:
+                where = f"rank:{bad[0]}" if len(bad) == 1 < len(losses) else ""
+                out.append(_Out(step, 7, "loss", where, "loss"))
+            lossy = bool(bad)
+            if len(losses) > 1:
+                others = _others(losses)
+                z, _ = self._look("rank_loss", losses - others, looked)
+                ordered = np.sort(z)
+                top = int(np.argmax(z))
+                if ordered[-1] > SIGMAS and ordered[-2] < ordered[-1] / 2:
+                    value, usual = float(losses[top]), float(others[top])
+                    out.append(
+                        _Out(step, 9, "data", f"rank:{top}", "rank_loss", value, usual, z[top])
+                    )
+                lossy |= bool(ordered[-1] > SIGMAS / 2)
+            mean = float(np.mean(losses))
+            z, middle = self._look("loss", np.array([mean]), looked)
+            if z[0] > SIGMAS:
+                out.append(_Out(step, 10, "data", "", "loss", mean, float(middle[0]), float(z[0])))
+            lossy |= bool(z[0] > SIGMAS / 2)
+        self._of_rank_norms(merged, out, looked, lossy=lossy)
+        total = _logarithm(np.array([number(merged.run.get("grad_norm")) or math.nan]))
+        z, _ = self._look("total", total, looked)
+        return lossy, float(z[0])
+
+    def _of_rank_norms(
+        self,
+        merged: MergedStep,
+        out: list[_Out],
+        looked: list[tuple[_Courses, Floats, bool]],
+        *,
+        lossy: bool,
+    ) -> None:
+        norms = _array(merged.ranks.get("rank_grad_norm", ())[:MOST_RANKS])
+        if len(norms) < 2 or not np.isfinite(norms).any():
+            return
+        logs = _logarithm(norms)
+        z, _ = self._look("rank_grad_norm", logs - _others(logs), looked)
+        top = int(np.argmax(z))
+        if z[top] > SIGMAS and not lossy:
+            usual = float(math.exp(_others(logs)[top]))
+            value = float(norms[top])
+            out.append(
+                _Out(
+                    merged.step, 12.5, "rank", f"rank:{top}", "rank_grad_norm", value, usual, z[top]
+                )
+            )
+
+    def _of_total(self, merged: MergedStep, sigmas: float) -> _Out:
+        value = number(merged.run.get("grad_norm"))
+        return _Out(merged.step, 13.5, "gradients", "", "grad_norm", value, None, sigmas)
+
+    def _of_waits(
+        self,
+        merged: MergedStep,
+        out: list[_Out],
+        looked: list[tuple[_Courses, Floats, bool]],
+    ) -> None:
+        waits = _array(merged.ranks.get("data_wait_seconds", ()))
+        if not np.isfinite(waits).any():
+            return
+        top = int(np.nanargmax(waits))
+        wait = float(waits[top])
+        z, middle = self._look("data_wait_seconds", _logarithm(np.array([wait])), looked)
+        durations = _array(merged.ranks.get("step_duration_seconds", ()))
+        usual = float(np.median(self._durations)) if self._durations else math.inf
+        # A wait that is shorter than a step holds nobody up.
+        if z[0] > SIGMAS and wait > usual:
+            ranks = np.flatnonzero(waits > wait / 2)
+            where = f"rank:{top}" if len(ranks) == 1 < len(waits) else ""
+            before = float(math.exp(middle[0]))
+            out.append(
+                _Out(merged.step, 1, "loader", where, "data_wait_seconds", wait, before, z[0])
+            )
+        elif np.isfinite(durations).any():
+            self._durations = [*self._durations[-LAG:], float(np.nanmax(durations))]
+
+    # ------------------------------------------------------------------------------- layers
+
+    def _of_layer_rows(
+        self,
+        merged: MergedStep,
+        out: list[_Out],
+        looked: list[tuple[_Courses, Floats, bool]],
+        *,
+        lossy: bool,
+        follows: bool,
+    ) -> None:
+        for name in merged.layers:
+            if name not in self._known and len(self._names) < MOST_LAYERS:
+                self._known.add(name)
+                self._names.append(name)
+        rows, step = _Layers(self._names, merged.layers), merged.step
+        is_next = self._layers_at == (merged.attempt, step - 1) and follows
+        self._layers_at = (merged.attempt, step)
+        self._of_writes(rows, step, out, looked)
+        self._of_weights(rows, step, out, looked, is_next=is_next)
+        self._of_activations(rows, step, out, looked)
+        norms = rows.column("grad_norm")
+        was_calm = is_next and not self._gradients_moved
+        self._gradients_moved = self._of_gradients(rows, norms, step, out, looked, lossy=lossy)
+        self._of_updates(rows, step, out, looked, calm=was_calm)
+
+    def _layer(
+        self, step: int, order: float, at: int, series: str, **numbers: float | None
+    ) -> _Out:
+        return _Out(step, order, "layer", self._names[at], series, **numbers)
+
+    def _of_writes(
+        self,
+        rows: _Layers,
+        step: int,
+        out: list[_Out],
+        looked: list[tuple[_Courses, Floats, bool]],
+    ) -> None:
+        for name, order, subject in _WRITES:
+            written = rows.column(name)
+            if written is None:
+                continue
+            # Missing is nothing; what is not a number any more was written with one that is none.
+            written = np.where(rows.has(name), np.where(np.isnan(written), np.inf, written), 0.0)
+            peaks = self._peaks.setdefault(name, _Peaks())
+            is_out = peaks.out(written)
+            if is_out.any():
+                at = int(np.argmax(written))
+                is_of_all = order == 3 and int(is_out.sum()) > max(1, len(written) // 2)
+                value = float(written[at]) if np.isfinite(written[at]) else None
+                where = "" if is_of_all else self._names[at]
+                out.append(_Out(step, order, subject, where, name, value, 0.0))
+            elif self._numbers.onset is None:
+                peaks.take(written)
+
+    def _of_weights(
+        self,
+        rows: _Layers,
+        step: int,
+        out: list[_Out],
+        looked: list[tuple[_Courses, Floats, bool]],
+        *,
+        is_next: bool,
+    ) -> None:
+        weights = rows.column("weight_norm")
+        if weights is None:
+            return
+        before, self._weights = self._weights, weights
+        known = min(len(before), len(weights))
+        turned = ~np.isfinite(weights[:known]) & np.isfinite(before[:known])
+        turned &= rows.has("weight_norm")[:known]
+        if turned.any():
+            out.append(self._layer(step, 5, int(np.argmax(turned)), "weight_norm"))
+        if not is_next:
+            return
+        moved = np.full(len(weights), np.nan)
+        moved[:known] = _logarithm(weights[:known]) - _logarithm(before[:known])
+        z, _ = self._look("weight_norm", moved, looked, of_layers=True)
+        at = int(np.argmax(np.abs(z)))
+        if abs(z[at]) > SIGMAS:
+            out.append(
+                self._layer(
+                    step, 4, at, "weight_norm", value=float(weights[at]), usual=float(before[at]),
+                    sigmas=float(abs(z[at])),
+                )
+            )  # fmt: skip
+
+    def _of_activations(
+        self,
+        rows: _Layers,
+        step: int,
+        out: list[_Out],
+        looked: list[tuple[_Courses, Floats, bool]],
+    ) -> None:
+        rms = rows.column("activation_rms")
+        if rms is None:
+            return
+        bad = ~np.isfinite(rms) & rows.has("activation_rms")
+        if bad.any():
+            out.append(self._layer(step, 6, int(np.argmax(bad)), "activation_rms"))
+        z, middle = self._look("activation_rms", _logarithm(rms), looked, of_layers=True)
+        far = np.abs(z)
+        if far.max() <= SIGMAS:
+            return
+        at = int(np.argmax(far > SIGMAS / 2))
+        # What already the first module gives out is what it was given.
+        first = int(np.argmax(rows.has("activation_rms")))
+        subject: Subject = "data" if at == first else "layer"
+        where = "" if at == first else self._names[at]
+        numbers = (float(rms[at]), float(math.exp(middle[at])), float(far[at]))
+        out.append(_Out(step, 11, subject, where, "activation_rms", *numbers))
+
+    def _of_gradients(
+        self,
+        rows: _Layers,
+        norms: Floats | None,
+        step: int,
+        out: list[_Out],
+        looked: list[tuple[_Courses, Floats, bool]],
+        *,
+        lossy: bool,
+    ) -> bool:
+        """Return whether any layer's gradient norm left its course."""
+        if norms is None:
+            return False
+        bad = ~np.isfinite(norms) & rows.has("grad_norm")
+        if bad.any():
+            # Backward comes from the last layer: of those that turned, it was the first.
+            out.append(self._layer(step, 8, int(np.flatnonzero(bad)[-1]), "grad_norm"))
+        before = np.zeros(len(norms), dtype=np.bool_)
+        before[: len(self._had_gradient)] = self._had_gradient
+        gone = (norms == 0.0) & before
+        if gone.any() and not (norms[np.isfinite(norms)] == 0.0).all():
+            out.append(
+                self._layer(step, 12, int(np.argmax(gone)), "grad_norm", value=0.0, usual=None)
+            )
+        self._had_gradient = norms > 0.0
+        z, middle = self._look("grad_norm", _logarithm(norms), looked, of_layers=True)
+        at = int(np.argmax(z))
+        if z[at] > SIGMAS and not lossy:
+            numbers = (float(norms[at]), float(math.exp(middle[at])), float(z[at]))
+            if int((z > SIGMAS / 2).sum()) <= max(1, len(norms) // 3):
+                out.append(_Out(step, 13, "layer", self._names[at], "grad_norm", *numbers))
+            else:
+                out.append(_Out(step, 13, "gradients", "", "grad_norm", *numbers))
+        return bool(z.max() >= SIGMAS / 2)
+
+    def _of_updates(
+        self,
+        rows: _Layers,
+        step: int,
+        out: list[_Out],
+        looked: list[tuple[_Courses, Floats, bool]],
+        *,
+        calm: bool,
+    ) -> None:
+        """Judge the update that led to this step: it belongs to the one before.
+
+        ``calm``: the gradients of that step were as ever, so they are not what made it.
+        """
+        updates = rows.column("update_norm")
+        if updates is None or not self._applied:
+            return
+        logs = _logarithm(updates) - math.log(abs(self._applied))
+        z, middle = self._look("update_norm", logs, looked, of_layers=True)
+        at = int(np.argmax(z))
+        if z[at] <= SIGMAS or not calm:
+            return
+        usual = float(math.exp(middle[at]) * abs(self._applied))
+        numbers = (float(updates[at]), usual, float(z[at]))
+        if int((z > SIGMAS / 2).sum()) <= max(1, int(np.isfinite(logs).sum()) // 3):
+            out.append(_Out(step - 1, 14, "optimizer", self._names[at], "update_norm", *numbers))
+        else:
+            out.append(_Out(step - 1, 14, "lr", "", "update_norm", *numbers))
+
+
+def _array(values: Sequence[Value]) -> Floats:
+    """Return values as floats; NaN where they are missing or not finite."""
+    return np.array([math.nan if (v := number(x)) is None else v for x in values])
+
+
+def _logarithm(values: Floats) -> Floats:
+    """Return logarithms; NaN of what has none."""
+    is_positive = values > 0.0
+    return np.log(np.where(is_positive, values, np.nan))
+
+
+def _others(values: Floats) -> Floats:
+    """Return of each value the median of the others; of many, that of all."""
+    num = len(values)
+    if num > 16:
+        return np.full(num, np.nanmedian(values))
+    return np.array([np.median(np.delete(values, i)) for i in range(num)])
+
+
+def _is_set(before: float | None, value: float | None) -> bool:
+    """Say whether a setting was set to something else, and not scheduled."""
+    if before is None or value is None:
+        return before is not value
+    low, high = sorted((abs(before), abs(value)))
+    return high > _SETTING * low
+
+
+# ----------------------------------------------------------------------------------- the answer
+
+
+def origin(
+    onsets: Iterable[Onset], *, attempt: int, step: int, is_of_speed: bool | None = None
+) -> Onset | None:
+    """Return what moved first before, or at, a step in trouble; None: no precursor.
+
+    Args:
+        onsets: of the run.
+        attempt: the branch in trouble.
+        step: the step at which the trouble was seen.
+        is_of_speed: whether the trouble is one of speed; None: either.
+    """
+    near = [
+        one
+        for one in onsets
+        if one.attempt == attempt
+        and one.step <= step
+        and one.last_step > step - WINDOW
+        and (is_of_speed is None or one.is_of_speed == is_of_speed)
+    ]
+    first = min(near, key=lambda one: one.step, default=None)
+    return None if first is None or first.is_old else first
+
+
+__all__ = ["GUARD", "LAG", "REFERENCE", "WINDOW", "Next", "Onset", "OnsetTracker", "origin"]
