@@ -194,6 +194,45 @@ class CommandAck(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
 
 
+# -------------------------------------------------------------------------------- heartbeats
+
+
+Phase = Literal["data", "forward_backward", "exchange", "checkpoint", "evaluate", "other"]
+"""What the training thread does. ``data`` is known in a loop over ``monitor.batches``; elsewhere
+the wait for a batch counts as ``forward_backward``."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank's side thread says of its training thread, about twice a second.
+
+    Sequence numbers count the collectives that were begun in each process group. The place, and
+    what the last collectives were, are looked up only where nothing has moved for a while.
+    """
+
+    beat: int
+    monotonic_ns: int
+    step: int = -1
+    phase: Phase = "other"
+    is_announced: bool = False
+    """Whether the loop said so, by ``monitor.phase``, or Vitals itself makes a checkpoint."""
+    cpu_seconds: float = -1.0
+    """Of the training thread; -1 where the system does not tell."""
+    thread: int = 0
+    """The training thread's id."""
+    sequences: dict[str, int] = {}
+    """By process group; our own group for checkpoints is not among them."""
+    where: str = ""
+    """``file:line (function)`` of the training thread, in the user's own code."""
+    is_debugged: bool = False
+    """Whether it stands in a Python debugger."""
+    stack_signal: int = 0
+    """The signal that makes the process write all its stacks beside the journal; 0: none."""
+    last_collectives: dict[str, str] = {}
+    """By process group the newest one, where the flight recorder has told."""
+    no_recorder: str = ""
+    """Why torch's flight recorder does not tell."""
+
+
 # ------------------------------------------------------------------------------------ events
 
 
