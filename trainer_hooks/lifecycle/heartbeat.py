@@ -42,6 +42,8 @@ MAX_GROUPS = 16
 """Process groups whose sequence numbers are told; the page has a bound."""
 NUM_COLLECTIVES = 20
 """The last ones of each group are kept."""
+_NUM_TOLD, _MAX_TOLD_GROUPS = 3, 6
+"""Of these the heartbeat itself tells."""
 _MAX_TEXT = 120
 
 
@@ -94,6 +96,7 @@ class HeartbeatThread:
         self._stopping.set()
         self._thread.join(BEAT_SECONDS)
         if not self._thread.is_alive():
+            self._beat_once()  # others may still wait for what this rank has not begun
             self._writer.close()
 
     def _run(self) -> None:
@@ -241,7 +244,7 @@ class _FlightRecorder:
     """Asks torch's recorder of collectives: once in each standstill, and never for stacks."""
 
     def __init__(self) -> None:
-        self.newest: dict[str, str] = {}
+        self.newest: dict[str, dict[int, str]] = {}
         self.why_not = ""
         self._was_asked = False
 
@@ -270,7 +273,10 @@ class _FlightRecorder:
             self.why_not = "torch's flight recorder is empty (TORCH_FR_BUFFER_SIZE=0?)"
             return
         kept = {group: of_group[-NUM_COLLECTIVES:] for group, of_group in last.items()}
-        self.newest = {group: of_group[-1].text for group, of_group in kept.items()}
+        self.newest = {
+            group: {entry.collective_seq_id: entry.text for entry in of_group[-_NUM_TOLD:]}
+            for group, of_group in list(kept.items())[:_MAX_TOLD_GROUPS]
+        }
         told = [entry.told for of_group in kept.values() for entry in of_group]
         replace_file(directory / COLLECTIVES_FILE, msgspec.json.encode(told), mode=0o600)
 
@@ -291,7 +297,7 @@ class _Entry(msgspec.Struct, frozen=True):
         """The call in a line, equal on all ranks that made the same."""
         name = self.profiling_name.partition(":")[2] or self.profiling_name
         sizes = ", ".join("x".join(map(str, size)) or "scalar" for size in self.input_sizes)
-        return f"{name}({sizes})"[:_MAX_TEXT]
+        return f"{name}({sizes})"[:_MAX_TEXT]  # 6 x 3 of them fit into the page
 
     @property
     def told(self) -> dict[str, Any]:
