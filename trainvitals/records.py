@@ -416,11 +416,22 @@ class Note(_Event, frozen=True, kw_only=True):
     severity: Literal["info", "warning", "error"] = "info"
 
 
+class HangLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """After how many seconds a wait for a rank is shown, and pages; by the rank's phase."""
+
+    show: dict[Phase, float]
+    page: dict[Phase, float]
+    computing: float
+    """After which a rank that computes pages."""
+
+
 class RanksStill(_Event, frozen=True, kw_only=True):
     """What a node's ranks do while they make no progress, for who sees the other nodes too."""
 
     world_size: int
     ranks: tuple[RankActivity, ...]
+    """None where they move again."""
+    limits: HangLimits
 
 
 class StacksTaken(_Event, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from trainvitals.detect.hang import HangConfig, WaitHistory, decide
+from trainvitals.detect.hang import HangConfig, HangFollower, WaitHistory, decide
 from trainvitals.records import RankActivity
 
 
@@ -28,7 +28,7 @@ def usual(seconds: float = 0.5) -> WaitHistory:
 
 
 def verdict(*ranks: RankActivity, history: WaitHistory | None = None, world: int = 0):
-    return decide(ranks, history or usual(), world_size=world or len(ranks))
+    return decide(ranks, (history or usual()).limits(HangConfig()), world_size=world or len(ranks))
 
 
 def test_the_rank_that_has_begun_fewer_collectives_is_the_one_waited_for():
@@ -173,9 +173,36 @@ def test_without_numbers_the_steps_tell():
     )
 )
 def test_whatever_is_seen_a_page_names_somebody_who_does_not_move(ranks):
-    told = decide(ranks, usual(), world_size=len(ranks))
+    told = decide(ranks, usual().limits(HangConfig()), world_size=len(ranks))
     if told is not None and told.pages:
         assert told.seconds >= HangConfig().page_seconds
         stuck = [rank for rank in ranks if rank.rank in told.culprits]
         assert stuck or told.reason == "all"
         assert all(rank.still_seconds >= told.limit for rank in stuck)
+
+
+def test_each_level_is_told_once_and_again_when_it_comes_again():
+    follower = HangFollower()
+    for _ in range(20):
+        follower.history.add("forward_backward", 0.5)
+
+    def at(seconds: float, **fields: Any) -> list[str]:
+        ranks = [a_rank(0, still_seconds=seconds), a_rank(1, 9, still_seconds=seconds, **fields)]
+        return [finding.kind for finding in follower.look(ranks, world_size=2)]
+
+    assert [] == at(1.0)
+    assert ["waiting"] == at(4.0)
+    assert ["hang"] == at(6.0)
+    assert [] == at(60.0)
+    assert [] == at(0.5) and follower.verdict is None
+    assert ["waiting", "hang"] == at(9.0)
+
+
+def test_a_wait_that_ended_by_itself_is_learnt_from():
+    follower = HangFollower()
+    follower.look(
+        [a_rank(0, still_seconds=90.0), a_rank(1, 9, still_seconds=90.0, is_active=True)],
+        world_size=2,
+    )
+    follower.look([a_rank(0, still_seconds=0.1), a_rank(1, still_seconds=0.1)], world_size=2)
+    assert 450.0 == follower.history.limits(follower.config).computing

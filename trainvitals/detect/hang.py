@@ -10,15 +10,16 @@ Pure: what the agents see goes in, a verdict comes out; nothing here reads a clo
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from trainvitals.config import Settings
-from trainvitals.records import Phase, RankActivity
+from trainvitals.records import Finding, HangLimits, Phase, RankActivity
 from trainvitals.units import humanize_seconds
 
 Reason = Literal[
@@ -92,45 +93,83 @@ class WaitHistory:
             return None
         return sorted(gaps)[int(0.99 * (len(gaps) - 1))]
 
-    def show_after(self, phase: Phase, config: HangConfig) -> float:
-        """Return after which time a wait for a rank in this phase is shown."""
-        return max(config.show_seconds, config.show_ratio * (self.p99(phase) or 0.0))
-
-    def page_after(self, phase: Phase, config: HangConfig) -> float:
-        """Return after which time a rank that is blocked in this phase pages."""
-        return max(config.page_seconds, config.page_ratio * (self.p99(phase) or 0.0))
-
-    def computing_after(self, config: HangConfig) -> float:
-        """Return after which time a rank that computes pages."""
-        return max(config.computing_seconds, config.computing_ratio * self._longest)
+    def limits(self, config: HangConfig) -> HangLimits:
+        """Return after which times a wait is shown, and pages."""
+        usual = {phase: self.p99(phase) or 0.0 for phase in get_args(Phase)}
+        shows = {p: max(config.show_seconds, config.show_ratio * s) for p, s in usual.items()}
+        pages = {p: max(config.page_seconds, config.page_ratio * s) for p, s in usual.items()}
+        computing = max(config.computing_seconds, config.computing_ratio * self._longest)
+        return HangLimits(show=shows, page=pages, computing=computing)
 
 
 def decide(
     ranks: Sequence[RankActivity],
-    history: WaitHistory,
+    limits: HangLimits,
     *,
     world_size: int,
-    config: HangConfig | None = None,
 ) -> Verdict | None:
     """Return who is waited for; None while all is well, or nobody can tell.
 
     Args:
         ranks: what is known of each; those of other nodes may be missing, and then nobody is named
             but who is stopped or gone.
-        history: how long ranks waited so far.
+        limits: how long ranks may wait, by what is usual in this run.
         world_size: ranks of the job.
-        config: the limits.
     """
-    config = config or HangConfig()
     living = [rank for rank in ranks if rank.process not in ("gone", "ended")]
     if not living or all(rank.process == "stopped" for rank in living):
         return None  # the job is over, or a person or a scheduler has stopped all of it
-    judge = _Judge(ranks, living, history, config)
+    judge = _Judge(ranks, living, limits)
     return (
         judge.of_process("gone")
         or judge.of_process("stopped")
         or (None if len(ranks) < world_size else judge.of_order() or judge.of_sequences())
         or (None if len(ranks) < world_size else judge.of_all())
+    )
+
+
+class HangFollower:
+    """Follows a job from look to look: what is new is told once, and what ended is learnt from."""
+
+    def __init__(self, config: HangConfig | None = None) -> None:
+        self.config = config or HangConfig()
+        self.history = WaitHistory()
+        self.verdict: Verdict | None = None
+        """What holds now."""
+        self._has_paged = False
+
+    def look(
+        self, ranks: Sequence[RankActivity], *, world_size: int, limits: HangLimits | None = None
+    ) -> tuple[Finding, ...]:
+        """Return what is to be told of this look that was not told before."""
+        verdict = decide(ranks, limits or self.history.limits(self.config), world_size=world_size)
+        before, self.verdict = self.verdict, verdict
+        if verdict is None or before is None or verdict.key != before.key:
+            self._has_paged = False
+            if before is not None and before.reason == "computing":
+                self.history.ended(before.seconds)
+        if verdict is None:
+            return ()
+        findings = []
+        if before is None or verdict.key != before.key:
+            findings.append(_finding("waiting", verdict))
+        if verdict.pages and not self._has_paged:
+            self._has_paged = True
+            findings.append(_finding("hang", verdict))
+        return tuple(findings)
+
+
+def _finding(kind: str, verdict: Verdict) -> Finding:
+    return Finding(
+        kind=kind,
+        level="advisory",
+        step=verdict.step,
+        detector="hang",
+        reason=verdict.text,
+        rank=verdict.culprits[0] if verdict.culprits else -1,
+        value=verdict.seconds,
+        limit=None if math.isinf(verdict.limit) else verdict.limit,
+        cause=f"hang_{verdict.reason}" if kind == "hang" else "",
     )
 
 
@@ -141,13 +180,11 @@ class _Judge:
         self,
         ranks: Sequence[RankActivity],
         living: Sequence[RankActivity],
-        history: WaitHistory,
-        config: HangConfig,
+        limits: HangLimits,
     ) -> None:
         self._ranks = ranks
         self._living = living
-        self._history = history
-        self._config = config
+        self._limits = limits
 
     def of_process(self, state: Literal["gone", "stopped"]) -> Verdict | None:
         """Name the ranks whose process says it, while the others make no progress."""
@@ -164,7 +201,7 @@ class _Judge:
     def of_order(self) -> Verdict | None:
         """Name the ranks that called another collective than the others under the same number."""
         seconds = min(rank.still_seconds for rank in self._living)
-        if seconds < self._config.show_seconds:
+        if seconds < self._limits.show["exchange"]:
             return None
         groups = sorted({group for rank in self._living for group in rank.last_collectives})
         for group in groups:
@@ -186,7 +223,7 @@ class _Judge:
         culprits = [rank for rank in self._living if rank.rank in odd]
         where = next((f", in {rank.where}" for rank in culprits if rank.where), "")
         text = f"The ranks disagree on collective {number} of group {group}: {who}{where}"
-        limit = self._history.page_after("exchange", self._config)
+        limit = self._limits.page["exchange"]
         return self._made(culprits, "order", seconds, limit, text)
 
     def of_sequences(self) -> Verdict | None:
@@ -207,16 +244,17 @@ class _Judge:
         if not others:
             return None
         seconds = min(rank.still_seconds for rank in (*culprits, *others))
-        if seconds < self._history.show_after(culprits[0].phase, self._config):
+        if seconds < self._limits.show[culprits[0].phase]:
             return None
         return self._verdict(culprits, others, _reason(culprits), seconds)
 
     def of_all(self) -> Verdict | None:
         """Tell of a job that stands as a whole, with no rank that computes or said it would."""
         seconds = min(rank.still_seconds for rank in self._living)
-        limit = self._history.computing_after(self._config)
+        limit = self._limits.computing
         is_told = any(r.is_announced or r.is_debugged or r.is_active for r in self._living)
-        if seconds < limit or is_told or any(r.process != "alive" for r in self._living):
+        # One rank alone may be somebody's notebook, or wait for its next batch: a stall tells.
+        if seconds < limit or is_told or len(self._living) < 2:
             return None
         return self._made([], "all", seconds, limit, f"No rank has moved{_places(self._living)}")
 
@@ -253,18 +291,18 @@ class _Judge:
 
     def _limit(self, culprits: Sequence[RankActivity], reason: Reason) -> float:
         phases = {rank.phase for rank in culprits}
-        blocked = max(self._history.page_after(phase, self._config) for phase in phases)
+        blocked = max(self._limits.page[phase] for phase in phases)
         if reason == "debugged":
             return float("inf")
         if reason in ("gone", "stopped", "ended"):
             return blocked
         is_announced = any(rank.is_announced for rank in culprits)
         if reason == "computing" or any(rank.is_active for rank in culprits):
-            return float("inf") if is_announced else self._history.computing_after(self._config)
+            return float("inf") if is_announced else self._limits.computing
         # A first step compiles, reads, connects; and what was announced may wait for a disk.
         is_first = any(rank.num_steps < 2 for rank in culprits)
         if is_announced or is_first:
-            return max(blocked, self._history.computing_after(self._config))
+            return max(blocked, self._limits.computing)
         return blocked
 
     def _made(
