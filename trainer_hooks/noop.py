@@ -98,6 +98,11 @@ class NullMonitor:
         """Do nothing."""
 
     @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+    @contextmanager
     def count_flops(self) -> Iterator[None]:
         """Do nothing."""
         yield

@@ -350,6 +350,15 @@ ALERTS: tuple[AlertSpec, ...] = (
         ends="a step finishes, or the run has ended.",
     ),
     AlertSpec(
+        name="RankHung",
+        severity="page",
+        point=True,
+        did="took no action; the job still waits.",
+        help="All ranks wait for one that is stopped, gone or blocked, or that computes for far "
+        "longer than such a wait took before.",
+        to_do="`vitals show RUN` has the stacks of its node's ranks; then restart the job.",
+    ),
+    AlertSpec(
         name="CheckpointOverdue",
         severity="notify",
         point=False,

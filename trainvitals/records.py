@@ -204,6 +204,75 @@ class CommandAck(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
 
 
+# -------------------------------------------------------------------------------- heartbeats
+
+
+Phase = Literal["data", "forward_backward", "exchange", "checkpoint", "evaluate", "other"]
+"""What the training thread does. ``data`` is known in a loop over ``monitor.batches``; elsewhere
+the wait for a batch counts as ``forward_backward``."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank's side thread says of its training thread, about twice a second.
+
+    Sequence numbers count the collectives that were begun in each process group. The place, and
+    what the last collectives were, are looked up only where nothing has moved for a while.
+    """
+
+    beat: int
+    monotonic_ns: int
+    step: int = -1
+    phase: Phase = "other"
+    is_announced: bool = False
+    """Whether the loop said so, by ``monitor.phase``, or Vitals itself makes a checkpoint."""
+    cpu_seconds: float = -1.0
+    """Of the training thread; -1 where the system does not tell."""
+    thread: int = 0
+    """The training thread's id."""
+    sequences: dict[str, int] = {}
+    """By process group; our own group for checkpoints is not among them."""
+    where: str = ""
+    """``file:line (function)`` of the training thread, in the user's own code."""
+    is_debugged: bool = False
+    """Whether it stands in a Python debugger."""
+    stack_signal: int = 0
+    """The signal that makes the process write all its stacks beside the journal; 0: none."""
+    last_collectives: dict[str, dict[int, str]] = {}
+    """By process group the newest ones by number, where the flight recorder has told."""
+    no_recorder: str = ""
+    """Why torch's flight recorder does not tell."""
+
+
+ProcessState = Literal["alive", "disk", "stopped", "traced", "gone", "ended"]
+"""Of a rank's training thread. ``disk`` is the system's uninterruptible sleep (D), ``traced`` a
+native debugger's stop, ``gone`` an end without a goodbye, ``ended`` one with it."""
+
+
+class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent of its node sees of one rank: its heartbeat, and its process."""
+
+    rank: int
+    node: str = ""
+    step: int = -1
+    phase: Phase = "other"
+    is_announced: bool = False
+    is_debugged: bool = False
+    where: str = ""
+    sequences: dict[str, int] = {}
+    last_collectives: dict[str, dict[int, str]] = {}
+    process: ProcessState = "alive"
+    still_seconds: float = 0.0
+    """Since its step or one of its sequence numbers moved."""
+    is_active: bool = True
+    """Whether it computes: CPU time, bytes or its place in the code have moved lately."""
+    is_mute: bool = False
+    """Whether its process runs and its heartbeat does not come: C code holds the interpreter."""
+    num_steps: int = 0
+    """Steps that it has made since its start, as far as they were seen."""
+    exit: str = ""
+    """How its process ended, where that is known."""
+
+
 # ------------------------------------------------------------------------------------ events
 
 
@@ -357,6 +426,36 @@ class Note(_Event, frozen=True, kw_only=True):
     severity: Literal["info", "warning", "error"] = "info"
 
 
+class HangLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """After how many seconds a wait for a rank is shown, and pages; by the rank's phase."""
+
+    show: dict[Phase, float]
+    page: dict[Phase, float]
+    computing: float
+    """After which a rank that computes pages."""
+
+
+class RanksStill(_Event, frozen=True, kw_only=True):
+    """What a node's ranks do while they make no progress, for who sees the other nodes too."""
+
+    world_size: int
+    ranks: tuple[RankActivity, ...]
+    """None where they move again."""
+    limits: HangLimits
+
+
+class StacksTaken(_Event, frozen=True, kw_only=True):
+    """Where a rank stood while others waited, or it did."""
+
+    rank: int
+    stacks: str = ""
+    """Of all its threads, the innermost call first; the main thread's at the end."""
+    collectives: tuple[str, ...] = ()
+    """The last ones it had begun, the oldest first."""
+    detail: str = ""
+    """Why there are no stacks, or how its process ended."""
+
+
 class RunEnded(_Event, frozen=True, kw_only=True):
     """Last event of an incarnation that could say goodbye."""
 
@@ -379,6 +478,8 @@ Event = (
     | BatchNoted
     | ChangeExpected
     | Note
+    | RanksStill
+    | StacksTaken
     | RunEnded
 )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainvitals.clock import Clock, SystemClock
+from trainvitals.detect.hang import HangConfig
 from trainvitals.errors import UsageError
 from trainvitals.io.discovery import AWAY_FILE
 from trainvitals.io.journal import JournalRef, discover
@@ -36,6 +37,7 @@ from vitals_agent.exposition import (
 )
 from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuSampler
+from vitals_agent.hang import ExitWatch, HangWatch
 from vitals_agent.host import HostSampler
 from vitals_agent.io_loop import EventsAhead, IoLoop
 from vitals_agent.memory_spool import (
@@ -113,6 +115,8 @@ class AgentConfig:
     for what came after it. No shorter than the time between two backups."""
     retain_bytes: int = 1 << 30
     """Bound of that, of one run on this node; the oldest goes first."""
+    hang: HangConfig | None = None
+    """How long ranks may wait for one of them; None: the defaults."""
     retire_seconds: float = 60.0
     """A run without a rank here is let go after this time."""
 
@@ -183,6 +187,9 @@ class Agent:
         keeps = config.keeps_history
         self._keeps_history = client is None if keeps is None else keeps
         self._state_dir = AgentStateDir(self._state_path(), config.base)
+        self._spawn = spawn
+        self._exits = ExitWatch()
+        self._hangs: dict[str, HangWatch] = {}
         self._server: MetricsServer | None = None
         self._info: AgentInfo | None = None
         self._token = config.scrape_token
@@ -259,6 +266,7 @@ class Agent:
             self._server = None
         with self.faults.contained("sampler.gpu"):
             self.sampling.close()
+        self._exits.close()
         self._state_dir.release()
 
     # ----------------------------------------------------------------------------- cycle
@@ -292,6 +300,8 @@ class Agent:
             self.sampling.sample(runs, now)
         self.sampling.collect(runs, now)
         for run in runs:
+            with self.faults.contained("hang"):  # before a rank that is gone is buried
+                self._hang_watch(run).look(now)
             with self.faults.contained("tailer"):
                 run.copy()
             with self.faults.contained("tailer"):
@@ -301,6 +311,14 @@ class Agent:
         self.has_served = self.has_served or any(run.tails for run in own)
         self._cycled_at_ns = self._clock.time_ns()
         self._turned_at_ns = self._clock.monotonic_ns()
+
+    def _hang_watch(self, run: ServedRun) -> HangWatch:
+        watch = self._hangs.get(run.run_id)
+        if watch is None:
+            watch = self._hangs[run.run_id] = HangWatch(
+                run, self._exits, config=self.config.hang, spawn=self._spawn
+            )
+        return watch
 
     @property
     def num_living(self) -> int:
@@ -575,6 +593,7 @@ class Agent:
         self._told_away.pop(run_id, None)
         self._idle_since.pop(run_id, None)
         self.sampling.forget(run_id)
+        self._hangs.pop(run_id, None)
         return True
 
     # --------------------------------------------------------------- read by HTTP threads

@@ -180,6 +180,11 @@ class ServedRun:
         return was_added
 
     @property
+    def faults(self) -> Faults:
+        """The agent's."""
+        return self._facts.faults
+
+    @property
     def in_memory(self) -> bool:
         """Whether the spool lies in the node's memory, as the disk was full."""
         return self.spool.directory.parent != self.state_dir.path

@@ -116,6 +116,7 @@ class Batches:
         epochs: how often; with more than one the sampler's ``set_epoch`` is called.
         clock: times the wait.
         waited: told of each wait, in nanoseconds.
+        waits: told that one begins.
         windows: batches that are never handed out.
         state: of an equal loader, to go on from.
         loop: which loop over data of the run this is, from 0.
@@ -134,6 +135,7 @@ class Batches:
         epochs: int,
         clock: Clock,
         waited: Callable[[int], None],
+        waits: Callable[[], None] = lambda: None,
         windows: Iterable[Window] = (),
         state: DataState | None = None,
         loop: int = 0,
@@ -148,6 +150,7 @@ class Batches:
         self._epochs = epochs
         self._clock = clock
         self._waited = waited
+        self._waits = waits
         self.loop = loop
         self._num_ranks = num_ranks
         self._faults = faults or FaultCounter()
@@ -301,6 +304,7 @@ class Batches:
 
     def _epoch(self, epoch: int) -> Iterator[Any]:
         seekable = is_seekable(self._loader)
+        self._waits()
         begin = self._clock.monotonic_ns()
         for index, indices, batch in self._open(epoch):
             if self._passes_over(epoch, index):
@@ -318,6 +322,7 @@ class Batches:
             # A sampler is drawn to its end, so that the next epoch finds it as ever.
             if self._back is not None or (self._next.epoch > epoch and not seekable):
                 return
+            self._waits()
             begin = self._clock.monotonic_ns()
         self._finish(epoch)
 

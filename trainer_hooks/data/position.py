@@ -162,6 +162,7 @@ class DataPosition:
             epochs=epochs,
             clock=self._controller.clock,
             waited=self._waited,
+            waits=self._controller.times.wait_for_data,
             windows=[window for window in windows if window.loop == loop],
             state=state,
             loop=loop,

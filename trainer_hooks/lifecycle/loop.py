@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from inspect import signature
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.lifecycle.heartbeat import HeartbeatThread
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
 from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, closed, opened
 from trainer_hooks.recovery.manager import Meta, RecoveryManager
@@ -21,6 +22,9 @@ from trainer_hooks.step.phases import StepPhases
 from trainvitals.detect.user_alerts import MAX_MESSAGE, refuse_alert, wrong_level
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.records import AttemptStarted, ChangeExpected, Severity
+
+AnnouncedPhase = Literal["data", "checkpoint", "evaluate", "other"]
+ANNOUNCED_PHASES: tuple[str, ...] = get_args(AnnouncedPhase)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -60,7 +64,20 @@ class Loop:
         self._closed = False
         self.left_open: tuple[EndState, str] = ("finished", "")
         self.shutdown = Shutdown(controller)
+        self._heartbeat = self._begin_heartbeat(first_step)
         opened(self)
+
+    def _begin_heartbeat(self, first_step: int) -> HeartbeatThread | None:
+        """Let a side thread say what this one does; without a journal there is nowhere to."""
+        controller, clock = self._controller, self._parts.clock
+        clock.step, directory = first_step, controller.emitter.directory
+        if directory is None:
+            return None
+        with controller.faults.fail_open("heartbeat"):
+            return HeartbeatThread(
+                directory, clock, left_out=controller.ranks.side, faults=controller.faults
+            )
+        return None
 
     def __del__(self) -> None:
         """End a loop whose monitor was dropped; a halt found now has its marker."""
@@ -210,6 +227,24 @@ class Loop:
             event = ChangeExpected(reason=reason, steps=steps)
             self._controller.emitter.event(event, step=self._step, attempt=self.attempt)
 
+    def phase(self, name: AnnouncedPhase) -> AbstractContextManager[None]:
+        """Announce that the body takes its time, on this rank or on all.
+
+        While others wait for it, nobody is paged for what computes in there: an evaluation or a
+        save of one rank alone, a download of data. What is stopped, dead or blocked still is.
+
+        Args:
+            name: ``evaluate``, ``checkpoint``, ``data`` or ``other``.
+
+        Raises:
+            UsageError: ``name`` is none of these.
+        """
+        if name not in ANNOUNCED_PHASES:
+            raise UsageError(
+                f"monitor.phase({name!r}): the name must be one of {', '.join(ANNOUNCED_PHASES)}"
+            )
+        return self._parts.clock.within(name)
+
     @contextmanager
     def count_flops(self) -> Iterator[None]:
         """Count the FLOPs of the forward and backward within; utilization is of them from then on.
@@ -272,6 +307,7 @@ class Loop:
             reason=f"resumed at step {kept.step} from the loop's own checkpoint",
         )
         self._first_step = self._step = controller.first_step = kept.step
+        self._parts.clock.step = kept.step
         if controller.evaluations is not None:
             controller.evaluations.load_state_dict(kept.stopping)
         controller.resume(attempt, kept.detectors, kept.tokens)
@@ -308,6 +344,9 @@ class Loop:
             with controller.faults.fail_open("close"):
                 if controller.recovery is not None:
                     controller.recovery.close()
+            if self._heartbeat is not None:
+                with controller.faults.fail_open("heartbeat"):
+                    self._heartbeat.close()
             away = ""
             if controller.agent is not None:
                 now = controller.clock.monotonic_ns()

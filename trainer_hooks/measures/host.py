@@ -19,6 +19,7 @@ from trainer_hooks.guard.optimizer_state import is_dense
 from trainer_hooks.step.gradients import local_tensor
 from trainvitals.clock import Clock
 from trainvitals.flops import mfu_ratio, peak_flops, transformer_flops_per_token
+from trainvitals.records import Phase
 
 Elapsed = float | tuple[Any, Any]
 """Seconds, or the CUDA events they lie between: read when the step's numbers are on the host."""
@@ -110,10 +111,21 @@ class StepClock:
         self._optimizer_ns = 0
         self._exchange_ns = 0
         self._checkpoint_ns: int | None = None
+        self.phase: Phase = "other"
+        """What the training thread does now: read by the heartbeat's thread."""
+        self.is_announced = False
+        """Whether the loop said that this takes its time."""
+        self.step = -1
+        """The step that is under way."""
+
+    def wait_for_data(self) -> None:
+        """Note that the loop asks for the next batch."""
+        self.phase = "data"
 
     def waited_for_data(self, nanoseconds: int) -> None:
         """Add a wait for the next batch to the present step."""
         self._data_wait_ns = (self._data_wait_ns or 0) + nanoseconds
+        self.phase = "forward_backward"
 
     def enter(self) -> None:
         """Note that ``Monitor.step`` began."""
@@ -140,17 +152,31 @@ class StepClock:
     def checkpoint(self) -> Iterator[None]:
         """Count the body, between two steps, as the time of snapshots and saves in the next one."""
         begin = self.clock.monotonic_ns()
+        before = self.phase, self.is_announced
+        self.phase, self.is_announced = "checkpoint", True
         try:
             yield
         finally:
+            self.phase, self.is_announced = before
             took = self.clock.monotonic_ns() - begin
             self._checkpoint_ns = (self._checkpoint_ns or 0) + took
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Let the body be an announced phase: it may take its time."""
+        before = self.phase, self.is_announced
+        self.phase, self.is_announced = phase, True
+        try:
+            yield
+        finally:
+            self.phase, self.is_announced = before
 
     def exchange(self, device: torch.device, call: Callable[[], None]) -> Elapsed:
         """Make the ranks' exchange and time it, on the device's clock where it has one.
 
         On the host its time is not the monitor's: most of it is waiting for others.
         """
+        self.phase = "exchange"
         if device.type == "cuda":
             begin = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
@@ -161,6 +187,7 @@ class StepClock:
         began = self.clock.monotonic_ns()
         call()
         took = self.clock.monotonic_ns() - began
+        self.phase = "other"
         self._exchange_ns += took
         return took / 1e9
 
@@ -179,6 +206,7 @@ class StepClock:
         )
         self._last_end, self._data_wait_ns, self._checkpoint_ns = now, None, None
         self._optimizer_ns = self._exchange_ns = 0
+        self.phase = "forward_backward"
         return times
 
     def restart(self) -> None:

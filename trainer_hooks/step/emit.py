@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from operator import attrgetter, itemgetter
+from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
@@ -200,6 +201,11 @@ class Emitter:
     def incarnation(self) -> str:
         """The journal's; empty without one."""
         return "" if self._journal is None else self._journal.identity.incarnation
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the journal lies; None without one."""
+        return None if self._journal is None else self._journal.directory
 
     def put_off(self, call: Callable[[], None]) -> bool:
         """Make ``call`` after the write the main thread is in; False where it is in none."""

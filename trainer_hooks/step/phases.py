@@ -439,6 +439,7 @@ class StepPhases:
         """Return what this rank measured on the host; the next step's times begin."""
         clock = self._controller.clock
         times = self.clock.finish()
+        self.clock.step = step + 1
         memory, estimate = DeviceMemory(), None
         with self._controller.faults.fail_open("signals"):
             memory = device_memory(self._device.norms.device)

@@ -104,6 +104,8 @@ KINDS: Mapping[str, Kind] = {
             subject="machine",
         ),
         Kind(name="stalled", alert="TrainingStalled", domain="speed", subject="machine"),
+        Kind(name="waiting", domain="speed", subject="machine"),
+        Kind(name="hang", alert="RankHung", domain="speed", subject="machine"),
         Kind(name="memory_creep", alert="MemoryCreep", domain="memory", subject="machine"),
         Kind(name="rank_loss", alert="RankLossApart", subject="machine"),
         Kind(
@@ -259,6 +261,12 @@ DETECTORS: Mapping[str, DetectorSpec] = {
         DetectorSpec(name="stalled", where="collector", kinds={"stalled": "advisory"}),
         DetectorSpec(
             name="checkpoint_overdue", where="collector", kinds={"checkpoint_overdue": "advisory"}
+        ),
+        # Over the heartbeats of the ranks; of a job on several nodes in the collector.
+        DetectorSpec(
+            name="hang",
+            where="agent",
+            kinds={"waiting": "advisory", "hang": "advisory"},
         ),
         # Over the samples of a node's GPUs.
         DetectorSpec(name="gpu_throttle", where="agent", kinds={"gpu_throttle": "advisory"}),

@@ -28,10 +28,12 @@ from trainvitals.records import (
     FindingRaised,
     NamesDefined,
     Note,
+    RanksStill,
     RankStarted,
     RunEnded,
     RunInfo,
     RunStarted,
+    StacksTaken,
     StateRead,
     TrainingPaused,
 )
@@ -133,6 +135,15 @@ def describe(event: Event | None) -> str:
             return f"fed by {first}: {samples(event)}"
         case ChangeExpected():
             return f"a change is expected for {event.steps} steps: {event.reason}"
+        case RanksStill(ranks=()):
+            return "the ranks of this node move again"
+        case RanksStill():
+            still = min(rank.still_seconds for rank in event.ranks)
+            return f"no progress of the {len(event.ranks)} ranks of this node for {still:.1f} s"
+        case StacksTaken():
+            last = event.stacks.rstrip().rpartition("(most recent call first):")[2].strip()
+            at = last.splitlines()[0].strip() if last else event.detail
+            return f"stacks of rank {event.rank}: {at}" if last else event.detail
         case Note():
             return f"{event.text} [{event.code}]"
         case RunEnded():

@@ -1,0 +1,478 @@
+"""Looks at the ranks of this node twice a second: heartbeat and process; tells who is waited for.
+
+The decision is `trainvitals.detect.hang`'s. Where ranks of the job are on other nodes, what is seen
+here goes to the collector, which sees them all. Stacks are asked for once per wait, of ranks that
+are not stopped, by a signal that the rank said it serves; a process that may be another one by now
+is never sent any.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from trainvitals.detect.hang import HangConfig, HangFollower
+from trainvitals.errors import UNREADABLE, VitalsError
+from trainvitals.io.heartbeat import COLLECTIVES_FILE, STACKS_FILE, read_heartbeat
+from trainvitals.io.private import open_private, read_own
+from trainvitals.records import (
+    FindingRaised,
+    Heartbeat,
+    Note,
+    ProcessState,
+    RankActivity,
+    RanksStill,
+    StacksTaken,
+)
+from vitals_agent.run import ServedRun
+from vitals_agent.sampling import Spawn, on_a_thread
+from vitals_agent.tailer import JournalTail
+
+ACTIVE_SECONDS = 2.0
+"""What a rank did within this time says whether it computes."""
+ACTIVE_SHARE = 0.03
+"""Part of a core: a thread that polls a queue, or beats, takes less."""
+ACTIVE_BYTES = 1 << 20
+MUTE_SECONDS = 3.0
+"""A heartbeat older than that, of a process that is not stopped."""
+STILL_SECONDS = 2.0
+"""Without progress for this long, other nodes are told."""
+RESEND_SECONDS = 2.0
+MAX_STACKS = 16 << 10
+"""Bytes of a rank's stacks that are kept: the main thread's are the last."""
+MAX_COLLECTIVES = 20
+ALL_ACTIVE_SHARE = 0.2
+"""The same for all threads of the process together: backward may run on another one."""
+MAX_GAP_SECONDS = 3600.0
+_TICK = 1.0 / os.sysconf("SC_CLK_TCK")
+_STATES: dict[str, ProcessState] = {"T": "stopped", "t": "traced", "D": "disk"}
+
+
+class _Process(NamedTuple):
+    """What the system says of a rank's process and its training thread."""
+
+    state: str
+    started: int
+    """Its start in clock ticks since boot: a process of the same number has another."""
+    cpu_seconds: float
+    """Of the training thread."""
+    all_cpu_seconds: float
+    num_bytes: int
+    """Read and written, also from memory."""
+
+
+class _Work(NamedTuple):
+    at: float
+    cpu_seconds: float
+    all_cpu_seconds: float
+    num_bytes: int
+    where: str
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One rank, from look to look."""
+
+    word: Heartbeat | None = None
+    beat_at: float = 0.0
+    moved: tuple[object, ...] = ()
+    moved_at: float = 0.0
+    first_step: int = -1
+    started: int = 0
+    was_stopped: bool = False
+    work: deque[_Work] = field(default_factory=deque)
+    state: ProcessState = "alive"
+    exit: str = ""
+    num_looks: int = 0
+    """Since it was asked for its stacks, in this wait; 0: it was not."""
+
+
+class HangWatch:
+    """The ranks of one run on this node. For the agent's main thread.
+
+    Args:
+        run: whose ranks they are, and where is said what is found.
+        exits: knows how processes ended.
+        config: how long ranks may wait.
+        spawn: begins what may hang.
+    """
+
+    def __init__(
+        self,
+        run: ServedRun,
+        exits: "ExitWatch",
+        *,
+        config: HangConfig | None = None,
+        spawn: Spawn = on_a_thread,
+    ) -> None:
+        self._run = run
+        self._exits = exits
+        self._spawn = spawn
+        self._seen: dict[Path, _Seen] = {}
+        self._follower = HangFollower(config)
+        self._sent_at: float | None = None
+        self._is_told_of_recorder = False
+
+    def look(self, now: float) -> None:
+        """Look at every rank; say what is new. Call before the journals are copied.
+
+        Args:
+            now: monotonic seconds.
+        """
+        tails = _newest(self._run.tails.values())
+        activities = {rank: self._activity(tail, now) for rank, tail in tails.items()}
+        ranks = [activity for activity in activities.values() if activity is not None]
+        if not ranks:
+            return
+        world_size = next(iter(tails.values())).identity.world_size
+        if len(ranks) < world_size:
+            self._ship(ranks, world_size, now)
+            still = min(rank.still_seconds for rank in ranks)
+            is_waiting = still >= self._follower.config.show_seconds
+        else:
+            self._say(ranks, world_size)
+            is_waiting = self._follower.verdict is not None
+        for rank, tail in tails.items():
+            with self._run.faults.contained("hang.stacks"):
+                self._take_stacks(rank, tail, is_waiting=is_waiting)
+
+    # ----------------------------------------------------------------------------- what is said
+
+    def _say(self, ranks: list[RankActivity], world_size: int) -> None:
+        before = self._follower.verdict
+        attempt = max((tail.last.attempt for tail in self._run.tails.values()), default=0)
+        say = self._run.node_source.say
+        for finding in self._follower.look(ranks, world_size=world_size):
+            say(FindingRaised(finding=finding), step=finding.step, attempt=attempt)
+            self._tell_of_recorder()
+        if before is not None and self._follower.verdict is None:
+            living = [rank for rank in ranks if rank.process not in ("gone", "ended")]
+            if living and before.reason not in ("gone", "ended"):
+                text = f"The wait is over, after {before.seconds:.1f} s. It was: {before.text}"
+                say(Note(code="wait_over", text=text), step=before.step, attempt=attempt)
+
+    def _tell_of_recorder(self) -> None:
+        """Say once why the names of collectives are lacking."""
+        words = [seen.word for seen in self._seen.values() if seen.word is not None]
+        why = next((word.no_recorder for word in words if word.no_recorder), "")
+        if why and not self._is_told_of_recorder:
+            self._is_told_of_recorder = True
+            text = f"{why}: which collective a rank waits in is not known"
+            self._run.node_source.say(Note(code="no_flight_recorder", text=text))
+
+    def _ship(self, ranks: list[RankActivity], world_size: int, now: float) -> None:
+        """Tell who sees the other nodes, while nothing moves here, and that it moves again."""
+        is_still = all(rank.still_seconds >= STILL_SECONDS for rank in ranks)
+        if not is_still and self._sent_at is None:
+            return
+        if is_still and self._sent_at is not None and now - self._sent_at < RESEND_SECONDS:
+            return
+        limits = self._follower.history.limits(self._follower.config)
+        told = tuple(ranks) if is_still else ()
+        self._run.node_source.say(RanksStill(world_size=world_size, ranks=told, limits=limits))
+        self._sent_at = now if is_still else None
+
+    # ----------------------------------------------------------------------------- what is seen
+
+    def _activity(self, tail: JournalTail, now: float) -> RankActivity | None:
+        """Return what is seen of a rank; None of one that never had a heartbeat."""
+        seen = self._seen.setdefault(tail.directory, _Seen(moved_at=now, beat_at=now))
+        if seen.state not in ("gone", "ended"):
+            self._read_word(tail, seen, now)
+            if seen.word is None:
+                return None
+            self._read_process(tail, seen, now)
+        word = seen.word
+        if word is None:
+            return None
+        is_living = seen.state not in ("gone", "ended")
+        runs = seen.state in ("alive", "disk")
+        return RankActivity(
+            rank=tail.identity.rank,
+            node=tail.identity.node,
+            step=word.step,
+            phase=word.phase,
+            is_announced=word.is_announced,
+            is_debugged=word.is_debugged,
+            where=word.where,
+            sequences=word.sequences,
+            last_collectives=word.last_collectives,
+            process=seen.state,
+            still_seconds=now - seen.moved_at,
+            is_active=is_living and _is_active(seen.work, now),
+            is_mute=runs and now - seen.beat_at > MUTE_SECONDS,
+            num_steps=max(0, word.step - seen.first_step),
+            exit=seen.exit,
+        )
+
+    def _read_word(self, tail: JournalTail, seen: _Seen, now: float) -> None:
+        try:
+            word = read_heartbeat(tail.directory)
+        except (OSError, VitalsError):
+            return  # none yet, torn, or its folder is gone: what it said last stays
+        if seen.word is None:
+            seen.first_step = word.step
+        if seen.word is None or word.beat != seen.word.beat:
+            seen.beat_at = now
+        seen.word, before = word, seen.word
+        moved = (word.step, tuple(sorted(word.sequences.items())))
+        if moved != seen.moved:
+            gap = now - seen.moved_at
+            # Neither a first step, nor a time in which somebody had stopped it, is what is usual.
+            is_usual = before is not None and word.step - seen.first_step > 2
+            if before is not None and is_usual and not seen.was_stopped and gap < MAX_GAP_SECONDS:
+                self._follower.history.add(before.phase, gap)
+            seen.moved, seen.moved_at, seen.was_stopped = moved, now, False
+            seen.num_looks = 0
+
+    def _read_process(self, tail: JournalTail, seen: _Seen, now: float) -> None:
+        assert seen.word is not None
+        pid = tail.identity.pid
+        process = None
+        if seen.started or tail.process.alive():
+            process = _process(pid, seen.word.thread or pid)
+        if process is not None and seen.started in (0, process.started):
+            if not seen.started:
+                seen.started = process.started
+                self._exits.watch(pid)
+            if process.state not in "ZX":
+                seen.state = _STATES.get(process.state, "alive")
+                seen.was_stopped |= seen.state in ("stopped", "traced")
+                _add_work(seen, process, now)
+                return
+        # Gone: the journal says whether it had said goodbye. Nobody has buried it yet.
+        seen.state = "ended" if tail.closed or tail.removed else "gone"
+        seen.exit = self._exits.of(pid)
+        if seen.state == "gone" and seen.exit:
+            text = f"rank {tail.identity.rank} ended: {seen.exit}"
+            self._run.node_source.say(
+                StacksTaken(rank=tail.identity.rank, detail=text),
+                step=seen.word.step,
+                attempt=tail.last.attempt,
+            )
+
+    # ------------------------------------------------------------------------------- stacks
+
+    def _take_stacks(self, rank: int, tail: JournalTail, *, is_waiting: bool) -> None:
+        """Ask a rank for its stacks, once in a wait; keep what it wrote when it has."""
+        seen = self._seen[tail.directory]
+        word = seen.word
+        if word is None or seen.state in ("gone", "ended", "stopped", "traced"):
+            return
+        if seen.num_looks:
+            seen.num_looks += 1
+            if seen.num_looks <= MAX_STACK_LOOKS:
+                self._keep_stacks(rank, tail, word, is_last=seen.num_looks == MAX_STACK_LOOKS)
+        elif is_waiting:
+            seen.num_looks = 1
+            pid = tail.identity.pid
+            path = tail.directory / STACKS_FILE
+            if word.stack_signal:
+                os.close(open_private(path, os.O_WRONLY | os.O_TRUNC))
+                # The look before this line saw that it is the process that it was.
+                os.kill(pid, word.stack_signal)
+            elif program := shutil.which("py-spy"):
+                self._spawn("vitals-agent-stacks", lambda: _dump(program, pid, path))
+
+    def _keep_stacks(self, rank: int, tail: JournalTail, word: Heartbeat, *, is_last: bool) -> None:
+        raw = b""
+        with contextlib.suppress(OSError, VitalsError):
+            raw = read_own(tail.directory / STACKS_FILE, max_bytes=8 << 20)
+        if not raw and not is_last:
+            return
+        self._seen[tail.directory].num_looks = MAX_STACK_LOOKS
+        why = "" if raw else "it did not answer its signal"
+        if not raw and not word.stack_signal:
+            why = "no signal was free for its stacks, and py-spy is not installed"
+        event = StacksTaken(
+            rank=rank,
+            stacks=raw[-MAX_STACKS:].decode(errors="replace"),
+            collectives=_collectives(tail.directory),
+            detail=why,
+        )
+        self._run.node_source.say(event, step=word.step, attempt=tail.last.attempt)
+
+
+MAX_STACK_LOOKS = 6
+"""So many looks after it was asked, a rank that wrote nothing is given up."""
+
+
+def _newest(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
+    """Return each rank's journal; of one that started again, the newest."""
+    newest: dict[int, JournalTail] = {}
+    for tail in sorted(tails, key=lambda tail: tail.identity.started_unix_ns):
+        newest[tail.identity.rank] = tail
+    return dict(sorted(newest.items()))
+
+
+def _process(pid: int, thread: int) -> _Process | None:
+    """Return what the system says; None of a process that is not there."""
+    try:
+        whole = _stat(f"/proc/{pid}/stat")
+        own = whole if thread == pid else _stat(f"/proc/{pid}/task/{thread}/stat")
+    except (OSError, IndexError):
+        return None
+    num_bytes = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path(f"/proc/{pid}/io").read_text().split()
+        num_bytes = int(lines[1]) + int(lines[3])
+    return _Process(
+        state=own[0],
+        started=int(whole[19]),
+        cpu_seconds=(int(own[11]) + int(own[12])) * _TICK,
+        all_cpu_seconds=(int(whole[11]) + int(whole[12])) * _TICK,
+        num_bytes=num_bytes,
+    )
+
+
+def _stat(path: str) -> list[str]:
+    """Return the fields behind the name, which may hold anything."""
+    return Path(path).read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _add_work(seen: _Seen, process: _Process, now: float) -> None:
+    where = "" if seen.word is None else seen.word.where
+    seen.work.append(
+        _Work(now, process.cpu_seconds, process.all_cpu_seconds, process.num_bytes, where)
+    )
+    while len(seen.work) > 2 and now - seen.work[1].at >= ACTIVE_SECONDS:
+        seen.work.popleft()
+
+
+def _is_active(work: Sequence[_Work], now: float) -> bool:
+    """Return whether a rank has computed, read or written lately, or moved in its code."""
+    if len(work) < 2 or now - work[0].at < ACTIVE_SECONDS:
+        return True  # nobody can tell yet
+    first, last = work[0], work[-1]
+    seconds = last.at - first.at
+    places = {each.where for each in work if each.where}
+    return (
+        last.cpu_seconds - first.cpu_seconds > ACTIVE_SHARE * seconds
+        or last.all_cpu_seconds - first.all_cpu_seconds > ALL_ACTIVE_SHARE * seconds
+        or last.num_bytes - first.num_bytes > ACTIVE_BYTES
+        or len(places) > 1
+    )
+
+
+def _collectives(directory: Path) -> tuple[str, ...]:
+    """Return the last collectives that the rank wrote down, as lines."""
+    try:
+        told = msgspec.json.decode(read_own(directory / COLLECTIVES_FILE), type=list[_Collective])
+    except (OSError, VitalsError, *UNREADABLE):
+        return ()
+    return tuple(
+        f"group {each.group} #{each.number}: {each.call} {each.state}".rstrip() for each in told
+    )[-MAX_COLLECTIVES:]
+
+
+class _Collective(msgspec.Struct, frozen=True):
+    group: str
+    number: int
+    call: str
+    state: str = ""
+
+
+def _dump(program: str, pid: int, path: Path) -> None:
+    """Have py-spy write the stacks; where it may not look at the process, nothing is written."""
+    done = subprocess.run(
+        [program, "dump", "--pid", str(pid)], capture_output=True, timeout=10.0, check=False
+    )
+    with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(done.stdout)
+
+
+# ------------------------------------------------------------------------- how processes ended
+
+
+class ExitWatch:
+    """Learns how processes ended that are no children of ours, as far as the system tells.
+
+    A thread waits for their end and reads their exit status in the moment before their parent takes
+    it: they are zombies that long. Where that is missed, or the system has no such descriptors,
+    nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self._ended: dict[int, str] = {}
+        self._fds: dict[int, int] = {}
+        self._poll = select.poll()
+        self._pipe: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, pid: int) -> None:
+        """Begin to wait for a process's end."""
+        try:
+            fd = os.pidfd_open(pid)
+        except (AttributeError, OSError):
+            return  # an old kernel, or it is gone: then nobody knows how
+        with self._lock:
+            self._ended.pop(pid, None)
+            self._fds[fd] = pid
+            self._poll.register(fd, select.POLLIN)
+        if self._pipe is None:
+            self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            self._poll.register(self._pipe[0], select.POLLIN)
+            self._thread = threading.Thread(target=self._run, name="vitals-exits", daemon=True)
+            self._thread.start()
+        os.write(self._pipe[1], b"w")
+
+    def of(self, pid: int) -> str:
+        """Return how a process ended, in words; "" where that is not known."""
+        return self._ended.get(pid, "")
+
+    def close(self) -> None:
+        """Stop waiting."""
+        pipe, self._pipe = self._pipe, None
+        if pipe is None or self._thread is None:
+            return
+        os.write(pipe[1], b"c")
+        self._thread.join()
+        with self._lock:
+            for fd in (*self._fds, *pipe):
+                os.close(fd)
+            self._fds = {}
+
+    def _run(self) -> None:
+        assert self._pipe is not None
+        wake = self._pipe[0]
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == wake:
+                    if b"c" in os.read(fd, 4096):
+                        return
+                    continue
+                with self._lock:
+                    pid = self._fds.pop(fd)
+                    self._poll.unregister(fd)
+                    os.close(fd)
+                text = _exit_of(pid)
+                if text:
+                    self._ended[pid] = text
+
+
+def _exit_of(pid: int) -> str:
+    """Return how a zombie ended, from its status."""
+    try:
+        fields = _stat(f"/proc/{pid}/stat")
+        status = int(fields[49])
+    except (OSError, IndexError, ValueError):
+        return ""
+    if fields[0] not in "ZX":
+        return ""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(ValueError):
+            return f"signal {number}, {signal.Signals(number).name}"
+        return f"signal {number}"
+    return f"exit code {os.WEXITSTATUS(status)}"

@@ -1,0 +1,155 @@
+"""A rank of a small training that hangs on order: `FOLDER/fault.json` says how, and on which rank.
+
+A fault lasts until the bench writes into the pipe `FOLDER/release`; what must block really does.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer_hooks import watch
+
+STEP_SECONDS = 0.05
+
+
+class Faults:
+    """What the bench asked of this rank, and that it has begun."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._pipe = os.open(folder / "release", os.O_RDWR)
+        self._asked: dict[str, object] = {}
+        self._is_done = False
+
+    def take(self, place: str) -> str:
+        """Return the fault that this rank shall have here; "" where it has none."""
+        if self._is_done:
+            return ""
+        if not self._asked:
+            try:
+                self._asked = json.loads((self._folder / "fault.json").read_text())
+            except FileNotFoundError:
+                return ""
+        if self._asked["rank"] != self._rank or self._asked["place"] != place:
+            return ""
+        self._is_done = True
+        (self._folder / "begun").write_text(str(time.time_ns()))
+        return str(self._asked["name"])
+
+    def block(self) -> None:
+        """Wait, without a single instruction, until the bench says so."""
+        os.read(self._pipe, 1)
+
+    def hold_interpreter(self) -> None:
+        """Wait in C code that keeps the interpreter to itself."""
+        ctypes.PyDLL(None).read(self._pipe, ctypes.create_string_buffer(1), 1)
+
+    def spin(self) -> None:
+        """Compute in Python until the bench says so, or wait in vain."""
+        os.set_blocking(self._pipe, False)
+        number = 0
+        while True:
+            number += 1
+            if number % 100_000 == 0:
+                try:
+                    os.read(self._pipe, 1)
+                except BlockingIOError:
+                    continue
+                return
+
+    def deadlock(self) -> None:
+        """Wait for a lock that another thread has."""
+        lock = threading.Lock()
+        lock.acquire()
+
+        def release() -> None:
+            self.block()
+            lock.release()
+
+        threading.Thread(target=release, daemon=True).start()
+        lock.acquire()
+
+    def compute(self, seconds: float) -> None:
+        """Compute for so long, as an evaluation does."""
+        until = time.monotonic() + seconds
+        weights = torch.randn(64, 64)
+        while time.monotonic() < until:
+            weights = torch.tanh(weights @ weights)
+
+    def save(self, seconds: float) -> None:
+        """Write a file again and again for so long, as a slow save does."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            torch.save(torch.zeros(1 << 19), self._folder / "saved.pt")
+            time.sleep(0.2)
+
+    def do(self, name: str, seconds: float) -> None:
+        """Have a fault."""
+        actions = {
+            "block": self.block,
+            "hold": self.hold_interpreter,
+            "spin": self.spin,
+            "lock": self.deadlock,
+            "die": lambda: os.kill(os.getpid(), 9),
+            "evaluate": lambda: self.compute(seconds),
+            "sleep": lambda: time.sleep(seconds),
+            "save": lambda: self.save(seconds),
+            "wrong": lambda: dist.broadcast(torch.ones(8), src=0),
+        }
+        actions[name]()
+
+
+def main() -> None:
+    """Train until the bench ends it."""
+    folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    faults = Faults(folder, rank)
+
+    def at(place: str) -> None:
+        if name := faults.take(place):
+            faults.do(name, seconds)
+
+    class Data:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            while True:
+                at("loader")
+                time.sleep(STEP_SECONDS / 2)
+                yield torch.randn(8, 16)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            at("forward")
+            out: torch.Tensor = self.inner(x)
+            if out.requires_grad:
+                out.register_hook(lambda grad: at("backward"))
+            return out
+
+    model = DistributedDataParallel(nn.Sequential(Layer(), nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with watch(model, optimizer, run="hang") as monitor:
+        for batch in monitor.batches(Data()):
+            loss = model(batch).square().mean()
+            loss.backward()
+            at("collective")
+            monitor.step(loss)
+            at("between")
+
+
+if __name__ == "__main__":
+    main()

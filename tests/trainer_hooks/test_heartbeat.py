@@ -1,0 +1,164 @@
+"""What a rank's side thread says of its training thread; and that it harms neither."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer_hooks.test_monitor import Loop, own_place
+from trainer_hooks.lifecycle import heartbeat
+from trainvitals.errors import FormatError, UsageError
+from trainvitals.io.heartbeat import STACKS_FILE, read_heartbeat
+from trainvitals.records import Heartbeat
+
+__all__ = ["own_place"]  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeat, "PLACE_AFTER_SECONDS", 0.05)
+
+
+def wait_for(loop: Loop, is_so, seconds: float = 10.0) -> Heartbeat:
+    """Return the first word of which it is so."""
+    directory = loop.monitor._controller.emitter.directory
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            word = read_heartbeat(directory)
+        except (FileNotFoundError, FormatError):
+            continue
+        if is_so(word):
+            return word
+        time.sleep(0.005)
+    raise AssertionError(f"not so within {seconds} s; the last word is {word}")
+
+
+def test_it_tells_step_phase_and_cpu_time():
+    loop = Loop(mode="guard")
+    first = wait_for(loop, lambda word: word.step == 0)
+    for _ in range(3):
+        loop.monitor.step(loop.forward())
+    word = wait_for(loop, lambda word: word.step == 3)
+    assert "forward_backward" == word.phase and not word.is_announced
+    assert word.cpu_seconds >= first.cpu_seconds > 0
+    with loop.monitor.phase("evaluate"):
+        assert wait_for(loop, lambda word: word.phase == "evaluate").is_announced
+    wait_for(loop, lambda word: word.phase == "forward_backward" and not word.is_announced)
+    loop.monitor.close()
+
+
+def test_the_wait_for_a_batch_is_told_as_data():
+    loop = Loop(mode="guard")
+
+    def slow():
+        yield 0
+        wait_for(loop, lambda word: word.phase == "data")
+        yield 1
+
+    for _ in loop.monitor.batches(slow()):
+        loop.monitor.step(loop.forward())
+    loop.monitor.close()
+
+
+def test_a_standstill_has_its_place_in_the_users_code():
+    loop = Loop(mode="guard")
+    word = wait_for(loop, lambda word: word.where)
+    assert "test_heartbeat.py" in word.where and "(wait_for)" in word.where
+    loop.monitor.close()
+
+
+def test_a_phase_that_is_none_is_refused():
+    loop = Loop(mode="guard")
+    with pytest.raises(UsageError, match="evaluate, other"):
+        loop.monitor.phase("lunch")
+    loop.monitor.close()
+
+
+def test_its_signal_writes_the_stacks_and_training_goes_on():
+    loop = Loop(mode="guard")
+    word = wait_for(loop, lambda word: word.stack_signal)
+    os.kill(os.getpid(), word.stack_signal)
+    stacks = loop.monitor._controller.emitter.directory / STACKS_FILE
+    assert "in test_its_signal_writes" in stacks.read_text()
+    loop.monitor.step(loop.forward())
+    loop.monitor.close()
+    os.kill(os.getpid(), word.stack_signal)  # one that was under way ends nobody
+
+
+def test_a_signal_that_the_user_takes_is_theirs_and_not_told_any_more():
+    loop = Loop(mode="guard")
+    number = wait_for(loop, lambda word: word.stack_signal).stack_signal
+    got = []
+    before = signal.signal(number, lambda *_: got.append(1))
+    try:
+        wait_for(loop, lambda word: word.stack_signal == 0)
+        os.kill(os.getpid(), number)
+        assert [1] == got
+    finally:
+        signal.signal(number, before)
+        heartbeat._StackSignal._number = 0
+    loop.monitor.close()
+
+
+def test_signals_that_somebody_handles_are_never_taken():
+    last = int(signal.SIGRTMAX) - 3
+    before = signal.signal(last, lambda *_: None)
+    try:
+        assert heartbeat._free_signal() not in (0, last, signal.SIGUSR1, signal.SIGUSR2)
+    finally:
+        signal.signal(last, before)
+
+
+def test_a_backend_without_a_recorder_is_said(tmp_path: Path):
+    recorder = heartbeat._FlightRecorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat.dist, "get_backend", lambda: "gloo")
+        patch.delattr(heartbeat.torch._C._distributed_c10d, "_dump_fr_trace_json")
+        recorder.ask(tmp_path, {"0": 3})
+    assert "has no flight recorder" in recorder.why_not
+    assert {} == recorder.newest
+
+
+def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(tmp_path: Path, monkeypatch):
+    recorder = heartbeat._FlightRecorder()
+    monkeypatch.setattr(heartbeat, "_is_capturing", lambda: True)
+    monkeypatch.setattr(heartbeat.dist, "get_backend", lambda: pytest.fail("it was asked"))
+    recorder.ask(tmp_path, {"0": 3})
+
+
+STUCK = """
+import time, sys
+from tests.trainer_hooks.test_monitor import Loop
+loop = Loop(mode="guard")
+monitor = loop.monitor
+monitor.step(loop.forward())
+{}
+"""
+
+
+@pytest.mark.parametrize("end", ["monitor.close()", "pass", "raise RuntimeError('boom')"])
+def test_the_thread_never_keeps_a_process_from_its_end(tmp_path: Path, end: str):
+    (tmp_path / "shm").mkdir(exist_ok=True)
+    environ = {**os.environ, "VITALS_SHM": str(tmp_path / "shm"), "VITALS_DIR": str(tmp_path)}
+    environ |= {"VITALS_AGENT": "off"}
+    # The thread stands in a call that never comes back.
+    stuck = (
+        "from trainer_hooks.lifecycle.heartbeat import HeartbeatThread as T\n"
+        "T._beat_once = lambda self: time.sleep(1000)\n"
+    )
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", stuck.join(["import time\n", STUCK.format(end)])],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (1 if "boom" in end else 0) == done.returncode, done.stderr
+    assert time.monotonic() - begin < 40

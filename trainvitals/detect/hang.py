@@ -1,0 +1,386 @@
+"""Who holds up a job in which nothing moves: decided by asymmetry, never by silence alone.
+
+Ranks that wait for each other have begun as many collectives; the one they wait for has begun
+fewer, or its process is stopped or gone. Two levels: *waiting* is shown and wakes nobody, for one
+rank may evaluate or save alone; *page* is for a rank that is stopped, gone or blocked for longer
+than such a phase takes here, and for one that computes only after minutes.
+
+Pure: what the agents see goes in, a verdict comes out; nothing here reads a clock or a process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from trainvitals.config import Settings
+from trainvitals.records import Finding, HangLimits, Phase, RankActivity
+from trainvitals.units import humanize_seconds
+
+Reason = Literal[
+    "stopped", "gone", "ended", "debugged", "order", "blocked", "interpreter", "computing", "all"
+]
+
+
+class HangConfig(Settings, frozen=True, kw_only=True):
+    """How long ranks may wait for one of them."""
+
+    section = "hang"
+    ascending = (("show_seconds", "page_seconds", "computing_seconds"),)
+
+    show_seconds: Annotated[float, Meta(gt=0.0)] = 3.0
+    """A wait is shown after this long."""
+    show_ratio: Annotated[float, Meta(ge=1.0)] = 3.0
+    """And after this multiple of the phase's 99th percentile."""
+    page_seconds: Annotated[float, Meta(gt=0.0)] = 5.0
+    """A rank that is stopped, gone or blocked pages after this long."""
+    page_ratio: Annotated[float, Meta(ge=1.0)] = 5.0
+    """And after this multiple of the phase's 99th percentile."""
+    computing_seconds: Annotated[float, Meta(gt=0.0)] = 180.0
+    """One that computes pages after this long: an evaluation of rank 0 alone looks the same."""
+    computing_ratio: Annotated[float, Meta(ge=1.0)] = 5.0
+    """And after this multiple of the longest such wait that ended by itself."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is waited for, and whether somebody must come."""
+
+    pages: bool
+    culprits: tuple[int, ...]
+    """Empty where all ranks stand at the same place."""
+    reason: Reason
+    step: int
+    seconds: float
+    limit: float
+    """After which it pages; infinite where it does not."""
+    text: str
+    """For people."""
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], Reason]:
+        """What must change for it to be told anew."""
+        return self.culprits, self.reason
+
+
+_KEPT = 512
+_FEW = 8
+
+
+class WaitHistory:
+    """How long ranks went without a step or a collective so far, by phase."""
+
+    def __init__(self) -> None:
+        self._gaps: dict[Phase, deque[float]] = {}
+        self._longest = 0.0
+
+    def add(self, phase: Phase, seconds: float) -> None:
+        """Take in a gap that ended."""
+        self._gaps.setdefault(phase, deque(maxlen=_KEPT)).append(seconds)
+
+    def ended(self, seconds: float) -> None:
+        """Take in a wait for a rank that computed: it ended by itself."""
+        self._longest = max(self._longest, seconds)
+
+    def p99(self, phase: Phase) -> float | None:
+        """Return the phase's 99th percentile; None while little is known of it."""
+        gaps = self._gaps.get(phase, ())
+        if len(gaps) < _FEW:
+            return None
+        return sorted(gaps)[int(0.99 * (len(gaps) - 1))]
+
+    def limits(self, config: HangConfig) -> HangLimits:
+        """Return after which times a wait is shown, and pages."""
+        usual = {phase: self.p99(phase) or 0.0 for phase in get_args(Phase)}
+        shows = {p: max(config.show_seconds, config.show_ratio * s) for p, s in usual.items()}
+        pages = {p: max(config.page_seconds, config.page_ratio * s) for p, s in usual.items()}
+        computing = max(config.computing_seconds, config.computing_ratio * self._longest)
+        return HangLimits(show=shows, page=pages, computing=computing)
+
+
+def decide(
+    ranks: Sequence[RankActivity],
+    limits: HangLimits,
+    *,
+    world_size: int,
+) -> Verdict | None:
+    """Return who is waited for; None while all is well, or nobody can tell.
+
+    Args:
+        ranks: what is known of each; those of other nodes may be missing, and then nobody is named
+            but who is stopped or gone.
+        limits: how long ranks may wait, by what is usual in this run.
+        world_size: ranks of the job.
+    """
+    living = [rank for rank in ranks if rank.process not in ("gone", "ended")]
+    if not living or all(rank.process == "stopped" for rank in living):
+        return None  # the job is over, or a person or a scheduler has stopped all of it
+    judge = _Judge(ranks, living, limits)
+    return (
+        judge.of_process("gone")
+        or judge.of_process("stopped")
+        or (None if len(ranks) < world_size else judge.of_order() or judge.of_sequences())
+        or (None if len(ranks) < world_size else judge.of_all())
+    )
+
+
+class HangFollower:
+    """Follows a job from look to look: what is new is told once, and what ended is learnt from."""
+
+    def __init__(self, config: HangConfig | None = None) -> None:
+        self.config = config or HangConfig()
+        self.history = WaitHistory()
+        self.verdict: Verdict | None = None
+        """What holds now."""
+        self._has_paged = False
+
+    def look(
+        self, ranks: Sequence[RankActivity], *, world_size: int, limits: HangLimits | None = None
+    ) -> tuple[Finding, ...]:
+        """Return what is to be told of this look that was not told before."""
+        verdict = decide(ranks, limits or self.history.limits(self.config), world_size=world_size)
+        before, self.verdict = self.verdict, verdict
+        if verdict is None or before is None or verdict.key != before.key:
+            self._has_paged = False
+            if before is not None and before.reason == "computing":
+                self.history.ended(before.seconds)
+        if verdict is None:
+            return ()
+        findings = []
+        if before is None or verdict.key != before.key:
+            findings.append(_finding("waiting", verdict))
+        if verdict.pages and not self._has_paged:
+            self._has_paged = True
+            findings.append(_finding("hang", verdict))
+        return tuple(findings)
+
+
+def _finding(kind: str, verdict: Verdict) -> Finding:
+    return Finding(
+        kind=kind,
+        level="advisory",
+        step=verdict.step,
+        detector="hang",
+        reason=verdict.text,
+        rank=verdict.culprits[0] if verdict.culprits else -1,
+        value=verdict.seconds,
+        limit=None if math.isinf(verdict.limit) else verdict.limit,
+        cause=f"hang_{verdict.reason}" if kind == "hang" else "",
+    )
+
+
+class _Judge:
+    """The questions of ``decide``, over one look at the ranks."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankActivity],
+        living: Sequence[RankActivity],
+        limits: HangLimits,
+    ) -> None:
+        self._ranks = ranks
+        self._living = living
+        self._limits = limits
+
+    def of_process(self, state: Literal["gone", "stopped"]) -> Verdict | None:
+        """Name the ranks whose process says it, while the others make no progress."""
+        culprits = [rank for rank in self._ranks if rank.process == state]
+        others = [rank for rank in self._living if rank.process != "stopped"]
+        if not culprits or not others:
+            return None
+        seconds = min(rank.still_seconds for rank in (*culprits, *others))
+        # A fact needs no pattern: that it is so is shown at once, and a moment may be an accident.
+        if seconds < 1.0:
+            return None
+        return self._verdict(culprits, others, state, seconds)
+
+    def of_order(self) -> Verdict | None:
+        """Name the ranks that called another collective than the others under the same number."""
+        seconds = min(rank.still_seconds for rank in self._living)
+        if seconds < self._limits.show["exchange"]:
+            return None
+        groups = sorted({group for rank in self._living for group in rank.last_collectives})
+        for group in groups:
+            told = {rank.rank: rank.last_collectives.get(group, {}) for rank in self._living}
+            for number in sorted(set().union(*told.values())):
+                calls = {rank: of[number] for rank, of in told.items() if number in of}
+                odd = _odd_ones(calls)
+                if odd:
+                    return self._of_calls(group, number, calls, odd, seconds)
+        return None
+
+    def _of_calls(
+        self, group: str, number: int, calls: Mapping[int, str], odd: Sequence[int], seconds: float
+    ) -> Verdict:
+        by_call: dict[str, list[int]] = {}
+        for rank, call in sorted(calls.items()):
+            by_call.setdefault(call, []).append(rank)
+        who = "; ".join(f"{_named(ranks)} called {call}" for call, ranks in by_call.items())
+        culprits = [rank for rank in self._living if rank.rank in odd]
+        where = next((f", in {rank.where}" for rank in culprits if rank.where), "")
+        text = f"The ranks disagree on collective {number} of group {group}: {who}{where}"
+        limit = self._limits.page["exchange"]
+        return self._made(culprits, "order", seconds, limit, text)
+
+    def of_sequences(self) -> Verdict | None:
+        """Name the ranks that are behind in a collective, or a step, and wait for nobody."""
+        seen = [rank for rank in self._ranks if rank.process != "gone"]
+        waits = {
+            rank.rank: {ahead.rank for ahead in seen if _is_behind(rank, ahead)} for rank in seen
+        }
+        culprits = [
+            rank
+            for rank in seen
+            if waits[rank.rank] and not any(rank.rank in others for others in waits.values())
+        ]
+        if not culprits:
+            return None
+        waiting = set().union(*(waits[rank.rank] for rank in culprits))
+        others = [rank for rank in self._living if rank.rank in waiting]
+        if not others:
+            return None
+        seconds = min(rank.still_seconds for rank in (*culprits, *others))
+        if seconds < self._limits.show[culprits[0].phase]:
+            return None
+        return self._verdict(culprits, others, _reason(culprits), seconds)
+
+    def of_all(self) -> Verdict | None:
+        """Tell of a job that stands as a whole, with no rank that computes or said it would."""
+        seconds = min(rank.still_seconds for rank in self._living)
+        limit = self._limits.computing
+        is_told = any(r.is_announced or r.is_debugged or r.is_active for r in self._living)
+        # One rank alone may be somebody's notebook, or wait for its next batch: a stall tells.
+        if seconds < limit or is_told or len(self._living) < 2:
+            return None
+        return self._made([], "all", seconds, limit, f"No rank has moved{_places(self._living)}")
+
+    # ------------------------------------------------------------------------------ what is said
+
+    def _verdict(
+        self,
+        culprits: Sequence[RankActivity],
+        others: Sequence[RankActivity],
+        reason: Reason,
+        seconds: float,
+    ) -> Verdict:
+        names, first = _named([rank.rank for rank in culprits]), culprits[0]
+        are, in_place = ("is" if len(culprits) == 1 else "are"), ""
+        if first.where and len(culprits) == 1:
+            in_place = f" in {first.where}"
+        words = {
+            "gone": f"ended without a word{f' ({first.exit})' if first.exit else ''}",
+            "stopped": f"{are} stopped (SIGSTOP){in_place}",
+            "ended": "finished training while the others still wait",
+            "debugged": f"{are} in a debugger{in_place}",
+            "blocked": f"{are} blocked{_disk(first)}{in_place}",
+            "interpreter": f"{are} in native code that holds the Python interpreter"
+            + (f", last seen{in_place}" if in_place else ""),
+            "computing": f"{'computes' if len(culprits) == 1 else 'compute'}{in_place}",
+        }[reason]
+        calls = {call for rank in others if (call := _call_of(rank))}
+        waiting = _named([rank.rank for rank in others])
+        wait = "waits" if len(others) == 1 else "wait"
+        text = f"{names[0].upper()}{names[1:]} {words}; {waiting} {wait} for it"
+        if len(calls) == 1:
+            text += f" in {calls.pop()}"
+        return self._made(culprits, reason, seconds, self._limit(culprits, reason), text)
+
+    def _limit(self, culprits: Sequence[RankActivity], reason: Reason) -> float:
+        phases = {rank.phase for rank in culprits}
+        blocked = max(self._limits.page[phase] for phase in phases)
+        if reason == "debugged":
+            return float("inf")
+        if reason in ("gone", "stopped", "ended"):
+            return blocked
+        is_announced = any(rank.is_announced for rank in culprits)
+        if reason == "computing" or any(rank.is_active for rank in culprits):
+            return float("inf") if is_announced else self._limits.computing
+        # A first step compiles, reads, connects; and what was announced may wait for a disk.
+        is_first = any(rank.num_steps < 2 for rank in culprits)
+        if is_announced or is_first:
+            return max(blocked, self._limits.computing)
+        return blocked
+
+    def _made(
+        self,
+        culprits: Sequence[RankActivity],
+        reason: Reason,
+        seconds: float,
+        limit: float,
+        text: str,
+    ) -> Verdict:
+        return Verdict(
+            pages=seconds >= limit,
+            culprits=tuple(sorted(rank.rank for rank in culprits)),
+            reason=reason,
+            step=max((rank.step for rank in culprits or self._living), default=-1),
+            seconds=seconds,
+            limit=limit,
+            text=f"{text} (for {humanize_seconds(seconds)})",
+        )
+
+
+def _is_behind(rank: RankActivity, other: RankActivity) -> bool:
+    """Return whether the other has begun a collective that this rank has not."""
+    shared = rank.sequences.keys() & other.sequences.keys()
+    if any(rank.sequences[group] < other.sequences[group] for group in shared):
+        return True
+    # Without numbers the steps tell, as far as they can.
+    return not shared and rank.step < other.step
+
+
+def _reason(culprits: Iterable[RankActivity]) -> Reason:
+    ranks = list(culprits)
+    if all(rank.process == "ended" for rank in ranks):
+        return "ended"
+    if any(rank.is_debugged or rank.process == "traced" for rank in ranks):
+        return "debugged"
+    if any(rank.is_mute for rank in ranks):
+        return "interpreter"
+    return "computing" if any(rank.is_active for rank in ranks) else "blocked"
+
+
+_SAME_SIZES = frozenset({"all_reduce", "allreduce", "broadcast"})
+"""Collectives in which every rank gives as much; of the others only the names are compared."""
+
+
+def _odd_ones(calls: Mapping[int, str]) -> tuple[int, ...]:
+    """Return who called another one than most; all where there is no most."""
+    names = {rank: call.partition("(")[0] for rank, call in calls.items()}
+    if set(names.values()) <= _SAME_SIZES:
+        names = dict(calls)
+    counts = Counter(names.values()).most_common()
+    if len(counts) < 2:
+        return ()
+    usual = counts[0][0] if counts[0][1] > counts[1][1] else None
+    return tuple(sorted(rank for rank, name in names.items() if name != usual))
+
+
+def _call_of(rank: RankActivity) -> str:
+    """Return the collective that a rank waits in: of the group that the recorder told last."""
+    of_groups = [calls for calls in rank.last_collectives.values() if calls]
+    return of_groups[0][max(of_groups[0])] if len(of_groups) == 1 else ""
+
+
+def _disk(rank: RankActivity) -> str:
+    return " in a call to the system that cannot be interrupted" if rank.process == "disk" else ""
+
+
+def _places(ranks: Sequence[RankActivity]) -> str:
+    calls = {call for rank in ranks if (call := _call_of(rank))}
+    places = {rank.where for rank in ranks if rank.where}
+    at = calls if len(calls) == 1 else places
+    return f": all wait in {at.pop()}" if len(at) == 1 else ""
+
+
+_MOST_NAMED = 8
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
