@@ -197,21 +197,20 @@ class BadCable:
     mark_delivered = RealStore.mark_delivered
 
 
-@pytest.mark.parametrize("num_steps", [900, pytest.param(3_000, marks=pytest.mark.slow)])
-def test_over_a_cable_that_flips_bits_every_row_arrives_once(world, collector, files, num_steps):
+def test_over_a_cable_that_flips_bits_every_row_arrives_once(world, collector, files):
     ranks = [world.rank(0), world.rank(1)]
     cable = BadCable(collector)
     agent = world.agent(client=cable, keeps_history=False)
     now = 0.0
-    for begin in range(0, num_steps, CYCLE_STEPS):
+    for begin in range(0, 3_000, CYCLE_STEPS):
         now = train(world, agent, ranks, begin, begin + CYCLE_STEPS, now)
     for second in range(100):
         agent.cycle(now + second)
     cable.is_bad = False
     for second in range(100, 200):
         agent.cycle(now + second)
-    assert num_steps // 300 <= cable.num_flips
-    assert expected(num_steps) == (collector.steps(), collector.notes())
+    assert 10 < cable.num_flips
+    assert expected(3_000) == (collector.steps(), collector.notes())
     assert (0, 0) == (collector.num_lost(), agent.shipper.num_refused_rows)
     assert agent.shipper.drained(RUN)
 

@@ -64,8 +64,9 @@ class Served:
 
     @contextlib.contextmanager
     def client(self, scope: str = "read") -> Iterator[CollectorClient]:
-        """Give the client every program uses, with the token of that scope."""
-        with client_of(CollectorAddress(url=self.url, tokens=self.tokens), scope) as client:
+        """Give the client every program uses, with the token of that scope, and more patience."""
+        address = CollectorAddress(url=self.url, tokens=self.tokens)
+        with client_of(address, scope, timeout=60.0) as client:
             yield client
 
     def request(self, method: str, path: str, scope: str = "read", **how: Any) -> httpx.Response:

@@ -67,7 +67,7 @@ def token(served: Served, owner: str, *scopes: str, **limits) -> str:
 
 
 def client(served: Served, secret: str) -> CollectorClient:
-    return CollectorClient(served.url, secret)
+    return CollectorClient(served.url, secret, timeout=60.0)
 
 
 def send(served: Served, secret: str, *raws: bytes) -> list[str]:
