@@ -224,7 +224,7 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "train_lost_steps_total",
         "run",
-        "Steps trained in vain: skipped ones, and those that a rollback discarded.",
+        "Lost work: steps that were skipped or that a rollback discarded.",
         labels=("run",),
     ),
     _plain(

@@ -150,7 +150,7 @@ NOW = (
             "steps lost": _in_range("train_lost_steps_total"),
             "batches dropped": _in_range("train_dropped_batches_total"),
         },
-        help="Steps trained in vain, and batches the model has not seen, within the time shown.",
+        help="Steps skipped or discarded, and batches the model has not seen.",
         thresholds=NOTED_FROM_ONE,
     ),
     Panel(

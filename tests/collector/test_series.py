@@ -6,8 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from vitals_collector.numbers.drawing import downsample
-from vitals_collector.numbers.interface import AttemptRow, Points, lineage, stitch
+from vitals_collector.numbers.interface import AttemptRow, Points, downsample, lineage, stitch
 from vitals_collector.queries.series import nonfinite_marks
 
 FLOATS = st.floats(width=32) | st.sampled_from([math.nan, math.inf, -math.inf])

@@ -42,8 +42,7 @@ from trainvitals.views import (
     VerdictQuestion,
     VerdictView,
 )
-from vitals_collector.numbers.drawing import smooth
-from vitals_collector.numbers.interface import Points
+from vitals_collector.numbers.interface import Points, smooth
 from vitals_collector.queries.difference import Curve, subtract
 
 READ, CONTROL = "read-token-0123456789", "control-token-0123456789"

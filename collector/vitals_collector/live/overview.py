@@ -64,7 +64,7 @@ def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tu
 
 
 def lost_work(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return by run how many steps were trained in vain, each once, and the batches dropped."""
+    """Return by run how many steps are lost work, each once, and the batches dropped."""
     own = decisions.c
     query = select(own.run_id, own.body).where(own.run_id.in_(ids), own.action != "continue")
     lost: dict[str, set[tuple[int, int]]] = {run_id: set() for run_id in ids}

@@ -19,7 +19,6 @@ import pyarrow.compute
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import FormatError
 from trainvitals.views import Branch
-from vitals_collector.numbers.drawing import column_power
 from vitals_collector.numbers.interface import (
     HOST_STREAMS,
     NOT_A_RANK,
@@ -37,6 +36,7 @@ from vitals_collector.numbers.interface import (
     Points,
     Span,
     arranged,
+    column_power,
     common_type,
     ends,
     in_order,

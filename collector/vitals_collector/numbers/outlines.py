@@ -2,7 +2,7 @@
 
 A stretch is some rows of one writer, one behind the other: of one attempt, and of steps that rise
 within 256 (of streams without steps: of times within five minutes). Both are powers of two, so that
-a stretch ends where a column of a drawing does (``drawing``). What is outlined later is added
+a stretch ends where a column of a drawing does (``downsample``). What is outlined later is added
 beside it, so a stretch may be one row.
 """
 

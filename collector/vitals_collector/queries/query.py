@@ -65,8 +65,7 @@ from vitals_collector.alerts import commands, inbox
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live import overview
 from vitals_collector.live.run_status import Liveness
-from vitals_collector.numbers.drawing import downsample, smooth
-from vitals_collector.numbers.interface import Curve, Drawn, Points
+from vitals_collector.numbers.interface import Curve, Drawn, Points, downsample, smooth
 from vitals_collector.queries import series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.attribution import at_step

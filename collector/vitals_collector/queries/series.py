@@ -1,6 +1,6 @@
 """One curve of a run: which there are, where the rows of each are, and what is drawn of it.
 
-What is lost on the way to the screen is points that say nothing new (``numbers.drawing``), and
+What is lost on the way to the screen is points that say nothing new (``downsample``), and
 non-finite values stay as marks. A program gets the whole curve, its numbers as they lie in memory.
 """
 
