@@ -213,18 +213,18 @@ class Feed:
         marks = _marks_of(charts)
         bad = {mark: held for mark, held in self.marks.items() if mark[0] == NON_FINITE.word}
         marks = bad | marks
-        gone = [i for i, mark in enumerate(self.marks) if marks.get(mark) != self.marks[mark]]
+        removed = [i for i, mark in enumerate(self.marks) if marks.get(mark) != self.marks[mark]]
         come = [[*mark, places] for mark, places in marks.items() if self.marks.get(mark) != places]
-        known = {mark[0] for mark in self.marks}
+        kinds_sent = {mark[0] for mark in self.marks}
         looks = {mark.look.word: mark.look for chart in charts for mark in chart.marks}
         held = [mark for mark in self.marks if marks.get(mark) == self.marks[mark]]
         self.marks = {mark: marks[mark] for mark in [*held, *(tuple(m[:3]) for m in come)]}
         ends = [chart.ends for chart in charts]
         message: Wire = {"base": self.number}
-        if lines or gone or come:
+        if lines or removed or come:
             self.number += 1
-            kinds = {word: asdict(look) for word, look in looks.items() if word not in known}
-            parts = {"xs": xs, "lines": lines, "gone": gone, "marks": come, "kinds": kinds}
+            kinds = {word: asdict(look) for word, look in looks.items() if word not in kinds_sent}
+            parts = {"xs": xs, "lines": lines, "gone": removed, "marks": come, "kinds": kinds}
             message |= {name: part for name, part in parts.items() if part}
             message["ends"] = ends if len({*ends}) > 1 else ends[:1]
         return message

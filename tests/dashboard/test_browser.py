@@ -433,6 +433,8 @@ def test_every_page_can_be_read_by_everybody(page, address, started, theme: str)
 
     def grave() -> list[tuple[str, str, str]]:
         page.wait_for_timeout(500)
+        # What a slow refresh has not drawn again yet is faded for a moment.
+        page.locator("[data-stale=true]").first.wait_for(state="detached")
         return [
             (each["id"], node["target"], node["failureSummary"])
             for each in axe.run(page).response["violations"]

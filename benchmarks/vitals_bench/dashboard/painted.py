@@ -136,12 +136,11 @@ def _refreshed(chromium: Any, serving: Serving, num: int) -> Iterator[Row]:
     sent.clear()
     begin, cpu, drawing = time.perf_counter(), serving.cpu_seconds(), renderer_cpu_seconds()
     for _ in range(num):
-        num_sent = len(sent)
         for _ in range(NUM_STEPS):
             serving.train()
-        while len(sent) == num_sent:
+        newest = f"{serving.filling.size.num_steps + serving.num_more - 1}]".encode()
+        while not any(_of_charts(frame) and newest in frame for frame in received):
             page.wait_for_timeout(100)
-    page.wait_for_timeout(_STILL_MS)  # what the last steps lead to
     drawing = (renderer_cpu_seconds() - drawing) / (time.perf_counter() - begin)
     cpu = serving.cpu_seconds() - cpu
     page.close()
@@ -153,7 +152,7 @@ def _refreshed(chromium: Any, serving: Serving, num: int) -> Iterator[Row]:
         goal=at_most(300.0),
         note=f"CPU of dashboard and collector over {len(sent)} refreshes, with new steps in each",
     )
-    of_charts = sum(len(frame) for frame in received if b"trainvitals.charts" in frame)
+    of_charts = sum(len(frame) for frame in received if _of_charts(frame))
     yield Row(
         name=f"{name}: what goes to the charts for {NUM_STEPS} new steps",
         ours=of_charts / num / 1024,
@@ -192,6 +191,10 @@ def renderer_cpu_seconds() -> float:
                 times = process.cpu_times()
                 total += times.user + times.system
     return total
+
+
+def _of_charts(frame: bytes) -> bool:
+    return b"trainvitals.charts" in frame
 
 
 def _listen(socket: Any, received: list[bytes], sent: list[int]) -> None:

@@ -111,8 +111,8 @@ def _charts(view: curves.View, own: Sequence[str]) -> None:
             f"{formatting.count(num_left_out, 'chart')} did not fit (at most {MAX_POINTS:,}"
             " points): choose fewer metrics."
         )
-    if said := " ".join(note for note in notes if note):
-        st.caption(said)
+    if text := " ".join(note for note in notes if note):
+        st.caption(text)
 
 
 def _tools(source: Source, detail: RunDetail, decisions: Sequence[DecisionView]) -> list[str]:
