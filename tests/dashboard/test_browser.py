@@ -221,7 +221,8 @@ def test_a_zoom_by_range_gets_every_point_and_is_an_address(page, address):
 def test_an_alert_is_silenced_with_a_reason_and_an_end(page, address, started):
     page.goto(at(address, "alerts"))
     get_control(page, started)
-    card = page.locator("[class*='st-key-alert_']:not([class*='alert_group'])").filter(has_text="StepSkipped").first
+    cards = page.locator("[class*='st-key-alert_']:not([class*='alert_group'])")
+    card = cards.filter(has_text="StepSkipped").first
     card.get_by_text("Silence", exact=True).click()
     form = page.get_by_test_id("stPopoverBody")
     form.get_by_role("button", name="Silence").click()
