@@ -9,14 +9,14 @@ MAX_TEXT = 600
 _SHAPES = {True: "\N{BLACK UP-POINTING TRIANGLE} Open incident", False: "\N{CHECK MARK} Resolved"}
 
 
-def is_urgent(run: RunSummary, told: RunVerdict) -> bool:
+def is_urgent(run: RunSummary, judged: RunVerdict) -> bool:
     """Return whether somebody has to do something: only then a command stands on the page."""
-    return run.state in ("halted", "failed", "lost") or any(i.is_open for i in told.incidents)
+    return run.state in ("halted", "failed", "lost") or any(i.is_open for i in judged.incidents)
 
 
-def strip(run: RunSummary, told: RunVerdict) -> None:
+def strip(run: RunSummary, judged: RunVerdict) -> None:
     """Draw the verdict on a run in two lines at most; the rest folds out above what follows."""
-    verdict = told.verdict
+    verdict = judged.verdict
     with st.container(
         horizontal=True, vertical_alignment="center", key="verdict_strip", gap="small"
     ):
@@ -24,11 +24,11 @@ def strip(run: RunSummary, told: RunVerdict) -> None:
             st.text(formatting.plain(verdict.state, MAX_TEXT))
             return
         is_open = any(
-            line.is_open for line in told.incidents if line.incident_id == verdict.incident_id
+            line.is_open for line in judged.incidents if line.incident_id == verdict.incident_id
         )
         st.badge(_SHAPES[is_open], color="orange" if is_open else "green")
         st.text(formatting.plain(f"{verdict.cause} {verdict.action}", MAX_TEXT), width="stretch")
-        num = len(told.incidents)
+        num = len(judged.incidents)
         with st.popover("Verdict", icon=":material/unfold_more:", key="verdict_open"):
             panel(verdict)
         st.page_link(
@@ -37,7 +37,7 @@ def strip(run: RunSummary, told: RunVerdict) -> None:
             icon=":material/emergency:",
             query_params={"run": run.run_id, "incident": verdict.incident_id},
         )
-    if is_urgent(run, told) and verdict.commands:
+    if is_urgent(run, judged) and verdict.commands:
         with st.container(horizontal=True, vertical_alignment="center", key="strip_next"):
             st.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
             st.code(formatting.plain(verdict.commands[0], MAX_TEXT), language=None, width="content")
@@ -79,12 +79,12 @@ def ticket_of(run: RunSummary, incident: IncidentView) -> None:
         )
 
 
-def headline(run: RunSummary, told: RunVerdict | None) -> str:
+def headline(run: RunSummary, judged: RunVerdict | None) -> str:
     """Return the verdict in one line for a list of runs; "" where there was never an incident."""
-    if told is None or not told.verdict.incident_id:
+    if judged is None or not judged.verdict.incident_id:
         return ""
-    is_open = any(line.is_open for line in told.incidents)
-    words = f"{told.verdict.cause} {told.verdict.action}"
+    is_open = any(line.is_open for line in judged.incidents)
+    words = f"{judged.verdict.cause} {judged.verdict.action}"
     return formatting.plain(
         words if is_open or run.state != "running" else f"Resolved: {words}", 300
     )

@@ -85,8 +85,10 @@ def total(each: Sequence[LostWork]) -> LostWork:
 
 
 def _sum(values: Sequence[N | None]) -> N | None:
-    known = [value for value in values if value is not None]
-    return sum(known, start=known[0] * 0) if known and len(known) == len(values) else None
+    measured = [value for value in values if value is not None]
+    if not measured or len(measured) < len(values):
+        return None
+    return sum(measured, start=measured[0] * 0)
 
 
 def lost_spans(decided: Iterable[DecisionView]) -> list[Lost]:

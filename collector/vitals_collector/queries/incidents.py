@@ -153,8 +153,8 @@ def run_verdict(
         return RunVerdict(run_id=run.run_id, verdict=of_healthy(run), incidents=())
     bundle = max(of_run.bundles, key=of_run.gravity)
     first = precursor(moment, run.run_id, bundle.attempt, bundle.onset, bundle.cause)
-    told = of_run.verdict(bundle, first, is_whole=True)
-    return RunVerdict(run_id=run.run_id, verdict=told, incidents=lines)
+    judgement = of_run.verdict(bundle, first, is_whole=True)
+    return RunVerdict(run_id=run.run_id, verdict=judgement, incidents=lines)
 
 
 def _read(
@@ -523,13 +523,13 @@ def _runs_that_had(
         .order_by(runs.c.run_id.desc())
         .limit(MAX_OTHER_RUNS)
     )
-    asked = [row for row in connection.execute(newest) if reach is None or row.run_id in reach]
-    ids = [row.run_id for row in asked]
+    others = [row for row in connection.execute(newest) if reach is None or row.run_id in reach]
+    ids = [row.run_id for row in others]
     had: set[str] = set()
     for table, column in ((decisions, decisions.c.cause), (findings, findings.c.kind)):
         query = select(table.c.run_id).where(table.c.run_id.in_(ids), column == cause).distinct()
         had |= set(connection.execute(query).scalars()) if ids else set()
-    return [row.name or row.run_id for row in asked if row.run_id in had], len(asked)
+    return [row.name or row.run_id for row in others if row.run_id in had], len(others)
 
 
 def _view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> IncidentView:
@@ -538,7 +538,7 @@ def _view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> IncidentView
     if is_whole:
         evidence = gather(moment, run, bundle.attempt, bundle.onset, bundle.last, bundle.cause)
     facts = of_run.story_facts(bundle, evidence)
-    told = of_run.verdict(bundle, evidence.precursor, is_whole=is_whole)
+    judgement = of_run.verdict(bundle, evidence.precursor, is_whole=is_whole)
     is_open = of_run.is_open(bundle)
     return IncidentView(
         incident_id=bundle.name,
@@ -550,10 +550,10 @@ def _view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> IncidentView
         last_step=bundle.last,
         started_unix_ns=bundle.started_unix_ns,
         ended_unix_ns=0 if is_open else bundle.ended_unix_ns,
-        verdict=told,
+        verdict=judgement,
         story=story.tell(facts),
-        cost_steps=told.lost.steps,
-        cost_seconds=told.lost.seconds or 0.0,
+        cost_steps=judgement.lost.steps,
+        cost_seconds=judgement.lost.seconds or 0.0,
         decisions=tuple(facts.decisions[:MAX_LISTED]),
         findings=tuple(facts.findings[:MAX_LISTED]),
         alerts=tuple(facts.alerts[:MAX_LISTED]),

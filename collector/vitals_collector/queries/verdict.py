@@ -155,8 +155,8 @@ def cause(facts: VerdictFacts) -> str:
     """Say what went wrong, on which rank, at which steps; then what came before it, if asked."""
     sentences = _causes(facts)
     if not sentences:
-        told = [alert.summary for alert in facts.alerts] + [event.text for event in facts.events]
-        sentences = [f"{_capital(text.rstrip('.'))}." for text in told[:1]] or ["Not recorded."]
+        texts = [alert.summary for alert in facts.alerts] + [e.text for e in facts.events]
+        sentences = [f"{_capital(text.rstrip('.'))}." for text in texts[:1]] or ["Not recorded."]
     more = len(sentences) - MAX_CAUSES
     words = [sentences[0], *(f"Then: {text}" for text in sentences[1:MAX_CAUSES])]
     if more > 0:
@@ -195,16 +195,16 @@ def _causes(facts: VerdictFacts) -> list[str]:
         return triggers.setdefault(name, _Trigger(name, set(), set(), [], [], []))
 
     for view in facts.findings:
-        found = trigger(view.finding, view.finding.cause or view.finding.kind)
-        found.kind = found.kind or view.finding.kind
-        found.add(view.finding)
+        mine = trigger(view.finding, view.finding.cause or view.finding.kind)
+        mine.kind = mine.kind or view.finding.kind
+        mine.add(view.finding)
     for decided in facts.decisions:
         decision = decided.decision
-        found = trigger(decision, decision.cause or decision.rule)
-        found.is_acted_on |= decision.action != "continue"
+        mine = trigger(decision, decision.cause or decision.rule)
+        mine.is_acted_on |= decision.action != "continue"
         # The step of a rollback or a halt is where it was decided: the bad ones came before.
-        if decision.action == "skip_step" or not found.steps:
-            found.add(decision)
+        if decision.action == "skip_step" or not mine.steps:
+            mine.add(decision)
     ordered = sorted(triggers.values(), key=lambda each: (not each.is_acted_on, min(each.steps)))
     return [_sentence(each) for each in ordered]
 
@@ -230,8 +230,8 @@ def _sentence(trigger: _Trigger) -> str:
 def _nonfinite(trigger: _Trigger) -> str:
     """Say which of the two the values were; records without a value say it in their reason."""
     if not any(not math.isfinite(value) for value in trigger.values):
-        said = " ".join(trigger.reasons).casefold()
-        named = [word for word in ("nan", "inf") if re.search(rf"\b{word}\b", said)]
+        reasons = " ".join(trigger.reasons).casefold()
+        named = [word for word in ("nan", "inf") if re.search(rf"\b{word}\b", reasons)]
         return {"nan": "NaN", "inf": "infinite"}[named[0]] if len(named) == 1 else "NaN or infinite"
     words = {
         "NaN" if math.isnan(value) else "infinite"
@@ -278,8 +278,8 @@ def action(decisions: Sequence[DecisionView]) -> str:
     if not done:
         would = [_observed(name, [d for d in made if d.action == name]) for name in _OBSERVED]
         listed = " and ".join(text for text in would if text)
-        asked = any(WAITS_UNTIL in decision.evidence for decision in made)
-        why = "Vitals waits for an answer; it would have" if asked else "Observed only; would have"
+        waits = any(WAITS_UNTIL in decision.evidence for decision in made)
+        why = "Vitals waits for an answer; it would have" if waits else "Observed only; would have"
         return f"{why} {listed}." if listed else "Vitals took no action."
     sentences = [_did(name, list(same)) for name, same in groupby(done, lambda d: d.action)]
     more = len(sentences) - MAX_TIMELINE

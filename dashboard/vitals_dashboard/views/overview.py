@@ -78,15 +78,15 @@ def _body(source: Source, choice: Choice) -> None:
         return
     _totals(everything)
     try:
-        asked, by = search.parse(choice.text), search.check_group(choice.group)
+        query, by = search.parse(choice.text), search.check_group(choice.group)
     except UsageError as error:
         states.not_understood(error)
         return
     configs: search.Configs = {}
-    if asked.needs_configs or by.startswith(search.CONFIG):
+    if query.needs_configs or by.startswith(search.CONFIG):
         configs = configs_of(source.client, source.client.url, len(everything))
     runs = tables.in_order(
-        (run for run in everything if asked.matches(run, configs.get(run.run_id, {}))),
+        (run for run in everything if query.matches(run, configs.get(run.run_id, {}))),
         choice.order,
     )
     groups = search.grouped(runs, by, configs) if by else [("", runs)]
@@ -129,12 +129,12 @@ def _pages(
 
 
 def _list(source: Source, runs: Sequence[RunSummary], *, key: str) -> None:
-    told = {run.run_id: verdict_of(source, run) for run in runs if _had_trouble(run)}
+    judged = {run.run_id: verdict_of(source, run) for run in runs if _had_trouble(run)}
     rows = tables.run_rows(
         runs,
         now_unix_ns=source.clock.time_ns(),
         curves=_curves(source, runs),
-        verdicts={run.run_id: verdicts.headline(run, told.get(run.run_id)) for run in runs},
+        verdicts={run.run_id: verdicts.headline(run, judged.get(run.run_id)) for run in runs},
     )
     column = st.column_config
     numbers = column.NumberColumn(format="localized", width=70)
