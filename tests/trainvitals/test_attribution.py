@@ -190,6 +190,23 @@ def test_the_onset_is_the_same_whenever_somebody_asks(asked):
     assert (BAD, "layer", "h.1", "weight_written_ratio") == named(drift, asked)
 
 
+def test_without_what_would_tell_data_from_weights_no_cause_is_named():
+    def bare(step: MergedStep) -> MergedStep:
+        layers = {name: {"grad_norm": row["grad_norm"]} for name, row in step.layers.items()}
+        return MergedStep(
+            step=step.step, attempt=1, time_unix_ns=0, run=step.run, ranks=step.ranks, layers=layers
+        )
+
+    for loss in (5.0, NAN):
+        tracker = OnsetTracker()
+        for number in range(BAD + 5):
+            step = bare(healthy(number))
+            losses = {("rank_loss", rank): loss for rank in range(4)}
+            tracker.update(change(step, ranks=losses) if number >= BAD else step)
+        assert (BAD, "losses", "", "loss") == named(tracker)
+        assert not tracker.onsets[-1].is_cause
+
+
 def test_what_was_over_long_before_the_trouble_is_not_what_it_came_from():
     tracker = seen(CASES["a layer's gradients explode"][0], last=BAD + 100)
     assert named(tracker, BAD + 39) is not None

@@ -28,11 +28,11 @@ from trainvitals.detect.fleet.base import MergedStep, finite, number, step_secon
 
 Floats = npt.NDArray[np.float64]
 Subject = Literal[
-    "lr", "config", "loader", "layer", "optimizer", "data", "loss", "rank", "gradients"
+    "lr", "config", "loader", "layer", "optimizer", "data", "loss", "rank", "losses", "gradients"
 ]
 """What an onset names: the learning rate, a setting, the loader, a layer, the state or the step of
-the optimizer, the data, the loss itself, one rank's gradients; ``gradients`` where only their total
-was measured."""
+the optimizer, the data, the loss itself, one rank's gradients. ``losses`` and ``gradients`` are
+what moved, and no cause: what would tell it was not measured."""
 
 SIGMAS = 8.0
 """Robust sigmas from which a series is out."""
@@ -98,6 +98,11 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
     is_old: bool = False
     """It was out when watching began: what came first is not known."""
     next: tuple[Next, ...] = ()
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether it names where the trouble came from, and not only what moved."""
+        return self.subject not in ("losses", "gradients")
 
     @property
     def is_of_speed(self) -> bool:
@@ -590,7 +595,9 @@ class OnsetTracker:
         if lossy:
             bad = [rank for rank, value in enumerate(given) if number(value) is None]
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(given) else ""
-            out.append(_Out(step, 7, "loss", where, "loss"))
+            # An output that is not finite comes before; without activations nobody would know.
+            subject: Subject = "loss" if "activation_rms" in self._of_layers else "losses"
+            out.append(_Out(step, 7, subject, where, "loss"))
         elif losses:
             lossy = self._of_finite_losses(step, losses, out, looked)
         self._of_rank_norms(merged, out, looked, lossy=lossy)
@@ -604,7 +611,9 @@ class OnsetTracker:
         mean = math.fsum(losses) / len(losses)
         sigmas, middle = self._look_at("loss", mean, looked)
         if sigmas > SIGMAS:
-            out.append(_Out(step, 10, "data", "", "loss", mean, middle, sigmas))
+            # Weights that were damaged raise every rank's loss as bad data do.
+            subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
+            out.append(_Out(step, 10, subject, "", "loss", mean, middle, sigmas))
         lossy = sigmas > SIGMAS / 2
         if 1 < len(losses) <= MOST_RANKS:
             others = _others(losses)

@@ -66,8 +66,7 @@ def figures(
     """Yield the figures of what was recorded."""
     all_, milder = named(faults), named(mild)
     loud = [one for one in all_ if one.fault.name in LOUD]
-    given = [one for one in all_ if one.onset is not None]
-    wrong = [one for one in given if not one.is_right]
+    given, wrong = _given(all_)
     quiet_named = windows_named(quiet, windows)
     yield Row(
         name="loud faults named rightly", ours=_share(loud), unit="%", goal=at_least(95),
@@ -98,12 +97,11 @@ def figures(
         "hard batch, warm restart and declared task among them",
     )
     default = named(faults, by_default=True)
-    given = [one for one in default if one.onset is not None]
     yield Row(
         name="all faults named rightly, no signal opted in",
         ours=_share(default),
         unit="%",
-        note=f"wrong: {sum(not one.is_right for one in given)} of {len(given)} names",
+        note=f"wrong: {len(_given(default)[1])} of {len(_given(default)[0])} names",
     )
     yield Row(
         name="healthy windows in which something is named, no signal opted in",
@@ -146,6 +144,12 @@ def windows_named(
         if onset is not None:
             found.append((which, step, onset))
     return found
+
+
+def _given(all_: Sequence[Named]) -> tuple[list[Named], list[Named]]:
+    """Return where a cause was named, and where it was a wrong one."""
+    given = [one for one in all_ if one.onset is not None and one.onset.is_cause]
+    return given, [one for one in given if not one.is_right]
 
 
 def _share(all_: Sequence[Named]) -> float:

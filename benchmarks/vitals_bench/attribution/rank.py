@@ -102,7 +102,7 @@ class _Loop:
             wait = 0.002 * math.exp(0.3 * draws.standard_normal())
             wait *= 5 if draws.random() < 0.01 else 1
             self.injector.begin(step)
-            time.sleep(0.15 if self.injector.stalls else wait)
+            time.sleep(0.5 if self.injector.stalls else wait)
             is_other = self.work.jumps and step >= TASK
             batch = self.training.batch_of(step, self.rank, is_other)
             if self.work.jumps and step == HARD:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 STEPS = 700
 CLIP, WEIGHT_DECAY = 1.0, 0.1
@@ -58,9 +58,9 @@ class Block(nn.Module):
         batch, length, width = x.shape
         shape = (batch, length, 3, self.heads, width // self.heads)
         q, k, v = self.qkv(self.norm1(x)).view(shape).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class CharModel(nn.Module):
@@ -138,7 +138,7 @@ def _text(seed: int) -> Training:
         return x, y
 
     def losses(out: Tensor, y: Tensor) -> Tensor:
-        each = F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none")
+        each = functional.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none")
         return each.view(len(y), -1).mean(1)
 
     common = int(torch.bincount(codes).argmax())
@@ -166,7 +166,7 @@ def _images(seed: int) -> Training:
         return x, batch[1]
 
     def losses(out: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out, y, reduction="none")
+        return functional.cross_entropy(out, y, reduction="none")
 
     return Training(nn.Sequential(*layers), 3e-3, batch_of, garbage, losses, ("0", 3), 16)
 

@@ -196,6 +196,8 @@ def sentence(onset: Onset) -> str:
     """Say what moved first, and what followed it."""
     at = f"at step {onset.step:,}"
     words = f"Moved first: {_what(onset)} {at}{_numbers(onset)}."
+    if not onset.is_cause:
+        words += " Not enough was measured to tell the cause: `watch(signals=...)` measures more."
     later = [one for one in onset.next if one.step > onset.step]
     if later:
         listed = "; ".join(f"{_followed(one)} at step {one.step:,}" for one in later[:_MAX_TOLD])
@@ -233,7 +235,9 @@ def _what(onset: Onset) -> str:
         return f"{series} was changed"
     if onset.subject == "loader":
         return f"data wait on {where}" if onset.where else "data wait"
-    if onset.subject == "loss":
+    if onset.subject == "losses" and onset.value is not None:
+        return "loss of all ranks"
+    if onset.subject in ("loss", "losses"):
         return f"loss of {where} turned NaN or infinite" if where else "loss turned NaN or infinite"
     if onset.subject == "data":
         if onset.series == "activation_rms":
