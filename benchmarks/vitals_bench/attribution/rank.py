@@ -106,10 +106,19 @@ class _Loop:
             is_other = self.work.jumps and step >= TASK
             batch = self.training.batch_of(step, self.rank, is_other)
             if self.work.jumps and step == HARD:
-                draws_of = torch.Generator().manual_seed(step + self.rank)
-                batch = self.training.garbage(batch, draws_of, max(1, self.training.size // 8))
+                batch = self._hardest(step)
             yield self.injector.batch(batch, step)
             step += 1
+
+    @torch.no_grad()
+    def _hardest(self, step: int) -> Batch:
+        """Return the samples of four batches on which the model is worst."""
+        drawn = [self.training.batch_of(step, self.rank + 10 * i, False) for i in range(4)]
+        x, y = (torch.cat(part) for part in zip(*drawn, strict=True))
+        model = self.training.model.eval()
+        worst = self.training.losses(model(x), y).topk(self.training.size).indices
+        model.train()
+        return x[worst], y[worst]
 
     def train(self, first: int, last: int, keep: set[int], states: dict[int, Any]) -> list[Rows]:
         """Train from one step to before another; return the rows that this rank wrote."""
