@@ -332,7 +332,7 @@ _LOGARITHM = 1e-3
 """Smallest sigma of a logarithm: a tenth of a percent."""
 _FLOORS = {
     "grad_norm": _LOGARITHM, "activation_rms": _LOGARITHM, "update_norm": _LOGARITHM,
-    "weight_norm": 1e-7, "rank_loss": 1e-4, "loss": 1e-4, "data_wait_seconds": 0.05,
+    "weight_norm": 1e-7, "rank_loss": 1e-4, "loss": 1e-4, "others": 1e-4, "data_wait_seconds": 0.05,
     "rank_grad_norm": _LOGARITHM, "total": _LOGARITHM,
 }  # fmt: skip
 _SETTINGS = ("max_norm", "weight_decay")
@@ -620,7 +620,9 @@ class OnsetTracker:
             zeds = self._look_at_ranks("rank_loss", losses, others, looked)
             top = max(range(len(zeds)), key=zeds.__getitem__)
             second = max((z for rank, z in enumerate(zeds) if rank != top), default=0.0)
-            if zeds[top] > SIGMAS and second < zeds[top] / 2:
+            # Where the others' own loss is out as well, it is no trouble of one rank's data.
+            common, _ = self._look_at("others", others[top], looked)
+            if zeds[top] > SIGMAS and second < zeds[top] / 2 and common <= SIGMAS / 2:
                 numbers = (losses[top], others[top], zeds[top])
                 out.append(_Out(step, 9, "data", f"rank:{top}", "rank_loss", *numbers))
             lossy |= zeds[top] > SIGMAS / 2

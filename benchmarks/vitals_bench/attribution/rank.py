@@ -60,6 +60,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Without any it is one healthy run."""
     jumps: bool = False
     steps: int = STEPS
+    """Of a run without faults."""
+    between: tuple[int, int] = (270, 430)
+    """Steps in which faults strike."""
 
 
 class Part(NamedTuple):
@@ -168,7 +171,7 @@ def main(work: Work, rank: int, folder: Path) -> None:
     os.environ |= {"VITALS_SHM": str(own), "VITALS_DIR": str(own / "runs")}
     loop = _Loop(work, rank)
     training = loop.training
-    faults = plan(work.model, work.seed, work.faults, training.layers, training.exploding[0])
+    faults = plan(work.seed, work.faults, training, work.between)
     states: dict[int, Any] = {}
     last = max((fault.step for fault in faults), default=work.steps)
     starts = {fault.step - LEAD for fault in faults}

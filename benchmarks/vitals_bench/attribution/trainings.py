@@ -202,15 +202,17 @@ class Fault(NamedTuple):
         return fixed.get(self.name, ("layer", self.layer))
 
 
-def plan(name: str, seed: int, faults: tuple[str, ...], layers: list[str], row: str) -> list[Fault]:
+def plan(
+    seed: int, faults: tuple[str, ...], training: Training, between: tuple[int, int]
+) -> list[Fault]:
     """Draw where and when each fault strikes, in the order of their steps."""
     drawn = []
     for i, fault in enumerate(faults):
-        draws = np.random.default_rng([seed, i, 11, len(name), len(faults)])
-        layer, rank = str(draws.choice(layers)), int(draws.integers(4))
-        step, draw = int(draws.integers(270, 430)), int(draws.integers(1 << 30))
+        draws = np.random.default_rng([seed, i, 11, len(training.layers), len(faults)])
+        layer, rank = str(draws.choice(training.layers)), int(draws.integers(4))
+        step, draw = int(draws.integers(*between)), int(draws.integers(1 << 30))
         late = int(draws.integers(5, 31)) + (50 if fault.startswith("drift") else 0)
-        layer = row if fault == "row_exploded" else layer
+        layer = training.exploding[0] if fault == "row_exploded" else layer
         drawn.append(Fault(fault, step, layer, rank, draw, step + late))
     return sorted(drawn, key=lambda fault: fault.step)
 
