@@ -23,7 +23,7 @@ PROGRAM = "python -m vitals_bench"
 Measure = Callable[..., "Iterator[Row | Grid]"]
 Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
-APART = ("judgement", "sizes")
+APART = ("judgement", "sizes", "attribution")
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
 
@@ -102,6 +102,7 @@ def build_app() -> typer.Typer:
     app.command("sizes", epilog=f"Example: {PROGRAM} sizes --quick")(bench_sizes)
     app.command("dashboard", epilog=f"Example: {PROGRAM} dashboard --quick")(bench_dashboard)
     app.command("judgement", epilog=f"Example: {PROGRAM} judgement --quick")(bench_judgement)
+    app.command("attribution", epilog=f"Example: {PROGRAM} attribution --quick")(bench_attribution)
     return app
 
 
@@ -258,6 +259,16 @@ def bench_judgement(
     _run(("judgement",), quick=quick, output=output, page=page, options=options)
 
 
+def bench_attribution(
+    quick: Quick = False, output: Output = Format.TABLE, page: Part = None
+) -> None:
+    """Damage small trainings on four ranks, and show which fault is named as what moved first.
+
+    Real trainings with the library in their loops; half an hour or more.
+    """
+    _run(("attribution",), quick=quick, output=output, page=page)
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
@@ -277,6 +288,7 @@ def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
 def _benches() -> Mapping[str, Mapping[str, Measure]]:
     from vitals_bench import (
         agent,
+        attribution,
         checkpoint,
         dashboard,
         detect,
@@ -301,6 +313,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "sizes": sizes.PARTS,
         "dashboard": dashboard.PARTS,
         "judgement": judgement.PARTS,
+        "attribution": attribution.PARTS,
     }
 
 

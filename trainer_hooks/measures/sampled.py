@@ -35,6 +35,7 @@ class Updates:
         self._norms = norms
         self._kept: list[Tensor] = []
         self._is_kept = False
+        self._moved: Tensor | None = None
         self._squares = Squares()
 
     @torch.no_grad()
@@ -45,7 +46,7 @@ class Updates:
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the parameters, into memory that stays taken; call before the update."""
-        self._is_kept = False
+        self.forget()
         now = self._norms.local_parameters()
         if [t.shape for t in self._kept] != [t.shape for t in now]:
             self._kept = [torch.empty_like(tensor) for tensor in now]
@@ -53,17 +54,25 @@ class Updates:
         self._is_kept = True
 
     @torch.no_grad()
+    def measure(self) -> None:
+        """Take the squares of what the parameters moved by since ``keep``, if that was called.
+
+        Call right after the update: what is written into them later is none.
+        """
+        if self._is_kept:
+            self._is_kept = False
+            torch._foreach_sub_(self._kept, self._norms.local_parameters())
+            self._moved = self._share_of(self._kept)
+
     def update_squares(self) -> Tensor | None:
-        """Return the squares of what the parameters moved by since ``keep``; None if not kept."""
-        if not self._is_kept:
-            return None
-        self._is_kept = False
-        torch._foreach_sub_(self._kept, self._norms.local_parameters())
-        return self._share_of(self._kept)
+        """Return the squares of the last update; None if it was not kept before it."""
+        self.measure()  # where the optimizers step one after another, their end was not seen
+        moved, self._moved = self._moved, None
+        return moved
 
     def forget(self) -> None:
         """Drop the copy: the parameters have been put back since."""
-        self._is_kept = False
+        self._is_kept, self._moved = False, None
 
     def _share_of(self, tensors: list[Tensor]) -> Tensor:
         return self._squares.of(tensors, self._norms.device) * self._norms.share
@@ -261,8 +270,10 @@ class Sampler:
 
     def after_update(self) -> None:
         """Keep what the next step is compared with, if it is sampled; all optimizers stepped."""
-        if self._writes is not None and self._is_next_due:
-            with self._faults.fail_open("signals"):
+        with self._faults.fail_open("signals"):
+            if self._updates is not None:
+                self._updates.measure()
+            if self._writes is not None and self._is_next_due:
                 self._writes.keep()
 
     def own_numbers(self) -> tuple[Tensor, ...]:

@@ -15,6 +15,8 @@ wrong: what is out by then is mostly a consequence.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -22,15 +24,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trainvitals.detect.fleet.base import MergedStep, Value, number
+from trainvitals.detect.fleet.base import MergedStep, finite, number, step_seconds
 
 Floats = npt.NDArray[np.float64]
 Subject = Literal[
-    "lr", "config", "loader", "layer", "optimizer", "data", "loss", "rank", "gradients"
+    "lr", "config", "loader", "layer", "optimizer", "data", "loss", "rank", "losses", "gradients"
 ]
 """What an onset names: the learning rate, a setting, the loader, a layer, the state or the step of
-the optimizer, the data, the loss itself, one rank's gradients; ``gradients`` where only their total
-was measured."""
+the optimizer, the data, the loss itself, one rank's gradients. ``losses`` and ``gradients`` are
+what moved, and no cause: what would tell it was not measured."""
 
 SIGMAS = 8.0
 """Robust sigmas from which a series is out."""
@@ -45,13 +47,14 @@ WINDOW = 40
 GUARD = 3
 """A series that is out within its first judged steps moved before anybody could see it."""
 LEAST = 20
-"""Values without which there is no reference. Layers are written every 10th step by default."""
+"""Values without which there is no reference; they must span ``REFERENCE`` steps as well. Layers
+are written every 10th step by default."""
 MOST_LAYERS = 4096
 MOST_RANKS = 1024
 """What is beyond is not followed: memory has a bound."""
 MOST_ONSETS = 128
 """Episodes that are kept: the newest."""
-_LONGEST = 200
+_LONGEST = 100
 """Steps of an episode after which what was trouble is how the run is now."""
 _SETTING = 1.5
 """Ratio from which a setting was changed, not scheduled."""
@@ -62,6 +65,8 @@ _WRITTEN = 1e-9
 _RENEWED = 16
 """Values after which the reference's figures are taken again."""
 _MOST_NEXT = 8
+_FEW_RANKS = 32
+"""Up to so many, the median of the others is exact."""
 
 
 class Next(msgspec.Struct, frozen=True, array_like=True):
@@ -95,6 +100,11 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
     next: tuple[Next, ...] = ()
 
     @property
+    def is_cause(self) -> bool:
+        """Whether it names where the trouble came from, and not only what moved."""
+        return self.subject not in ("losses", "gradients")
+
+    @property
     def is_of_speed(self) -> bool:
         """Whether it says how fast the run went, not what it learned."""
         return self.subject == "loader"
@@ -113,6 +123,88 @@ class _Out(NamedTuple):
     sigmas: float | None = None
 
 
+# ------------------------------------------------------------------------------- a single series
+
+
+class _Course:
+    """One series, as ``_Courses`` has many: in Python it costs a tenth of numpy's calls."""
+
+    __slots__ = (
+        "_age", "_at", "_away", "_floor", "_largest", "_limit", "_now", "_ordered", "_quiet",
+        "_raw", "_scale", "_since", "middle",
+    )  # fmt: skip
+
+    def __init__(self, floor: float) -> None:
+        self._floor = floor
+        self._raw: deque[float] = deque(maxlen=LAG)
+        self._ordered: list[float] = []
+        self._away: list[float] = []
+        self._at = self._quiet = self._age = 0
+        self._scale = self._largest = self._limit = math.inf
+        self._since: int | None = None
+        self._now = 0.0
+        self.middle = 0.0
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it has a reference."""
+        return self._scale < math.inf
+
+    def look(self, value: float) -> float:
+        """Return the sigmas of a value that is out, else 0."""
+        ordered = self._ordered
+        num = len(ordered)
+        if not num or value - value != 0.0:
+            self.middle, self._now = value, math.nan
+            return 0.0
+        middle = self.middle = (ordered[(num - 1) >> 1] + ordered[num >> 1]) / 2
+        away = self._now = value - middle
+        if -self._limit <= away <= self._limit:
+            return 0.0
+        if self._age:
+            self._renew()
+        return away / self._scale if abs(away) > self._limit else 0.0
+
+    def take(self, value: float, step: int, *, is_quiet: bool) -> None:
+        """Take the value that was just looked at in."""
+        if value - value != 0.0:
+            return
+        raw, ordered = self._raw, self._ordered
+        if len(raw) == LAG:
+            del ordered[bisect_left(ordered, raw[0])]
+        raw.append(value)
+        insort(ordered, value)
+        if self._since is None or step < self._since:
+            self._since = step
+        if not is_quiet or len(raw) < LAG // 2 or self._now != self._now:
+            return
+        if len(self._away) < REFERENCE:
+            self._away.append(self._now)
+        else:
+            self._away[self._at] = self._now
+        self._at = (self._at + 1) % REFERENCE
+        self._age += 1
+        if abs(self._now) > self._largest:
+            self._largest = abs(self._now)
+            self._limit = max(self._limit, OF_LARGEST * self._largest)
+        if self._age >= _RENEWED and step - self._since >= REFERENCE:
+            self._renew()
+
+    def _renew(self) -> None:
+        self._age = 0
+        if len(self._away) < LEAST:
+            return
+        middle = _middle(sorted(self._away))
+        far = _middle(sorted([abs(away - middle) for away in self._away]))
+        self._scale = max(1.4826 * far, self._floor)
+        self._largest = max(max(self._away), -min(self._away))
+        self._limit = max(SIGMAS / 2 * self._scale, OF_LARGEST * self._largest)
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    return (ordered[(len(ordered) - 1) >> 1] + ordered[len(ordered) >> 1]) / 2
+
+
 # --------------------------------------------------------------------------- many series at once
 
 
@@ -129,6 +221,9 @@ class _Courses:
         self._quiet = np.empty(0, dtype=np.int64)
         self._scale = self._largest = np.empty(0)
         self._age = 0
+        self._spans = False
+        self._since: int | None = None
+        """Step of the first value: a reference spans as many steps as it says."""
 
     def reach(self, num: int) -> None:
         """Have a place for so many series."""
@@ -158,11 +253,14 @@ class _Courses:
             is_out = np.abs(away) > OF_LARGEST * self._largest
         return np.where(is_out & np.isfinite(sigmas), sigmas, 0.0), middle
 
-    def take(self, values: Floats, *, is_quiet: bool) -> None:
+    def take(self, values: Floats, step: int, *, is_quiet: bool) -> None:
         """Take the values that were just looked at in; missing ones are NaN."""
         there = np.flatnonzero(np.isfinite(values))
         if not len(there):
             return
+        if self._since is None or step < self._since:
+            self._since = step
+        self._spans = step - self._since >= REFERENCE
         new = there[self._count[there] == 0]
         if len(new):
             self._raw[new] = values[new, None]
@@ -172,24 +270,17 @@ class _Courses:
             self._away[known, self._quiet[known] % REFERENCE] = self._now[known]
             self._quiet[known] += 1
             self._age += 1
-            if self._age >= _RENEWED or (len(known) and self._quiet[known].min() == LEAST):
+            if self._age >= _RENEWED:
                 self._renew()
             elif len(known):
                 grown = np.where(np.isinf(self._largest[known]), 0.0, np.abs(self._now[known]))
                 self._largest[known] = np.maximum(self._largest[known], grown)
         self._count[there] += 1
 
-    def forget(self) -> None:
-        """Begin a new reference: the run is another one now."""
-        self._away.fill(np.nan)
-        self._quiet[:] = 0
-        self._scale[:] = self._largest[:] = np.inf
-
     @property
-    def is_judged(self) -> npt.NDArray[np.bool_]:
-        """Which series have a reference."""
-        judged: npt.NDArray[np.bool_] = np.isfinite(self._scale)
-        return judged
+    def is_judged(self) -> bool:
+        """Whether any has a reference."""
+        return bool(np.isfinite(self._scale).any())
 
     def _renew(self) -> None:
         self._age = 0
@@ -198,7 +289,7 @@ class _Courses:
         far = np.abs(away - _median(away, num)[:, None])
         scale = np.maximum(1.4826 * _median(far, num), self._floor)
         largest = np.nan_to_num(np.abs(away)).max(axis=1, initial=0.0)
-        has_reference = num >= LEAST
+        has_reference = (num >= LEAST) & self._spans
         self._scale = np.where(has_reference, scale, np.inf)
         self._largest = np.where(has_reference, largest, np.inf)
 
@@ -241,7 +332,7 @@ _LOGARITHM = 1e-3
 """Smallest sigma of a logarithm: a tenth of a percent."""
 _FLOORS = {
     "grad_norm": _LOGARITHM, "activation_rms": _LOGARITHM, "update_norm": _LOGARITHM,
-    "weight_norm": 1e-7, "rank_loss": 1e-4, "loss": 1e-4, "data_wait_seconds": 0.05,
+    "weight_norm": 1e-7, "rank_loss": 1e-4, "loss": 1e-4, "others": 1e-4, "data_wait_seconds": 0.05,
     "rank_grad_norm": _LOGARITHM, "total": _LOGARITHM,
 }  # fmt: skip
 _SETTINGS = ("max_norm", "weight_decay")
@@ -249,6 +340,10 @@ _WRITES: tuple[tuple[str, float, Subject], ...] = (
     ("weight_written_ratio", 2, "layer"),
     ("moment_written_ratio", 3, "optimizer"),
 )
+
+
+_Looked = tuple[_Course, float, bool] | tuple[_Courses, Floats, bool]
+"""What was looked at in a step, its values, and whether it is of speed; taken in at the end."""
 
 
 class _Layers:
@@ -277,13 +372,19 @@ class _Episode:
         self._order = math.inf
         self._quiet = self._long = 0
 
-    def advance(self, attempt: int, out: Sequence[_Out], *, is_old: bool) -> tuple[bool, bool]:
-        """Take a step in; return whether the onset changed, and whether it has become usual."""
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the reference takes values in: nothing is out, or has been for so long."""
+        return self.onset is None or self._long >= _LONGEST
+
+    def advance(self, attempt: int, out: Sequence[_Out], *, is_old: bool) -> bool:
+        """Take a step in; return whether the onset changed."""
+        self._long += 1
         if not out:
             self._quiet += 1
             if self.onset is not None and self._quiet >= LAG:
                 self.onset = None
-            return False, False
+            return False
         self._quiet = 0
         first = min(out, key=lambda one: (one.step, one.order))
         now = max(one.step for one in out)
@@ -291,19 +392,15 @@ class _Episode:
         if onset is None or attempt != onset.attempt:
             self._long, self._order = 0, first.order
             self.onset = _onset(attempt, first, out, now, is_old=is_old)
-            return True, False
-        self._long += 1
+            return True
         if (first.step, first.order) < (onset.step, self._order):
             self._order = first.order  # an update is known with the next step's row
             self.onset = msgspec.structs.replace(
                 _onset(attempt, first, out, now, is_old=onset.is_old), next=_next(onset, out)
             )
-            return True, False
+            return True
         self.onset = msgspec.structs.replace(onset, last_step=now, next=_next(onset, out))
-        if self._long >= _LONGEST:
-            self.onset = None
-            return True, True
-        return True, False
+        return True
 
 
 def _onset(attempt: int, first: _Out, out: Sequence[_Out], now: int, *, is_old: bool) -> Onset:
@@ -346,6 +443,7 @@ class OnsetTracker:
 
     def __init__(self, onsets: Iterable[Onset] = ()) -> None:
         self._onsets = {(one.attempt, one.step, one.is_of_speed): one for one in onsets}
+        self._series: dict[str, _Course] = {}
         self._courses: dict[str, _Courses] = {}
         self._of_layers: dict[str, _Courses] = {}
         self._peaks: dict[str, _Peaks] = {}
@@ -365,7 +463,7 @@ class OnsetTracker:
         self._had_gradient = np.empty(0, dtype=np.bool_)
         self._gradients_moved = False
         self._key = (0, -1)
-        self._durations: list[float] = []
+        self._durations: deque[float] = deque(maxlen=LAG)
 
     @property
     def is_judging(self) -> bool:
@@ -390,7 +488,7 @@ class OnsetTracker:
             self._applied = None
         out: list[_Out] = []
         speed: list[_Out] = []
-        looked: list[tuple[_Courses, Floats, bool]] = []
+        looked: list[_Looked] = []
         out += self._of_settings(merged)
         lossy, zeds = self._of_losses(merged, out, looked)
         self._of_waits(merged, speed, looked)
@@ -401,7 +499,7 @@ class OnsetTracker:
         rate = number(merged.run.get("learning_rate"))
         self._applied = rate
         self._num_steps += 1
-        if any(bool(course.is_judged.any()) for course, _, _ in looked):
+        if self._num_judged <= GUARD and any(course.is_judged for course, _, _ in looked):
             self._num_judged += 1
             if self._num_judged == GUARD + 1:
                 self._judged_from = self._key
@@ -412,21 +510,16 @@ class OnsetTracker:
         )
         for course, values, is_of_speed in looked:
             episode = self._speed if is_of_speed else self._numbers
-            course.take(values, is_quiet=episode.onset is None)
+            course.take(values, merged.step, is_quiet=episode.is_quiet)  # type: ignore[arg-type]
         return changed
 
     def _advance(
         self, episode: _Episode, attempt: int, out: Sequence[_Out], *, is_old: bool
     ) -> bool:
         was = episode.onset
-        has_news, is_usual = episode.advance(attempt, out, is_old=is_old)
-        onset = episode.onset
-        if is_usual:
-            for name, course in (*self._courses.items(), *self._of_layers.items()):
-                if (name == "data_wait_seconds") == (episode is self._speed):
-                    course.forget()
-        if not has_news or onset is None:
+        if not episode.advance(attempt, out, is_old=is_old) or episode.onset is None:
             return False
+        onset = episode.onset
         is_new = was is None or (was.attempt, was.step) != (onset.attempt, onset.step)
         if is_new and was is not None and was.attempt == onset.attempt:
             self._onsets.pop((was.attempt, was.step, was.is_of_speed), None)
@@ -439,7 +532,7 @@ class OnsetTracker:
         self,
         name: str,
         values: Floats,
-        looked: list[tuple[_Courses, Floats, bool]],
+        looked: list[_Looked],
         *,
         of_layers: bool = False,
     ) -> tuple[Floats, Floats]:
@@ -451,7 +544,7 @@ class OnsetTracker:
         course.reach(len(values))
         if len(values) < course.num:
             values = np.pad(values, (0, course.num - len(values)), constant_values=np.nan)
-        looked.append((course, values, name == "data_wait_seconds"))
+        looked.append((course, values, False))
         return course.look(values)
 
     # ------------------------------------------------------------------------------- settings
@@ -490,95 +583,112 @@ class OnsetTracker:
         self,
         merged: MergedStep,
         out: list[_Out],
-        looked: list[tuple[_Courses, Floats, bool]],
+        looked: list[_Looked],
     ) -> tuple[bool, float]:
         """Return whether losses moved, and the sigmas of the total gradient norm."""
         step = merged.step
-        losses = _array(merged.ranks.get("rank_loss", ())[:MOST_RANKS])
-        if not np.isfinite(losses).any() and (loss := merged.run.get("loss")) is not None:
-            losses = _array([loss])
-        lossy = False
-        if len(losses):
-            given = [v for v in merged.ranks.get("rank_loss", ()) if v is not None] or [
-                merged.run.get("loss")
-            ]
-            bad = [rank for rank, v in enumerate(given) if v is not None and number(v) is None]
-            if bad:
-                where = f"rank:{bad[0]}" if len(bad) == 1 < len(losses) else ""
-                out.append(_Out(step, 7, "loss", where, "loss"))
-            lossy = bool(bad)
-            if len(losses) > 1:
-                others = _others(losses)
-                z, _ = self._look("rank_loss", losses - others, looked)
-                ordered = np.sort(z)
-                top = int(np.argmax(z))
-                if ordered[-1] > SIGMAS and ordered[-2] < ordered[-1] / 2:
-                    value, usual = float(losses[top]), float(others[top])
-                    out.append(
-                        _Out(step, 9, "data", f"rank:{top}", "rank_loss", value, usual, z[top])
-                    )
-                lossy |= bool(ordered[-1] > SIGMAS / 2)
-            mean = float(np.mean(losses))
-            z, middle = self._look("loss", np.array([mean]), looked)
-            if z[0] > SIGMAS:
-                out.append(_Out(step, 10, "data", "", "loss", mean, float(middle[0]), float(z[0])))
-            lossy |= bool(z[0] > SIGMAS / 2)
+        given = [v for v in merged.ranks.get("rank_loss", ()) if v is not None]
+        if not given and (loss := merged.run.get("loss")) is not None:
+            given = [loss]
+        losses, ranks = finite(given)
+        lossy = len(ranks) < len(given)
+        if lossy:
+            bad = [rank for rank, value in enumerate(given) if number(value) is None]
+            where = f"rank:{bad[0]}" if len(bad) == 1 < len(given) else ""
+            # An output that is not finite comes before; without activations nobody would know.
+            subject: Subject = "loss" if "activation_rms" in self._of_layers else "losses"
+            out.append(_Out(step, 7, subject, where, "loss"))
+        elif losses:
+            lossy = self._of_finite_losses(step, losses, out, looked)
         self._of_rank_norms(merged, out, looked, lossy=lossy)
-        total = _logarithm(np.array([number(merged.run.get("grad_norm")) or math.nan]))
-        z, _ = self._look("total", total, looked)
-        return lossy, float(z[0])
+        total = _log(number(merged.run.get("grad_norm")))
+        sigmas, _ = self._look_at("total", total, looked)
+        return lossy, sigmas
+
+    def _of_finite_losses(
+        self, step: int, losses: Sequence[float], out: list[_Out], looked: list[_Looked]
+    ) -> bool:
+        mean = math.fsum(losses) / len(losses)
+        sigmas, middle = self._look_at("loss", mean, looked)
+        if sigmas > SIGMAS:
+            # Weights that were damaged raise every rank's loss as bad data do.
+            subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
+            out.append(_Out(step, 10, subject, "", "loss", mean, middle, sigmas))
+        lossy = sigmas > SIGMAS / 2
+        if 1 < len(losses) <= MOST_RANKS:
+            others = _others(losses)
+            zeds = self._look_at_ranks("rank_loss", losses, others, looked)
+            top = max(range(len(zeds)), key=zeds.__getitem__)
+            second = max((z for rank, z in enumerate(zeds) if rank != top), default=0.0)
+            # Where the others' own loss is out as well, it is no trouble of one rank's data.
+            common, _ = self._look_at("others", others[top], looked)
+            if zeds[top] > SIGMAS and second < zeds[top] / 2 and common <= SIGMAS / 2:
+                numbers = (losses[top], others[top], zeds[top])
+                out.append(_Out(step, 9, "data", f"rank:{top}", "rank_loss", *numbers))
+            lossy |= zeds[top] > SIGMAS / 2
+        return lossy
 
     def _of_rank_norms(
-        self,
-        merged: MergedStep,
-        out: list[_Out],
-        looked: list[tuple[_Courses, Floats, bool]],
-        *,
-        lossy: bool,
+        self, merged: MergedStep, out: list[_Out], looked: list[_Looked], *, lossy: bool
     ) -> None:
-        norms = _array(merged.ranks.get("rank_grad_norm", ())[:MOST_RANKS])
-        if len(norms) < 2 or not np.isfinite(norms).any():
+        norms, ranks = finite(merged.ranks.get("rank_grad_norm"))
+        if not 1 < len(norms) <= MOST_RANKS or len(norms) < len(merged.ranks["rank_grad_norm"]):
             return
-        logs = _logarithm(norms)
-        z, _ = self._look("rank_grad_norm", logs - _others(logs), looked)
-        top = int(np.argmax(z))
-        if z[top] > SIGMAS and not lossy:
-            usual = float(math.exp(_others(logs)[top]))
-            value = float(norms[top])
-            out.append(
-                _Out(
-                    merged.step, 12.5, "rank", f"rank:{top}", "rank_grad_norm", value, usual, z[top]
-                )
-            )
+        if min(norms) <= 0.0:
+            return
+        logs = [math.log(norm) for norm in norms]
+        others = _others(logs)
+        zeds = self._look_at_ranks("rank_grad_norm", logs, others, looked)
+        top = max(range(len(zeds)), key=zeds.__getitem__)
+        if zeds[top] > SIGMAS and not lossy:
+            numbers = (norms[top], math.exp(others[top]), zeds[top])
+            where = f"rank:{ranks[top]}"
+            out.append(_Out(merged.step, 12.5, "rank", where, "rank_grad_norm", *numbers))
+
+    def _look_at(self, name: str, value: float, looked: list[_Looked]) -> tuple[float, float]:
+        """Return a series' sigmas where it is out, else 0, and its middle; it is taken in later."""
+        course = self._series.get(name)
+        if course is None:
+            course = self._series[name] = _Course(_FLOORS[name.partition("/")[0]])
+        sigmas = course.look(value)
+        looked.append((course, value, name == "data_wait_seconds"))
+        return sigmas, course.middle
+
+    def _look_at_ranks(
+        self,
+        name: str,
+        values: Sequence[float],
+        others: Sequence[float],
+        looked: list[_Looked],
+    ) -> Sequence[float]:
+        """Return the sigmas of each rank's distance from the others, 0 where it is not out."""
+        relative = [value - other for value, other in zip(values, others, strict=True)]
+        if len(values) > _FEW_RANKS:
+            zeds, _ = self._look(name, np.array(relative), looked)
+            return zeds.tolist()[: len(values)]
+        return [
+            self._look_at(f"{name}/{rank}", value, looked)[0] for rank, value in enumerate(relative)
+        ]
 
     def _of_total(self, merged: MergedStep, sigmas: float) -> _Out:
         value = number(merged.run.get("grad_norm"))
         return _Out(merged.step, 13.5, "gradients", "", "grad_norm", value, None, sigmas)
 
-    def _of_waits(
-        self,
-        merged: MergedStep,
-        out: list[_Out],
-        looked: list[tuple[_Courses, Floats, bool]],
-    ) -> None:
-        waits = _array(merged.ranks.get("data_wait_seconds", ()))
-        if not np.isfinite(waits).any():
+    def _of_waits(self, merged: MergedStep, out: list[_Out], looked: list[_Looked]) -> None:
+        waits, ranks = finite(merged.ranks.get("data_wait_seconds"))
+        if not waits:
             return
-        top = int(np.nanargmax(waits))
-        wait = float(waits[top])
-        z, middle = self._look("data_wait_seconds", _logarithm(np.array([wait])), looked)
-        durations = _array(merged.ranks.get("step_duration_seconds", ()))
-        usual = float(np.median(self._durations)) if self._durations else math.inf
+        wait = max(waits)
+        sigmas, middle = self._look_at("data_wait_seconds", _log(wait), looked)
+        longest = step_seconds(merged)
         # A wait that is shorter than a step holds nobody up.
-        if z[0] > SIGMAS and wait > usual:
-            ranks = np.flatnonzero(waits > wait / 2)
-            where = f"rank:{top}" if len(ranks) == 1 < len(waits) else ""
-            before = float(math.exp(middle[0]))
-            out.append(
-                _Out(merged.step, 1, "loader", where, "data_wait_seconds", wait, before, z[0])
-            )
-        elif np.isfinite(durations).any():
-            self._durations = [*self._durations[-LAG:], float(np.nanmax(durations))]
+        if sigmas > SIGMAS and self._durations and wait > _middle(sorted(self._durations)):
+            late = [rank for rank, each in zip(ranks, waits, strict=True) if each > wait / 2]
+            where = f"rank:{late[0]}" if len(late) == 1 < len(waits) else ""
+            numbers = (wait, math.exp(middle), sigmas)
+            out.append(_Out(merged.step, 1, "loader", where, "data_wait_seconds", *numbers))
+        elif longest:
+            self._durations.append(longest)
 
     # ------------------------------------------------------------------------------- layers
 
@@ -586,7 +696,7 @@ class OnsetTracker:
         self,
         merged: MergedStep,
         out: list[_Out],
-        looked: list[tuple[_Courses, Floats, bool]],
+        looked: list[_Looked],
         *,
         lossy: bool,
         follows: bool,
@@ -616,7 +726,7 @@ class OnsetTracker:
         rows: _Layers,
         step: int,
         out: list[_Out],
-        looked: list[tuple[_Courses, Floats, bool]],
+        looked: list[_Looked],
     ) -> None:
         for name, order, subject in _WRITES:
             written = rows.column(name)
@@ -632,7 +742,7 @@ class OnsetTracker:
                 value = float(written[at]) if np.isfinite(written[at]) else None
                 where = "" if is_of_all else self._names[at]
                 out.append(_Out(step, order, subject, where, name, value, 0.0))
-            elif self._numbers.onset is None:
+            elif self._numbers.is_quiet:
                 peaks.take(written)
 
     def _of_weights(
@@ -640,7 +750,7 @@ class OnsetTracker:
         rows: _Layers,
         step: int,
         out: list[_Out],
-        looked: list[tuple[_Courses, Floats, bool]],
+        looked: list[_Looked],
         *,
         is_next: bool,
     ) -> None:
@@ -672,7 +782,7 @@ class OnsetTracker:
         rows: _Layers,
         step: int,
         out: list[_Out],
-        looked: list[tuple[_Courses, Floats, bool]],
+        looked: list[_Looked],
     ) -> None:
         rms = rows.column("activation_rms")
         if rms is None:
@@ -698,7 +808,7 @@ class OnsetTracker:
         norms: Floats | None,
         step: int,
         out: list[_Out],
-        looked: list[tuple[_Courses, Floats, bool]],
+        looked: list[_Looked],
         *,
         lossy: bool,
     ) -> bool:
@@ -732,7 +842,7 @@ class OnsetTracker:
         rows: _Layers,
         step: int,
         out: list[_Out],
-        looked: list[tuple[_Courses, Floats, bool]],
+        looked: list[_Looked],
         *,
         calm: bool,
     ) -> None:
@@ -756,23 +866,29 @@ class OnsetTracker:
             out.append(_Out(step - 1, 14, "lr", "", "update_norm", *numbers))
 
 
-def _array(values: Sequence[Value]) -> Floats:
-    """Return values as floats; NaN where they are missing or not finite."""
-    return np.array([math.nan if (v := number(x)) is None else v for x in values])
-
-
 def _logarithm(values: Floats) -> Floats:
     """Return logarithms; NaN of what has none."""
     is_positive = values > 0.0
     return np.log(np.where(is_positive, values, np.nan))
 
 
-def _others(values: Floats) -> Floats:
+def _log(value: float | None) -> float:
+    """Return a logarithm; NaN of what has none."""
+    return math.log(value) if value is not None and value > 0.0 else math.nan
+
+
+def _others(values: Sequence[float]) -> list[float]:
     """Return of each value the median of the others; of many, that of all."""
     num = len(values)
-    if num > 16:
-        return np.full(num, np.nanmedian(values))
-    return np.array([np.median(np.delete(values, i)) for i in range(num)])
+    if num > _FEW_RANKS:
+        return [_middle(sorted(values))] * num
+    order = sorted(range(num), key=values.__getitem__)
+    ordered = [values[i] for i in order]
+    low, high = (num - 2) >> 1, (num - 1) >> 1
+    others = [0.0] * num
+    for place, i in enumerate(order):
+        others[i] = (ordered[low + (place <= low)] + ordered[high + (place <= high)]) / 2
+    return others
 
 
 def _is_set(before: float | None, value: float | None) -> bool:
@@ -787,7 +903,12 @@ def _is_set(before: float | None, value: float | None) -> bool:
 
 
 def origin(
-    onsets: Iterable[Onset], *, attempt: int, step: int, is_of_speed: bool | None = None
+    onsets: Iterable[Onset],
+    *,
+    attempt: int,
+    step: int,
+    is_of_speed: bool | None = None,
+    planned: Sequence[tuple[int, int]] = (),
 ) -> Onset | None:
     """Return what moved first before, or at, a step in trouble; None: no precursor.
 
@@ -796,6 +917,8 @@ def origin(
         attempt: the branch in trouble.
         step: the step at which the trouble was seen.
         is_of_speed: whether the trouble is one of speed; None: either.
+        planned: first step and number of steps of changes that the run announced: what begins there
+            was meant.
     """
     near = [
         one
@@ -803,6 +926,8 @@ def origin(
         if one.attempt == attempt
         and one.step <= step
         and one.last_step > step - WINDOW
+        and one.step > step - _LONGEST
+        and not any(first <= one.step < first + num for first, num in planned)
         and (is_of_speed is None or one.is_of_speed == is_of_speed)
     ]
     first = min(near, key=lambda one: one.step, default=None)

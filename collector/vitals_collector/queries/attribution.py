@@ -5,13 +5,17 @@ stored rows in order, from well before the step: as it would have seen them live
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from sqlalchemy import Connection, select
 
 from trainvitals.detect.attribution import LAG, REFERENCE, WINDOW, Next, Onset, OnsetTracker, origin
 from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.errors import UNREADABLE
+from trainvitals.records import ChangeExpected
 from trainvitals.views import FindingView
 from vitals_collector.live.live_monitor import watched_onsets
 from vitals_collector.live.step_join import (
@@ -28,7 +32,7 @@ from vitals_collector.queries.grouping import domain_of
 from vitals_collector.queries.heatmap_layers import layer_names
 from vitals_collector.queries.series import behind
 from vitals_collector.queries.top_changes import attempt_of
-from vitals_collector.storage.schema import measured_columns
+from vitals_collector.storage.schema import events, measured_columns
 from vitals_collector.storage.store import Moment
 
 _BEFORE = 3 * (REFERENCE + LAG) + WINDOW
@@ -36,6 +40,7 @@ _BEFORE = 3 * (REFERENCE + LAG) + WINDOW
 _MOST_ROWS = 200_000
 """Rows of ranks that are passed through at most; of a large job it is fewer steps."""
 _MAX_TOLD = 3
+_expected = msgspec.msgpack.Decoder(ChangeExpected).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,22 @@ def precursor(moment: Moment, run_id: str, attempt: int, step: int, cause: str) 
             return None
         onsets = tracker.onsets
     is_of_speed = domain_of(cause) == "speed"
-    return Precursor(origin(onsets, attempt=attempt, step=step, is_of_speed=is_of_speed))
+    planned = _planned(moment.sql, run_id, attempt)
+    first = origin(onsets, attempt=attempt, step=step, is_of_speed=is_of_speed, planned=planned)
+    return Precursor(first)
+
+
+def _planned(connection: Connection, run_id: str, attempt: int) -> list[tuple[int, int]]:
+    """Return the changes that the training announced, each with its steps."""
+    table = events.c
+    query = select(table.step, table.body).where(
+        table.run_id == run_id, table.attempt == attempt, table.kind == ChangeExpected.__name__
+    )
+    planned = []
+    for step, body in connection.execute(query):
+        with suppress(*UNREADABLE):  # a damaged one is none
+            planned.append((int(step), _expected(body).steps))
+    return planned
 
 
 def at_step(moment: Moment, run_id: str, step: int, found: Sequence[FindingView]) -> str | None:
@@ -176,6 +196,8 @@ def sentence(onset: Onset) -> str:
     """Say what moved first, and what followed it."""
     at = f"at step {onset.step:,}"
     words = f"Moved first: {_what(onset)} {at}{_numbers(onset)}."
+    if not onset.is_cause:
+        words += " Not enough was measured to tell the cause: `watch(signals=...)` measures more."
     later = [one for one in onset.next if one.step > onset.step]
     if later:
         listed = "; ".join(f"{_followed(one)} at step {one.step:,}" for one in later[:_MAX_TOLD])
@@ -213,7 +235,9 @@ def _what(onset: Onset) -> str:
         return f"{series} was changed"
     if onset.subject == "loader":
         return f"data wait on {where}" if onset.where else "data wait"
-    if onset.subject == "loss":
+    if onset.subject == "losses" and onset.value is not None:
+        return "loss of all ranks"
+    if onset.subject in ("loss", "losses"):
         return f"loss of {where} turned NaN or infinite" if where else "loss turned NaN or infinite"
     if onset.subject == "data":
         if onset.series == "activation_rms":

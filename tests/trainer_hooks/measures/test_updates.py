@@ -165,3 +165,50 @@ def test_measuring_waits_for_nothing(make_loop, monkeypatch):
                 patch.setattr(torch.Tensor, name, refuse)
             loop.monitor.step(loss)
     assert loop.monitor.swallowed_errors == {}
+
+
+WRITES = SignalSettings(every=1, update_norm=True, outside_writes=True)
+
+
+def test_what_the_optimizer_alone_writes_is_no_outside_write(make_loop):
+    loop = make_loop(signals=WRITES)
+    train(loop, 6)
+    journal = loop.journal()
+    for column in ("weight_written_ratio", "moment_written_ratio"):
+        written = journal.layers(column)
+        assert {1, 2, 3, 4} <= {step for step, _ in written}
+        assert {0.0} == set(written.values()), "equal to the last bit"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_write_into_weights_is_seen_at_the_next_step_and_is_no_update(make_loop, fused):
+    loop = make_loop(fused=fused, signals=WRITES)
+    train(loop, 4)
+    with torch.no_grad():
+        loop.model.get_parameter("2.weight").mul_(10.0)
+    train(loop, 3)
+    journal = loop.journal()
+    weights = journal.layers("weight_written_ratio")
+    assert {(4, "2")} == {key for key, ratio in weights.items() if ratio > 0}
+    assert 0.9 < weights[4, "2"] <= 1.0
+    assert {0.0} == set(journal.layers("moment_written_ratio").values())
+    updates = journal.layers("update_norm")
+    assert updates[4, "2"] < 2 * updates[3, "2"], "what was written is no update"
+
+
+def test_a_write_into_the_optimizers_state_is_seen_of_its_layer(make_loop):
+    loop = make_loop(signals=WRITES)
+    train(loop, 4)
+    param = loop.model.get_parameter("0.weight")
+    loop.optimizer.state[param]["exp_avg_sq"].zero_()
+    train(loop, 3)
+    moments = loop.journal().layers("moment_written_ratio")
+    assert {(4, "0")} == {key for key, ratio in moments.items() if ratio > 0}
+
+
+def test_a_run_is_the_same_to_the_last_bit_with_every_signal(make_loop):
+    plain, measured = make_loop(), make_loop(signals=WRITES)
+    for loop in (plain, measured):
+        train(loop, 8)
+    for name, tensor in plain.parameters().items():
+        assert torch.equal(tensor, measured.parameters()[name]), name

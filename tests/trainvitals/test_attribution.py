@@ -1,0 +1,295 @@
+"""What moved first: each series against its own quiet steps."""
+
+import math
+import time
+from copy import deepcopy
+from functools import cache
+
+import msgspec
+import numpy as np
+import pytest
+
+from trainvitals.detect.attribution import MOST_ONSETS, Onset, OnsetTracker, origin
+from trainvitals.detect.fleet.base import MergedStep
+
+LAYERS = ("h.0", "h.1", "h.2", "h.3", "h.4", "h.5", "head")
+BAD = 450
+
+
+@cache
+def healthy(step: int, *, every: int = 1, attempt: int = 1) -> MergedStep:
+    """Return a step of four ranks with everything that can be measured."""
+    draws = np.random.default_rng([step, 7])
+    noise = lambda scale: float(np.exp(scale * draws.standard_normal()))  # noqa: E731
+    layers = {}
+    for i, name in enumerate(LAYERS if step % every == 0 else ()):
+        layers[name] = {
+            "grad_norm": (1.0 + i) * noise(0.2), "weight_norm": 10.0 + 0.001 * step,
+            "update_norm": 0.1 * noise(0.05), "activation_rms": 2.0 * noise(0.05),
+            "weight_written_ratio": 0.0, "moment_written_ratio": 0.0,
+        }  # fmt: skip
+    return MergedStep(
+        step=step,
+        attempt=attempt,
+        time_unix_ns=step,
+        run={
+            "learning_rate": 1e-3, "lr_factor": 1.0, "grad_norm": 5.0 * noise(0.2),
+            "max_norm": 1.0, "weight_decay": 0.1,
+        },
+        ranks={
+            "rank_loss": [2.0 + 0.05 * draws.standard_normal() for _ in range(4)],
+            "rank_grad_norm": [5.0 * noise(0.1) for _ in range(4)],
+            "data_wait_seconds": [0.01 * noise(0.3) for _ in range(4)],
+            "step_duration_seconds": [0.1] * 4,
+        },
+        layers=layers,
+    )  # fmt: skip
+
+
+def change(step: MergedStep, **parts) -> MergedStep:
+    """Return a step with some columns replaced: ``run``, ``ranks`` by rank, ``layers`` by layer."""
+    run = {**step.run, **parts.get("run", {})}
+    ranks = {name: list(values) for name, values in step.ranks.items()}
+    for (name, rank), value in parts.get("ranks", {}).items():
+        ranks[name][rank] = value
+    layers = {name: dict(row) for name, row in step.layers.items()}
+    for (layer, name), value in parts.get("layers", {}).items():
+        layers[layer][name] = value
+    return MergedStep(
+        step=step.step, attempt=step.attempt, time_unix_ns=0, run=run, ranks=ranks, layers=layers
+    )
+
+
+@cache
+def before(bad: int, every: int) -> OnsetTracker:
+    tracker = OnsetTracker()
+    for number in range(bad):
+        tracker.update(healthy(number, every=every))
+    return tracker
+
+
+def seen(damage, *, bad=BAD, last=BAD + 20, every=1) -> OnsetTracker:
+    """Return a tracker that saw a run, with ``damage`` done to the steps from ``bad`` on."""
+    tracker = deepcopy(before(bad, every))
+    for number in range(bad, last):
+        tracker.update(damage(healthy(number, every=every), number - bad))
+    return tracker
+
+
+def named(tracker: OnsetTracker, step: int = BAD + 15, **options) -> tuple | None:
+    onset = origin(tracker.onsets, attempt=1, step=step, **options)
+    return None if onset is None else (onset.step, onset.subject, onset.where, onset.series)
+
+
+def all_layers(name, value):
+    return {(layer, name): value for layer in LAYERS}
+
+
+NAN = math.nan
+CASES = {
+    "a layer's gradients explode": (
+        lambda s, k: change(s, layers={("h.2", "grad_norm"): 300.0}) if k == 0 else s,
+        (BAD, "layer", "h.2", "grad_norm"),
+    ),
+    "weights are written from outside, and all else follows": (
+        lambda s, k: change(
+            s,
+            layers={("h.1", "weight_written_ratio"): 0.5 if k == 0 else 0.0}
+            | all_layers("grad_norm", 80.0),
+            ranks={("rank_loss", rank): 9.0 for rank in range(4)},
+        ),
+        (BAD, "layer", "h.1", "weight_written_ratio"),
+    ),
+    "the optimizer's state is written from outside": (
+        lambda s, k: change(s, layers={("h.3", "moment_written_ratio"): 1.0}) if k == 0 else s,
+        (BAD, "optimizer", "h.3", "moment_written_ratio"),
+    ),
+    "the last of the layers that turned is where backward began": (
+        lambda s, k: change(s, layers={(n, "grad_norm"): NAN for n in LAYERS[:4]}),
+        (BAD, "layer", "h.3", "grad_norm"),
+    ),
+    "of outputs that turned the first is where forward began": (
+        lambda s, k: change(
+            s,
+            layers={(n, "activation_rms"): math.inf for n in LAYERS[2:]},
+            ranks={("rank_loss", 0): NAN},
+        ),
+        (BAD, "layer", "h.2", "activation_rms"),
+    ),
+    "one rank's data": (
+        lambda s, k: change(s, ranks={("rank_loss", 2): 6.0}, layers=all_layers("grad_norm", 90.0)),
+        (BAD, "data", "rank:2", "rank_loss"),
+    ),
+    "the data of all": (
+        lambda s, k: change(s, ranks={("rank_loss", rank): 5.0 for rank in range(4)}),
+        (BAD, "data", "", "loss"),
+    ),
+    "the loss itself": (
+        lambda s, k: change(s, ranks={("rank_loss", rank): math.inf for rank in range(4)}),
+        (BAD, "loss", "", "loss"),
+    ),
+    "one rank's own gradients": (
+        lambda s, k: change(s, ranks={("rank_grad_norm", 1): 100.0}),
+        (BAD, "rank", "rank:1", "rank_grad_norm"),
+    ),
+    "the learning rate": (
+        lambda s, k: change(s, run={"learning_rate": 0.03}),
+        (BAD, "lr", "", "learning_rate"),
+    ),
+    "a rate that nobody recorded, known one step later": (
+        lambda s, k: change(s, layers=all_layers("update_norm", 3.0)) if k else s,
+        (BAD, "lr", "", "update_norm"),
+    ),
+    "the clip": (lambda s, k: change(s, run={"max_norm": 1e9}), (BAD, "config", "", "max_norm")),
+    "weight decay": (
+        lambda s, k: change(s, run={"weight_decay": 0.0}),
+        (BAD, "config", "", "weight_decay"),
+    ),
+    "the loader": (
+        lambda s, k: change(s, ranks={("data_wait_seconds", r): 5.0 for r in range(4)}),
+        (BAD, "loader", "", "data_wait_seconds"),
+    ),
+    "a layer that learns no more": (
+        lambda s, k: change(s, layers={("h.4", "grad_norm"): 0.0}),
+        (BAD, "layer", "h.4", "grad_norm"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_moved_first_is_named(case):
+    damage, expected = CASES[case]
+    assert expected == named(seen(damage))
+
+
+def test_a_quiet_run_names_nothing():
+    assert () == seen(lambda s, k: s, last=BAD + 300).onsets
+
+
+def test_with_layers_at_every_tenth_step_the_layer_is_still_named():
+    def damage(step, age):
+        near = healthy(step.step)  # after a finding they are written at every step
+        return change(near, layers={("h.2", "grad_norm"): 400.0}) if age == 0 else near
+
+    assert (BAD + 3, "layer", "h.2", "grad_norm") == named(seen(damage, bad=BAD + 3, every=10))
+
+
+def test_without_layers_only_the_total_is_named():
+    def damage(step, age):
+        return change(step, run={"grad_norm": 400.0}) if age == 0 else step
+
+    tracker = seen(damage, every=10**9)
+    assert (BAD, "gradients", "", "grad_norm") == named(tracker, BAD + 5)
+
+
+@pytest.mark.parametrize("asked", [BAD, BAD + 5, BAD + 60])
+def test_the_onset_is_the_same_whenever_somebody_asks(asked):
+    drift = seen(
+        lambda s, k: change(s, layers={("h.1", "weight_written_ratio"): 0.01}), last=BAD + 62
+    )
+    assert (BAD, "layer", "h.1", "weight_written_ratio") == named(drift, asked)
+
+
+def test_without_what_would_tell_data_from_weights_no_cause_is_named():
+    def bare(step: MergedStep) -> MergedStep:
+        layers = {name: {"grad_norm": row["grad_norm"]} for name, row in step.layers.items()}
+        return MergedStep(
+            step=step.step, attempt=1, time_unix_ns=0, run=step.run, ranks=step.ranks, layers=layers
+        )
+
+    for loss in (5.0, NAN):
+        tracker = OnsetTracker()
+        for number in range(BAD + 5):
+            step = bare(healthy(number))
+            losses = {("rank_loss", rank): loss for rank in range(4)}
+            tracker.update(change(step, ranks=losses) if number >= BAD else step)
+        assert (BAD, "losses", "", "loss") == named(tracker)
+        assert not tracker.onsets[-1].is_cause
+
+
+def test_what_was_over_long_before_the_trouble_is_not_what_it_came_from():
+    tracker = seen(CASES["a layer's gradients explode"][0], last=BAD + 100)
+    assert named(tracker, BAD + 39) is not None
+    assert None is named(tracker, BAD + 41)
+
+
+def test_what_was_announced_is_no_origin():
+    tracker = seen(CASES["the data of all"][0])
+    assert None is named(tracker, planned=[(BAD - 2, 100)])
+    assert None is not named(tracker, planned=[(BAD + 1, 100)])
+
+
+def test_what_is_slow_has_another_origin_than_what_is_wrong():
+    def both(step, age):
+        step = change(step, ranks={("data_wait_seconds", 0): 5.0}) if age == 0 else step
+        return change(step, layers={("h.2", "grad_norm"): 300.0}) if age == 5 else step
+
+    tracker = seen(both)
+    assert "loader" == named(tracker, is_of_speed=True)[1]
+    assert "layer" == named(tracker, is_of_speed=False)[1]
+    assert "loader" == named(tracker)[1]
+
+
+def test_a_schedule_that_restarts_or_decays_names_nothing():
+    def restart(step, age):
+        return change(step, run={"learning_rate": 1e-3})
+
+    tracker = OnsetTracker()
+    for number in range(BAD + 20):
+        rate = 1e-3 if number < 200 else 1e-4  # a decay, and at BAD a warm restart
+        step = change(healthy(number), run={"learning_rate": rate})
+        layers = {(n, "update_norm"): 100.0 * rate for n in LAYERS}
+        step = change(step, layers=layers)
+        tracker.update(restart(step, 0) if number >= BAD else step)
+    assert None is named(tracker)
+
+
+def test_weights_that_the_loop_itself_writes_at_every_step_are_no_news():
+    tracker = OnsetTracker()
+    for number in range(BAD + 20):
+        tracker.update(change(healthy(number), layers={("h.0", "weight_written_ratio"): 0.01}))
+    assert None is named(tracker)
+
+
+def test_nobody_can_tell_before_there_is_a_reference():
+    tracker = seen(CASES["a layer's gradients explode"][0], bad=60, last=80)
+    assert not tracker.is_judging
+    assert () == tracker.onsets
+
+
+def test_it_goes_on_judging_after_a_rollback():
+    tracker = seen(CASES["one rank's data"][0])
+    for number in range(BAD - 50, BAD + 60):
+        step = healthy(number, attempt=2)
+        tracker.update(change(step, ranks={("rank_loss", 3): 7.0}) if number == BAD + 50 else step)
+    onset = origin(tracker.onsets, attempt=2, step=BAD + 55)
+    assert onset is not None
+    assert (BAD + 50, "rank:3") == (onset.step, onset.where)
+    assert "rank:2" == origin(tracker.onsets, attempt=1, step=BAD + 15).where
+
+
+def test_onsets_are_bounded_and_outlive_a_restart():
+    onsets = [
+        Onset(attempt=1, step=i, last_step=i, subject="layer", where="h.0", series="grad_norm")
+        for i in range(MOST_ONSETS)
+    ]
+    tracker = OnsetTracker(msgspec.msgpack.decode(msgspec.msgpack.encode(onsets), type=list[Onset]))
+    assert tuple(onsets) == tracker.onsets
+    damage = CASES["a layer's gradients explode"][0]
+    for number in range(BAD + 5):
+        step = healthy(number)
+        tracker.update(damage(step, number - BAD) if number >= BAD else step)
+    assert MOST_ONSETS == len(tracker.onsets)
+    assert "h.2" == tracker.onsets[-1].where
+    msgspec.msgpack.encode(tracker.onsets)
+
+
+def test_a_run_without_signals_costs_little():
+    steps = [healthy(number, every=10) for number in range(600)]
+    tracker = OnsetTracker()
+    for step in steps[:300]:
+        tracker.update(step)
+    begin = time.process_time()
+    for step in steps[300:]:
+        tracker.update(step)
+    assert (time.process_time() - begin) / 300 < 1e-3  # some 0.1 ms
