@@ -15,7 +15,6 @@ from vitals_collector.ingest.ingest import ingest
 from vitals_collector.storage.schema import audit
 from vitals_collector.storage.store import Store
 
-
 SECRET = "4f1Kq9ZtT7xWbV2mR8sYcD3e"
 
 
