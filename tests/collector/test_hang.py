@@ -13,10 +13,12 @@ from trainvitals.records import (
     Note,
     RankActivity,
     RanksStill,
+    RunEnded,
     StacksTaken,
 )
-from trainvitals.views import EventsQuestion, RunQuestion
+from trainvitals.views import EventsQuestion, RunQuestion, StacksQuestion
 from vitals_collector.queries.query import Query
+from vitals_collector.queries.why import stood
 from vitals_collector.storage.store import Store
 
 LIMITS = WaitHistory().limits(HangConfig())
@@ -136,4 +138,31 @@ def test_stacks_are_a_line_of_the_runs_events(job: Job):
     job.place.send(agent.events(StacksTaken(rank=1, stacks=stacks)))
     query = Query(job.place.store, clock=job.place.clock)
     events = query.ask(EventsQuestion(run_id=job.ranks[0].identity.run_id, kind="StacksTaken"))
+    (view,) = query.ask(StacksQuestion(run_id=job.ranks[0].identity.run_id))
+    assert (1, stacks) == (view.rank, view.stacks)
+    assert stood([view], 0) == (
+        'Rank 1:\n  File "data.py", line 33 in load\n  File "train.py", line 9 in main'
+    )
     assert ['stacks of rank 1: File "data.py", line 33 in load'] == [e.text for e in events]
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "is_first"),
+    [
+        ("signal 9, SIGKILL", 0.5, True),
+        ("signal 15, SIGTERM", 0.5, False),  # by the launcher, as another rank failed
+        ("signal 9, SIGKILL", 30.0, False),  # by the launcher, after its grace
+    ],
+)
+def test_a_rank_that_was_killed_is_why_the_others_failed(job: Job, how, seconds, is_first):
+    agent = Writer("node:node-a")
+    failed = RunEnded(state="failed", reason="RuntimeError: Connection closed by peer")
+    job.place.send(job.ranks[0].events(failed, step=5))
+    text = f"rank 1 (pid 100 on node-a) ended without a clean exit ({how}); its last step is 4"
+    at = job.ranks[0].time_of(5) + int(seconds * 1e9)
+    gone = Note(code="rank_gone", text=text, severity="error")
+    job.place.send(agent.events(gone, step=4, at=at))
+    job.look()
+    (alert,) = [alert for alert in job.place.alerts() if alert.name == "RunFailed"]
+    assert is_first == alert.summary.startswith("rank 1 (pid 100 on node-a) ended without")
+    assert "Connection closed by peer" in alert.summary

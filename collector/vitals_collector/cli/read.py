@@ -17,6 +17,8 @@ from trainvitals.views import (
     RunQuestion,
     RunsQuestion,
     SeriesQuestion,
+    StacksQuestion,
+    StacksView,
     StepQuestion,
 )
 from vitals_collector.cli import export, postmortem, query, show
@@ -119,13 +121,22 @@ def why(
 ) -> None:
     """Explain one step: its numbers, limits, findings, the decision and the reason."""
     from vitals_collector.queries.user_alerts import episodes
-    from vitals_collector.queries.why import FOLLOWING, explain, loss_of, with_kept_samples
+    from vitals_collector.queries.why import (
+        FOLLOWING,
+        explain,
+        loss_of,
+        stood,
+        with_kept_samples,
+    )
 
     with open_run(run, folder, collector, token_file) as (opened, summary):
         view = opened.reader.ask(StepQuestion(run_id=summary.run_id, step=step))
         ledger = opened.reader.ask(DecisionsQuestion(run_id=summary.run_id))
         detail = opened.reader.ask(RunQuestion(run_id=summary.run_id))
         findings = opened.reader.ask(FindingsQuestion(run_id=summary.run_id))
+        stacks: tuple[StacksView, ...] = ()
+        if any(entry.finding.kind == "waiting" for entry in view.findings):
+            stacks = opened.reader.ask(StacksQuestion(run_id=summary.run_id))
         after = None
         if "steps.loss" in detail.metrics and form is TextFormat.TEXT:
             after = opened.reader.ask(
@@ -157,6 +168,8 @@ def why(
     else:
         alerts = episodes(raised.finding for raised in findings)
         typer.echo(explain(summary, view, ledger, after, alerts))
+        if where := stood(stacks, step):
+            typer.echo(where)
 
 
 def tail(

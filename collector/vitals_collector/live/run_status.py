@@ -563,7 +563,7 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
     """Return what the first rank that failed said, else what an agent said of one that is gone."""
     if state == "failed":
         query = (
-            select(sources.c.source, sources.c.ended_reason)
+            select(sources.c.source, sources.c.ended_reason, sources.c.ended_unix_ns)
             .where(
                 sources.c.run_id == run_id,
                 sources.c.ended_state == "failed",
@@ -575,7 +575,9 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
         )
         failure = connection.execute(query).first()
         if failure is not None:
-            return f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
+            words = f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
+            killed = _killed(connection, run_id, started_unix_ns, failure.ended_unix_ns)
+            return f"{killed}; then {words}" if killed else words
     notes = (
         select(events.c.summary)
         .where(
@@ -592,6 +594,29 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
         if not any(process in note for process in replaced):
             return str(note).removesuffix(_GONE)
     return ""
+
+
+def _killed(connection: Connection, run_id: str, started_unix_ns: int, failed_unix_ns: int) -> str:
+    """Return which rank was killed before the first of the others failed: they fail of that.
+
+    Those that the launcher ends afterwards are sent SIGTERM.
+    """
+    table = events.c
+    query = (
+        select(table.summary)
+        .where(
+            table.run_id == run_id,
+            table.kind == "Note",
+            table.summary.endswith(_GONE),
+            table.summary.contains("clean exit (signal "),
+            ~table.summary.contains("SIGTERM"),
+            table.time_unix_ns.between(started_unix_ns, failed_unix_ns + _TOLD_NS),
+        )
+        .order_by(table.time_unix_ns)
+        .limit(1)
+    )
+    note = connection.execute(query).scalar()
+    return "" if note is None else str(note).removesuffix(_GONE)
 
 
 def hang_of(connection: Connection, run_id: str, last_step: int) -> str:
@@ -648,6 +673,8 @@ _PROCESS = (
     *("started_unix_ns", "last_seen_unix_ns", "last_received_unix_ns", "ended_state"),
 )
 """A rank's process, and what says which of several was heard of last."""
+_TOLD_NS = 2_000_000_000
+"""So long after a process's end its agent may tell of it; a failure of others is told at once."""
 _GONE = " [rank_gone]"
 """How a line about an agent's note of that code ends."""
 
