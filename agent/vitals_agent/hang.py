@@ -336,16 +336,8 @@ def _stat(path: str) -> list[str]:
 
 def _add_work(seen: _Seen, process: _Process, now: float) -> None:
     where = "" if seen.word is None else seen.word.where
-    seen.work.append(
-        _Work(
-            now,
-            process.cpu_seconds,
-            process.all_cpu_seconds,
-            process.num_bytes,
-            where,
-            process.state,
-        )
-    )
+    used = (process.cpu_seconds, process.all_cpu_seconds, process.num_bytes)
+    seen.work.append(_Work(now, *used, where, process.state))
     while len(seen.work) > 2 and now - seen.work[1].at >= ACTIVE_SECONDS:
         seen.work.popleft()
 

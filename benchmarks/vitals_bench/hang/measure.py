@@ -287,11 +287,10 @@ def _take_in(trial: Trial, rows: list[EventRow], began: float) -> None:
             trial.texts.append(row.event.text)
         if seconds < 0:
             continue
-        if isinstance(row.event, Note) and row.event.code == "rank_gone":
+        if isinstance(row.event, Note) and "SIGKILL" in row.event.text:
             # A peer that died breaks the others' connections: the job ends before anybody waits.
-            if trial.shown is None and "SIGKILL" in row.event.text:
-                trial.shown = seconds
-                trial.culprits = {int(row.event.text.split()[1])}
+            trial.shown = seconds if trial.shown is None else trial.shown
+            trial.culprits = trial.culprits or {int(row.event.text.split()[1])}
         if isinstance(row.event, FindingRaised):
             finding = row.event.finding
             trial.texts.append(f"{seconds:.1f} s: {finding.kind}: {finding.reason}")
