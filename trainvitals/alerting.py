@@ -356,7 +356,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         did="took no action; the job still waits.",
         help="All ranks wait for one that is stopped, gone or blocked, or that computes for far "
         "longer than such a wait took before.",
-        to_do="`vitals show RUN` has the stacks of its node's ranks; then restart the job.",
+        to_do="`vitals why RUN STEP` shows the stacks of its node's ranks; then restart the job.",
     ),
     AlertSpec(
         name="CheckpointOverdue",

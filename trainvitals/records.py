@@ -453,7 +453,7 @@ class StacksTaken(_Event, frozen=True, kw_only=True):
     collectives: tuple[str, ...] = ()
     """The last ones it had begun, the oldest first."""
     detail: str = ""
-    """Why there are no stacks, or how its process ended."""
+    """Why there are no stacks."""
 
 
 class RunEnded(_Event, frozen=True, kw_only=True):

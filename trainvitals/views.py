@@ -403,6 +403,28 @@ class EventsQuestion(Question[tuple[EventView, ...]], frozen=True, kw_only=True)
     kind: str = ""
 
 
+class StacksView(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank stood while it was waited for, or waited itself."""
+
+    time_unix_ns: int
+    step: int
+    attempt: int
+    rank: int
+    stacks: str
+    """Of all its threads, each with the innermost call first."""
+    collectives: tuple[str, ...]
+    """The last ones that it had begun, the oldest first."""
+    detail: str
+    """Why there are no stacks."""
+
+
+@route("GET", "/v1/runs/{run_id}/stacks")
+class StacksQuestion(Question[tuple[StacksView, ...]], frozen=True, kw_only=True):
+    """Stacks of ranks that were taken while the job waited for one of them; the newest, by time."""
+
+    run_id: str
+
+
 class AlertView(msgspec.Struct, frozen=True, kw_only=True):
     """One alert of the inbox."""
 

@@ -77,6 +77,7 @@ class _Work(NamedTuple):
     all_cpu_seconds: float
     num_bytes: int
     where: str
+    state: str
 
 
 @dataclass(slots=True)
@@ -252,14 +253,7 @@ class HangWatch:
                 return
         # Gone: the journal says whether it had said goodbye. Nobody has buried it yet.
         seen.state = "ended" if tail.closed or tail.removed else "gone"
-        seen.exit = self._exits.of(pid)
-        if seen.state == "gone" and seen.exit:
-            text = f"rank {tail.identity.rank} ended: {seen.exit}"
-            self._run.node_source.say(
-                StacksTaken(rank=tail.identity.rank, detail=text),
-                step=seen.word.step,
-                attempt=tail.last.attempt,
-            )
+        seen.exit = tail.exit = self._exits.of(pid)
 
     # ------------------------------------------------------------------------------- stacks
 
@@ -342,9 +336,8 @@ def _stat(path: str) -> list[str]:
 
 def _add_work(seen: _Seen, process: _Process, now: float) -> None:
     where = "" if seen.word is None else seen.word.where
-    seen.work.append(
-        _Work(now, process.cpu_seconds, process.all_cpu_seconds, process.num_bytes, where)
-    )
+    used = (process.cpu_seconds, process.all_cpu_seconds, process.num_bytes)
+    seen.work.append(_Work(now, *used, where, process.state))
     while len(seen.work) > 2 and now - seen.work[1].at >= ACTIVE_SECONDS:
         seen.work.popleft()
 
@@ -361,6 +354,8 @@ def _is_active(work: Sequence[_Work], now: float) -> bool:
         or last.all_cpu_seconds - first.all_cpu_seconds > ALL_ACTIVE_SHARE * seconds
         or last.num_bytes - first.num_bytes > ACTIVE_BYTES
         or len(places) > 1
+        # In a call to a disk: a save that waits for it looks the same as one that is lost.
+        or any(each.state == "D" for each in work)
     )
 
 

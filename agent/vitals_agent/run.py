@@ -287,10 +287,11 @@ class ServedRun:
         row: dict[str, Value] = {"rank": who.rank, "pid": who.pid, "alive": 0}
         self.node_source.sample(PROCESS_SCHEMA, [row])
         if not tail.last.ended:
+            how = f" ({tail.exit})" if tail.exit else ""
             note = Note(
                 code="rank_gone",
-                text=f"rank {who.rank} (pid {who.pid} on {who.node}) ended without a clean exit;"
-                f" its last step is {tail.last.step}",
+                text=f"rank {who.rank} (pid {who.pid} on {who.node}) ended without a clean exit"
+                f"{how}; its last step is {tail.last.step}",
                 severity="error",
             )
             self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)

@@ -155,6 +155,8 @@ class JournalTail:
         """Whether the process existed when that was last asked."""
         self.is_quiet = True
         """Whether the last copy found nothing: only then is it worth asking for the process."""
+        self.exit = ""
+        """How the process ended, where that is known."""
         self.removed = False
         self._reader = JournalReader(directory)
         self._appended = dict(resume)

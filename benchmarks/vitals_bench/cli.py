@@ -23,7 +23,7 @@ PROGRAM = "python -m vitals_bench"
 Measure = Callable[..., "Iterator[Row | Grid]"]
 Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
-APART = ("judgement", "sizes", "attribution")
+APART = ("hang", "judgement", "sizes", "attribution")
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
 
@@ -101,6 +101,7 @@ def build_app() -> typer.Typer:
     app.command("numbers", epilog=f"Example: {PROGRAM} numbers --quick")(bench_numbers)
     app.command("sizes", epilog=f"Example: {PROGRAM} sizes --quick")(bench_sizes)
     app.command("dashboard", epilog=f"Example: {PROGRAM} dashboard --quick")(bench_dashboard)
+    app.command("hang", epilog=f"Example: {PROGRAM} hang --quick")(bench_hang)
     app.command("judgement", epilog=f"Example: {PROGRAM} judgement --quick")(bench_judgement)
     app.command("attribution", epilog=f"Example: {PROGRAM} attribution --quick")(bench_attribution)
     return app
@@ -128,7 +129,8 @@ def bench_all(
 ) -> None:
     """Measure what Vitals costs on this machine, beside what others cost; alone, runs every bench.
 
-    Except judgement, whose trainings take hours, and sizes, which is docs/scale.md's.
+    Except judgement, whose trainings take hours, hang, whose ranks want the machine to themselves,
+    and sizes, which is docs/scale.md's.
 
     A goal that was missed is said and is no failure: the exit code is 1 only where a bench could
     not run.
@@ -228,6 +230,15 @@ def bench_dashboard(
     _run(("dashboard",), quick=quick, output=output, page=page, options=options)
 
 
+def bench_hang(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
+    """Let real jobs of 2 to 4 ranks hang, and show who is named, how soon, and with what.
+
+    And how often somebody is paged for what is no hang. Waits of minutes are shortened, and the
+    limits with them: the table says which.
+    """
+    _run(("hang",), quick=quick, output=output, page=page)
+
+
 def bench_judgement(
     quick: Quick = False,
     full: Full = False,
@@ -293,6 +304,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         dashboard,
         detect,
         guard,
+        hang,
         ingest,
         judgement,
         numbers,
@@ -312,6 +324,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "numbers": numbers.PARTS,
         "sizes": sizes.PARTS,
         "dashboard": dashboard.PARTS,
+        "hang": hang.PARTS,
         "judgement": judgement.PARTS,
         "attribution": attribution.PARTS,
     }

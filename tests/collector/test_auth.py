@@ -292,6 +292,7 @@ SCOPES: dict[tuple[str, str], set[str]] = {
     ("GET", "/v1/runs/{run_id}/findings"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/checkpoints"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/events"): {"read", "control"},
+    ("GET", "/v1/runs/{run_id}/stacks"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/commands"): {"read", "ingest", "control"},
     ("POST", "/v1/runs/{run_id}/commands"): {"control"},
     ("POST", "/v1/runs/{run_id}/commands/{number}/delivered"): {"ingest"},

@@ -79,6 +79,13 @@ def test_from_a_part_of_the_job_nobody_is_named_by_numbers():
     assert verdict(a_rank(0), a_rank(1, 9), world=4) is None
 
 
+def test_a_wait_for_a_disk_is_said_at_once_and_given_minutes():
+    """The agent counts the system's uninterruptible sleep as work: a save may wait so."""
+    told = verdict(a_rank(0), a_rank(1, 9, process="disk", is_active=True))
+    assert not told.pages and 180.0 == told.limit
+    assert "blocked in a call to the system that cannot be interrupted" in told.text
+
+
 def test_a_job_that_is_stopped_as_a_whole_is_no_hang():
     assert verdict(a_rank(0, process="stopped"), a_rank(1, 9, process="stopped")) is None
 

@@ -166,7 +166,7 @@ def _finding(kind: str, verdict: Verdict) -> Finding:
         step=verdict.step,
         detector="hang",
         reason=verdict.text,
-        rank=verdict.culprits[0] if verdict.culprits else -1,
+        rank=verdict.culprits[0] if len(verdict.culprits) == 1 else -1,
         value=verdict.seconds,
         limit=None if math.isinf(verdict.limit) else verdict.limit,
         cause=f"hang_{verdict.reason}" if kind == "hang" else "",
@@ -341,7 +341,8 @@ def _reason(culprits: Iterable[RankActivity]) -> Reason:
         return "debugged"
     if any(rank.is_mute for rank in ranks):
         return "interpreter"
-    return "computing" if any(rank.is_active for rank in ranks) else "blocked"
+    is_busy = any(rank.is_active and rank.process != "disk" for rank in ranks)
+    return "computing" if is_busy else "blocked"
 
 
 _SAME_SIZES = frozenset({"all_reduce", "allreduce", "broadcast"})

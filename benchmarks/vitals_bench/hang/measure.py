@@ -21,7 +21,7 @@ from pathlib import Path
 from trainvitals.detect.hang import HangConfig
 from trainvitals.errors import VitalsError
 from trainvitals.io.spool import read_batches
-from trainvitals.records import EventRow, FindingRaised, Note, StacksTaken, decode_events
+from trainvitals.records import EventRow, Finding, FindingRaised, Note, StacksTaken, decode_events
 from trainvitals.wire import decode_batch
 from vitals_agent.agent import Agent, AgentConfig
 from vitals_bench.rows import Cell, Grid, Row, at_least, at_most, exactly
@@ -268,7 +268,8 @@ def run_trial(fault: Fault, *, ranks: int, watch_seconds: float) -> Trial:
             while time.monotonic() < until:
                 time.sleep(0.5)
                 _take_in(trial, job.events(), began)
-                if trial.paged is not None and (trial.stacks is not None or fault.name == "die"):
+                is_dead = fault.name == "die" and trial.shown is not None
+                if is_dead or (trial.paged is not None and trial.stacks is not None):
                     break
             return trial
         finally:
@@ -286,15 +287,19 @@ def _take_in(trial: Trial, rows: list[EventRow], began: float) -> None:
             trial.texts.append(row.event.text)
         if seconds < 0:
             continue
+        if isinstance(row.event, Note) and "SIGKILL" in row.event.text:
+            # A peer that died breaks the others' connections: the job ends before anybody waits.
+            trial.shown = seconds if trial.shown is None else trial.shown
+            trial.culprits = trial.culprits or {int(row.event.text.split()[1])}
         if isinstance(row.event, FindingRaised):
             finding = row.event.finding
             trial.texts.append(f"{seconds:.1f} s: {finding.kind}: {finding.reason}")
             if finding.kind == "waiting":
                 trial.shown = seconds if trial.shown is None else trial.shown
-                trial.culprits = _named(finding.reason, finding.rank)
+                trial.culprits = _named(finding)
             if finding.kind == "hang":
                 trial.paged = seconds if trial.paged is None else trial.paged
-                trial.culprits = _named(finding.reason, finding.rank)
+                trial.culprits = _named(finding)
                 trial.reasons.append(finding.cause.removeprefix("hang_"))
         if isinstance(row.event, StacksTaken) and row.event.stacks:
             stacks.add(row.event.rank)
@@ -302,9 +307,9 @@ def _take_in(trial: Trial, rows: list[EventRow], began: float) -> None:
                 trial.stacks = seconds if trial.stacks is None else trial.stacks
 
 
-def _named(reason: str, rank: int) -> set[int]:
-    """Return whom a verdict names: of a disagreement of two, both."""
-    return {0, 1} if reason.count(" called ") == 2 and "ranks" not in reason[4:] else {rank}
+def _named(finding: Finding) -> set[int]:
+    """Return whom a verdict names: of a disagreement of two ranks, both."""
+    return {0, 1} if finding.rank < 0 and "disagree" in finding.reason else {finding.rank}
 
 
 def measure_hangs(*, quick: bool) -> Iterator[Row | Grid]:
@@ -367,7 +372,8 @@ def _grid(trials: list[Trial]) -> Grid:
         columns=("fault", "culprit right", "shown", "paged", "stacks"),
         rows=tuple(lines),
         note=f"The endless loop's limit is shortened from 180 to "
-        f"{SHORTENED.computing_seconds:g} s. A killed peer's torchrun ends the job by itself.",
+        f"{SHORTENED.computing_seconds:g} s. A killed peer breaks the others' "
+        "connections: the job fails by itself, and is told as such.",
     )
 
 

@@ -17,6 +17,8 @@ from trainvitals.views import (
     RunQuestion,
     RunsQuestion,
     SeriesQuestion,
+    StacksQuestion,
+    StacksView,
     StepQuestion,
     VerdictQuestion,
 )
@@ -120,7 +122,13 @@ def why(
 ) -> None:
     """Explain one step: its numbers, limits, findings, the decision and the reason."""
     from vitals_collector.queries.user_alerts import episodes
-    from vitals_collector.queries.why import FOLLOWING, explain, loss_of, with_kept_samples
+    from vitals_collector.queries.why import (
+        FOLLOWING,
+        explain,
+        loss_of,
+        stood,
+        with_kept_samples,
+    )
 
     with open_run(run, folder, collector, token_file) as (opened, summary):
         view = opened.reader.ask(StepQuestion(run_id=summary.run_id, step=step))
@@ -128,6 +136,9 @@ def why(
         detail = opened.reader.ask(RunQuestion(run_id=summary.run_id))
         findings = opened.reader.ask(FindingsQuestion(run_id=summary.run_id))
         incidents = opened.reader.ask(VerdictQuestion(run_id=summary.run_id)).incidents
+        stacks: tuple[StacksView, ...] = ()
+        if any(entry.finding.kind == "waiting" for entry in view.findings):
+            stacks = opened.reader.ask(StacksQuestion(run_id=summary.run_id))
         after = None
         if "steps.loss" in detail.metrics and form is TextFormat.TEXT:
             after = opened.reader.ask(
@@ -165,6 +176,8 @@ def why(
                     f"Part of an incident: vitals postmortem {summary.run_id} "
                     f"--incident {line.incident_id}"
                 )
+        if where := stood(stacks, step):
+            typer.echo(where)
 
 
 def tail(

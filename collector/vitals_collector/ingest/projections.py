@@ -143,7 +143,7 @@ def describe(event: Event | None) -> str:
         case StacksTaken():
             last = event.stacks.rstrip().rpartition("(most recent call first):")[2].strip()
             at = last.splitlines()[0].strip() if last else event.detail
-            return f"stacks of rank {event.rank}: {at}" if last else event.detail
+            return f"stacks of rank {event.rank}: {at or 'none'}"
         case Note():
             return f"{event.text} [{event.code}]"
         case RunEnded():

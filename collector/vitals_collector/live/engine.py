@@ -40,6 +40,7 @@ from trainvitals.records import (
     Finding,
     FindingRaised,
     NamesDefined,
+    RanksStill,
     RunEnded,
     TrainingPaused,
 )
@@ -52,7 +53,13 @@ from vitals_collector.alerts.notifiers import Notifier
 from vitals_collector.cluster.leases import LEASE_SECONDS, PAGER, Lease
 from vitals_collector.ingest.projections import loss_kind_of
 from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor
-from vitals_collector.live.run_status import Absent, Liveness, RunStatus, RunStatusCache
+from vitals_collector.live.run_status import (
+    Absent,
+    Liveness,
+    RunStatus,
+    RunStatusCache,
+    hang_of,
+)
 from vitals_collector.live.tail_reader import WATCHED
 from vitals_collector.storage.schema import decisions, engine_state, findings, sources
 from vitals_collector.storage.store import Store
@@ -63,7 +70,7 @@ _MAX_LOGGED = 100
 _Record = TypeVar("_Record")
 _AWAITED = (DecisionMade, FindingRaised)
 """Events of which people may be told."""
-_NOTED = CheckpointChanged | NamesDefined | TrainingPaused
+_NOTED = CheckpointChanged | NamesDefined | RanksStill | TrainingPaused
 """Events that change how a run is watched."""
 _MOST_CAME = 8
 """Commits that wait for a look: each is some MB at most, and what is sorted has a bound."""
@@ -497,13 +504,16 @@ class Engine:
         unheard = self._alerts_for_absent(run, run.unheard)
         lasting.update(alert.fingerprint for alert in unheard)
         if run.state == "running":
+            hang = run.hang
             if run.is_unheard:
                 lost = alerts_for_run_state("lost", run_id=run.run_id)
                 lasting.update(alert.fingerprint for alert in lost)
             for finding in self._watching.conditions(run.run_id):
                 named = _named_alerts(finding, run)
-                if finding.kind == "stalled" and any(
-                    alert.severity == "page" for alert in absences
+                if finding.kind == "stalled" and not hang:
+                    hang = self._hang_of(run)
+                if finding.kind == "stalled" and (
+                    hang or any(alert.severity == "page" for alert in absences)
                 ):  # that is why it stalls, and it was told; where it was told before, it holds
                     lasting.update(alert.fingerprint for alert in named)
                     continue
@@ -532,15 +542,20 @@ class Engine:
             lasting=frozenset(lasting),
         )
 
+    def _hang_of(self, run: RunStatus) -> str:
+        with self._store.read() as connection:
+            return hang_of(connection, run.run_id, run.last_step)
+
     def _alerts_for_absent(self, run: RunStatus, parts: Absent) -> list[Alert]:
         seconds = self._config.lost_after_seconds
         silent = f"silent for more than {seconds:g} s"
+        before = f"; before that: {run.hang}" if run.hang else ""
         kinds = (
             ("NodeLost", parts.nodes, f"{silent}, and no step passed without it"),
             (
                 "RankLost",
                 [f"rank {rank}" for rank in parts.ranks],
-                "its process ended without a word while the job goes on",
+                f"its process ended without a word while the job goes on{before}",
             ),
             (
                 "AgentLost",

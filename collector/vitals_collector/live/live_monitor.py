@@ -42,6 +42,7 @@ from vitals_collector.live.step_join import (
     host_rows,
     step_columns,
 )
+from vitals_collector.live.still_nodes import StillNodes
 from vitals_collector.live.tail_reader import (
     HOSTS,
     STEPS,
@@ -209,6 +210,7 @@ class FollowedRun:
     _onsets: OnsetTracker = field(init=False)
     has_new_onset: bool = False
     """Whether a series left its course since this was stored."""
+    _still: StillNodes = field(default_factory=StillNodes)
 
     def __post_init__(self) -> None:
         self._onsets = OnsetTracker(self.saved.onsets or ())
@@ -262,6 +264,8 @@ class FollowedRun:
         self._saves = self._new_checkpoints(moment.sql)
         if has_more or self._is_paused:
             self._look_for_pause(moment.sql, now_ns)
+        if has_more:
+            self._still.read(moment.sql, self.run_id, now_ns)
         return num_read
 
     def _is_due(self, now_ns: int) -> bool:
@@ -379,6 +383,9 @@ class FollowedRun:
                 records += self._sampled(left)
         if is_running and self.is_drained and not self._is_paused:
             records += self._idle(now_ns)
+        if is_running:
+            at = self._now_of_run(now_ns)
+            records += self._timed(self._still.look(now_ns), at)
         if merged or rounds or records:
             self._keep_lasting(records)
         self.has_changed = self.has_changed or bool(merged or records)

@@ -17,10 +17,10 @@ import msgspec
 from sqlalchemy import Connection, Row, select
 
 from trainvitals.errors import UNREADABLE
-from trainvitals.records import Decision
+from trainvitals.records import Decision, Finding
 from trainvitals.views import Health, RunState
 from vitals_collector.live.step_join import MOST_RANKS
-from vitals_collector.storage.schema import decisions, events, runs, sources
+from vitals_collector.storage.schema import decisions, events, findings, runs, sources
 
 _FINAL: tuple[RunState, ...] = ("halted", "failed", "interrupted", "finished")
 """How a run can end by its own word, the one that explains most first."""
@@ -366,6 +366,8 @@ class RunStatus:
     """The run would be lost, had this collector been there all the time: nobody knows yet."""
     behind: tuple[int, ...] = ()
     """The ranks that have not passed the newest step; of a run that goes on."""
+    hang: str = ""
+    """Who hung before ranks were lost, where no step was made since."""
 
 
 class _Decided(NamedTuple):
@@ -464,11 +466,15 @@ class RunStatusCache:
             else:
                 self._failed_at.pop(run_id, None)
             if status.state in ("running", "failed"):
-                status = self._with_absent(status, of_run[run_id], when)
+                status = self._with_absent(connection, status, of_run[run_id], when)
             self._statuses[run_id] = status
 
     def _with_absent(
-        self, status: RunStatus, of_run: Sequence[tuple[str, SourceState]], when: Liveness
+        self,
+        connection: Connection,
+        status: RunStatus,
+        of_run: Sequence[tuple[str, SourceState]],
+        when: Liveness,
     ) -> RunStatus:
         """Add who is gone, and who was not heard of since this collector started."""
         if status.state == "failed":
@@ -477,6 +483,9 @@ class RunStatusCache:
             parts, gone = self._heard(status.run_id, of_run, when), absent
             status = replace(status, behind=behind(parts))
         status = replace(status, absent=gone(parts, when))
+        if status.absent.ranks and status.state == "running":
+            hang = hang_of(connection, status.run_id, status.last_step)
+            status = replace(status, hang=hang)
         if when.now_unix_ns - when.up_since_unix_ns > when.lost_after_seconds * 1e9:
             return status
         always_up = replace(when, up_since_unix_ns=0)
@@ -541,6 +550,9 @@ def _status_of(
         starts = [part for part in parts if part.source == "rank:0"]
         started = _heard_last(starts).started_unix_ns if starts else 0
         why = _why(connection, run_id, state, started)
+        if hang := hang_of(connection, run_id, last_step):
+            # Who is gone first when a job that hung is ended says nothing.
+            why = f"{hang}; then: {why or 'the run stopped reporting'}"
         if state == "lost" and parts:
             why = f"{why or 'the run stopped reporting'}; {_last_word(parts)}"
         return replace(status, reason=why)
@@ -551,7 +563,7 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
     """Return what the first rank that failed said, else what an agent said of one that is gone."""
     if state == "failed":
         query = (
-            select(sources.c.source, sources.c.ended_reason)
+            select(sources.c.source, sources.c.ended_reason, sources.c.ended_unix_ns)
             .where(
                 sources.c.run_id == run_id,
                 sources.c.ended_state == "failed",
@@ -563,7 +575,9 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
         )
         failure = connection.execute(query).first()
         if failure is not None:
-            return f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
+            words = f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
+            killed = _killed(connection, run_id, started_unix_ns, failure.ended_unix_ns)
+            return f"{killed}; then {words}" if killed else words
     notes = (
         select(events.c.summary)
         .where(
@@ -580,6 +594,47 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
         if not any(process in note for process in replaced):
             return str(note).removesuffix(_GONE)
     return ""
+
+
+def _killed(connection: Connection, run_id: str, started_unix_ns: int, failed_unix_ns: int) -> str:
+    """Return which rank was killed before the first of the others failed: they fail of that.
+
+    Those that the launcher ends afterwards are sent SIGTERM.
+    """
+    table = events.c
+    query = (
+        select(table.summary)
+        .where(
+            table.run_id == run_id,
+            table.kind == "Note",
+            table.summary.endswith(_GONE),
+            table.summary.contains("clean exit (signal "),
+            ~table.summary.contains("SIGTERM"),
+            table.time_unix_ns.between(started_unix_ns, failed_unix_ns + _TOLD_NS),
+        )
+        .order_by(table.time_unix_ns)
+        .limit(1)
+    )
+    note = connection.execute(query).scalar()
+    return "" if note is None else str(note).removesuffix(_GONE)
+
+
+def hang_of(connection: Connection, run_id: str, last_step: int) -> str:
+    """Return the newest hang of a run, where no step was made since; "" where there is none."""
+    table = findings.c
+    query = (
+        select(table.body)
+        .where(table.run_id == run_id, table.kind == "hang", table.step >= last_step)
+        .order_by(table.time_unix_ns.desc())
+        .limit(1)
+    )
+    body = connection.execute(query).scalar()
+    if not body:
+        return ""
+    try:
+        return msgspec.msgpack.decode(body, type=Finding).reason
+    except UNREADABLE:  # of a newer version
+        return ""
 
 
 def _replaced(connection: Connection, run_id: str) -> set[str]:
@@ -618,6 +673,8 @@ _PROCESS = (
     *("started_unix_ns", "last_seen_unix_ns", "last_received_unix_ns", "ended_state"),
 )
 """A rank's process, and what says which of several was heard of last."""
+_TOLD_NS = 2_000_000_000
+"""So long after a process's end its agent may tell of it; a failure of others is told at once."""
 _GONE = " [rank_gone]"
 """How a line about an agent's note of that code ends."""
 
@@ -664,6 +721,7 @@ __all__ = [
     "SourceState",
     "absent",
     "behind",
+    "hang_of",
     "health",
     "run_state",
 ]

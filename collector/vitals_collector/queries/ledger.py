@@ -3,14 +3,16 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, Row, select
 
 from trainvitals.catalog import TURN_METRICS
+from trainvitals.errors import UNREADABLE
 from trainvitals.identity import Source
-from trainvitals.records import BatchNoted, Decision, Finding, StateRead
+from trainvitals.records import BatchNoted, Decision, Finding, StacksTaken, StateRead
 from trainvitals.views import (
     AlertView,
     AttemptView,
@@ -19,6 +21,7 @@ from trainvitals.views import (
     EventView,
     FindingView,
     SourceView,
+    StacksView,
     StepData,
     StepRow,
 )
@@ -43,15 +46,19 @@ from vitals_collector.storage.schema import (
 from vitals_collector.storage.store import Moment, unknown_run
 
 MAX_EVENTS = 10_000
+MAX_STACKS = 256
+"""Ranks' stacks of one answer: the newest."""
 UNREAD = "unread"
 """In a source's place: its rows were written, and none could be read."""
 _SHOWN_ELSEWHERE = (
     "FindingRaised", "DecisionMade", "CheckpointChanged", "NamesDefined", "BatchNoted",
+    "RanksStill",
 )  # fmt: skip
 
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
 _batch = msgspec.msgpack.Decoder(BatchNoted).decode
+_stacks = msgspec.msgpack.Decoder(StacksTaken).decode
 _reading = msgspec.msgpack.Decoder(StateRead).decode
 
 
@@ -208,6 +215,33 @@ def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[Even
         .limit(MAX_EVENTS)
     )
     return tuple(event_view(row) for row in reversed(connection.execute(query).all()))
+
+
+def stacks_of(connection: Connection, run_id: str) -> tuple[StacksView, ...]:
+    """Return the stacks that were taken of ranks; the newest, by time."""
+    table = events.c
+    query = (
+        select(table.time_unix_ns, table.step, table.attempt, table.body)
+        .where(table.run_id == run_id, table.kind == StacksTaken.__name__)
+        .order_by(table.time_unix_ns.desc(), table.id.desc())
+        .limit(MAX_STACKS)
+    )
+    views = []
+    for row in reversed(connection.execute(query).all()):
+        with suppress(*UNREADABLE):  # of a newer version
+            taken = _stacks(row.body)
+            views.append(
+                StacksView(
+                    time_unix_ns=row.time_unix_ns,
+                    step=row.step,
+                    attempt=row.attempt,
+                    rank=taken.rank,
+                    stacks=taken.stacks,
+                    collectives=taken.collectives,
+                    detail=taken.detail,
+                )
+            )
+    return tuple(views)
 
 
 def event_view(row: Row[Any]) -> EventView:

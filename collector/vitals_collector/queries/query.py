@@ -55,6 +55,8 @@ from trainvitals.views import (
     SeriesRequest,
     SilencesQuestion,
     SilenceView,
+    StacksQuestion,
+    StacksView,
     StepQuestion,
     StepView,
     TableQuestion,
@@ -82,6 +84,7 @@ from vitals_collector.queries.ledger import (
     readings_of,
     run_row,
     sources_of,
+    stacks_of,
     step_rows,
 )
 from vitals_collector.queries.series import curve_reply
@@ -330,6 +333,12 @@ def _checkpoints(query: Query, asked: CheckpointsQuestion) -> tuple[CheckpointVi
 def _events(query: Query, asked: EventsQuestion) -> tuple[EventView, ...]:
     with query.read(asked.run_id) as moment:
         return events_of(moment.sql, asked.run_id, asked.kind)
+
+
+@answer_to(StacksQuestion)
+def _stacks(query: Query, asked: StacksQuestion) -> tuple[StacksView, ...]:
+    with query.read(asked.run_id) as moment:
+        return stacks_of(moment.sql, asked.run_id)
 
 
 @answer_to(AlertsQuestion)

@@ -124,7 +124,7 @@ def _of_user(alert: Episode) -> str:
 def _findings(views: Sequence[FindingView]) -> list[str]:
     """Return a sentence for each kind, metric and rank: a fault of many steps is one of them."""
     groups: dict[tuple[str, str, int], list[Finding]] = {}
-    for view in views:
+    for view in why.without_waits(views):
         finding = view.finding
         key = (finding.kind, finding.cause or finding.reason, finding.rank)
         groups.setdefault(key, []).append(finding)

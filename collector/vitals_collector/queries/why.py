@@ -29,6 +29,7 @@ from trainvitals.views import (
     FindingView,
     RunSummary,
     SeriesReply,
+    StacksView,
     StepData,
     StepRow,
     StepView,
@@ -103,7 +104,7 @@ def explain(
     parts += _thinned(view)
     reasons = " ".join(entry.decision.reason for entry in view.decisions)
     # A decision quotes the finding that led to it: nothing is said twice.
-    ours = [entry for entry in view.findings if not entry.finding.severity]
+    ours = [e for e in without_waits(view.findings) if not e.finding.severity]
     parts += [_found(entry) for entry in ours if entry.finding.reason not in reasons]
     own_alerts = [_held(a) for a in alerts if a.onset <= view.step <= a.last]
     parts += own_alerts
@@ -126,6 +127,38 @@ def explain(
         parts.append(which + fed(step_data, tells_attempt=False))
     words = " ".join(part[:1].upper() + part[1:] for part in parts)
     return fill(printable(words), width=96, break_long_words=False)
+
+
+def without_waits(views: Sequence[FindingView]) -> list[FindingView]:
+    """Leave out a wait where the hang that it became says the same."""
+    hangs = {(v.finding.step, v.finding.rank) for v in views if v.finding.kind == "hang"}
+    return [
+        view
+        for view in views
+        if view.finding.kind != "waiting" or (view.finding.step, view.finding.rank) not in hangs
+    ]
+
+
+MAX_FRAMES = 12
+"""Calls of one rank that are shown, the innermost first."""
+
+
+def stood(stacks: Sequence[StacksView], step: int) -> str:
+    """Return where each rank stood in a wait at a step: the calls of its main thread."""
+    newest = {view.rank: view for view in stacks if view.step == step}
+    parts = []
+    for rank, view in sorted(newest.items()):
+        # The thread that was asked last is the main one; the others wait for work.
+        main = view.stacks.rstrip().rpartition("(most recent call first):\n")[2]
+        lines = main.splitlines()
+        left = [f"  ... and {len(lines) - MAX_FRAMES} more calls"] if lines[MAX_FRAMES:] else []
+        calls = view.collectives[-1:]
+        parts += [
+            f"Rank {rank}" + (f", last collective {calls[0]}:" if calls else ":"),
+            *(lines[:MAX_FRAMES] or [f"  {view.detail}"]),
+            *left,
+        ]
+    return "\n".join(map(printable, parts))
 
 
 def _ordinal(ordinal: int, num: int) -> str:

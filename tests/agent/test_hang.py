@@ -1,0 +1,188 @@
+"""The agent's looks at real processes: stopped, gone, blocked, and asked for their stacks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.agent.builders import NODE, World
+from trainvitals.io.heartbeat import HeartbeatWriter
+from trainvitals.records import FindingRaised, Heartbeat, Note, RanksStill, StacksTaken
+from vitals_agent.hang import ExitWatch, _exit_of
+
+RANK = """
+import faulthandler, os, sys
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+faulthandler.register(int(sys.argv[2]), file=fd, all_threads=True)
+print("ready", flush=True)
+def load():
+    sys.stdin.read()
+load()
+"""
+SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 3
+
+
+class Rank:
+    """A rank whose process waits for its standard input, with the heartbeat that it would have."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        folder = world.base.parent / f"stacks-{rank}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RANK, str(folder), str(SIGNAL)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        world.closers.append(self.end)
+        self.process.stdout.readline()
+        self.journal = world.rank(rank, pid=self.process.pid)
+        folder.rename(self.journal.directory / "stacks")
+        self.writer = HeartbeatWriter(self.journal.directory)
+        world.closers.append(self.writer.close)
+        self.beat = 0
+        self.journal.step(0)
+
+    def say(self, number: int, *, step: int = 5, **fields: object) -> None:
+        self.beat += 1
+        word = {"monotonic_ns": self.beat, "phase": "forward_backward", "stack_signal": SIGNAL}
+        word |= {"sequences": {"0": number}, "thread": self.process.pid, "step": step}
+        self.writer.write(Heartbeat(beat=self.beat, **(word | fields)))
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def ranks(world: World) -> list[Rank]:
+    if sys.platform != "linux":
+        pytest.skip("needs /proc")
+    return [Rank(world, 0), Rank(world, 1)]
+
+
+def train(agent, ranks: list[Rank], until: float) -> float:
+    """Let both make steps for so many seconds of the agent's clock."""
+    now = 0.0
+    while now < until:
+        for rank in ranks:
+            rank.say(int(2 * now), step=int(2 * now))
+        agent.turn(now)
+        now += 0.5
+    return now
+
+
+def stand(agent, ranks: list[Rank], now: float, seconds: float, *, behind: int = 1) -> float:
+    until = now + seconds
+    while now < until:
+        for number, rank in enumerate(ranks):
+            rank.say(99 - (number == behind), step=60)
+        agent.turn(now)
+        time.sleep(0.02)
+        now += 0.5
+    return now
+
+
+def told(world: World) -> list[tuple[str, int]]:
+    findings = [row.event.finding for row in world.events() if isinstance(row.event, FindingRaised)]
+    return [(finding.kind, finding.rank) for finding in findings]
+
+
+def test_a_rank_that_is_behind_and_blocked_is_told_and_both_give_their_stacks(world, ranks):
+    agent = world.agent()
+    now = train(agent, ranks, 30.0)
+    assert [] == told(world)
+    now = stand(agent, ranks, now, 4.5)
+    assert [("waiting", 1)] == told(world)
+    now = stand(agent, ranks, now, 4.0)
+    assert [("waiting", 1), ("hang", 1)] == told(world)
+    stacks = [row.event for row in world.events() if isinstance(row.event, StacksTaken)]
+    assert {0, 1} == {event.rank for event in stacks}
+    assert all("in load" in event.stacks for event in stacks)
+    train(agent, ranks, 3.0)
+    over = [row.event for row in world.events() if isinstance(row.event, Note)]
+    assert "wait_over" in [note.code for note in over]
+
+
+def test_a_stopped_rank_is_named_at_once_and_is_sent_no_signal(world, ranks):
+    agent = world.agent()
+    now = train(agent, ranks, 10.0)
+    os.kill(ranks[1].process.pid, signal.SIGSTOP)
+    now = stand(agent, ranks, now, 2.5, behind=-1)
+    assert [("waiting", 1)] == told(world)
+    stand(agent, ranks, now, 5.0, behind=-1)
+    assert [("waiting", 1), ("hang", 1)] == told(world)
+    stacks = {row.event.rank for row in world.events() if isinstance(row.event, StacksTaken)}
+    assert {0} == stacks
+    os.kill(ranks[1].process.pid, signal.SIGCONT)
+    assert ranks[1].process.poll() is None
+
+
+def test_all_stopped_and_continued_is_no_hang(world, ranks):
+    agent = world.agent()
+    now = train(agent, ranks, 10.0)
+    for rank in ranks:
+        os.kill(rank.process.pid, signal.SIGSTOP)
+    until = now + 60.0
+    while now < until:
+        agent.turn(now)
+        now += 0.5
+    for rank in ranks:
+        os.kill(rank.process.pid, signal.SIGCONT)
+    train(agent, ranks, 5.0)
+    assert [] == told(world)
+
+
+def test_how_a_rank_was_killed_is_kept(world, ranks):
+    agent = world.agent()
+    now = train(agent, ranks, 10.0)
+    ranks[1].process.kill()
+    until = time.monotonic() + 10.0
+    while not agent._exits.of(ranks[1].process.pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    stand(agent, ranks[:1], now, 8.0)
+    findings = [r.event.finding for r in world.events() if isinstance(r.event, FindingRaised)]
+    assert ["waiting", "hang"] == [finding.kind for finding in findings]
+    assert findings[0].reason.startswith("Rank 1 ended without a word (signal 9, SIGKILL)")
+    assert "rank_gone" in [r.event.code for r in world.events() if isinstance(r.event, Note)]
+
+
+def test_where_ranks_are_on_other_nodes_they_are_told_of_and_nobody_is_named(world):
+    rank = Rank(world, 0)
+    agent = world.agent()
+    now = train(agent, [rank], 10.0)
+    events = [row.event for row in world.events()]
+    assert not [event for event in events if isinstance(event, RanksStill)]
+    now = stand(agent, [rank], now, 8.0, behind=-1)
+    train(agent, [rank], 2.0)
+    still = [row.event for row in world.events() if isinstance(row.event, RanksStill)]
+    assert [1, 1, 1, 0] == [len(event.ranks) for event in still]
+    assert NODE == still[0].ranks[0].node and 5.0 == still[0].limits.page["forward_backward"]
+    assert [] == told(world)
+
+
+def test_ranks_of_an_earlier_vitals_have_no_heartbeat_and_are_left_alone(world):
+    world.rank(0).step(0)
+    agent = world.agent()
+    for second in range(20):
+        agent.turn(float(second))
+    assert [] == told(world)
+
+
+def test_an_exit_code_is_read_in_the_moment_before_the_parent_takes_it():
+    exits = ExitWatch()
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(7)"], stdin=subprocess.PIPE
+    )
+    exits.watch(process.pid)
+    process.stdin.close()
+    until = time.monotonic() + 10.0
+    while not exits.of(process.pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "exit code 7" == exits.of(process.pid)
+    assert 7 == process.wait()
+    assert "" == _exit_of(process.pid)
+    exits.close()
+    exits.close()

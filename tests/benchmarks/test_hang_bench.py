@@ -1,0 +1,38 @@
+"""A slice of the bench of hangs: real torchrun ranks, a real fault, a real agent."""
+
+import pytest
+
+from vitals_bench.hang.measure import FAULTS, Fault, Trial, run_trial
+
+pytestmark = pytest.mark.dist
+
+
+def trial_of(title: str) -> Trial:
+    (fault,) = [fault for fault in FAULTS if fault.title == title]
+    return run_trial(fault, ranks=2, watch_seconds=30.0)
+
+
+@pytest.mark.parametrize("title", ["SIGSTOP", "holds the interpreter in C"])
+def test_a_real_job_that_hangs_is_named(title: str):
+    trial = trial_of(title)
+    assert trial.is_right, trial.texts
+    assert [trial.fault.reason] == trial.reasons
+    assert trial.shown is not None and trial.paged is not None and trial.stacks is not None
+    assert trial.shown < trial.paged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "title", [f.title for f in FAULTS if f.title not in ("SIGSTOP", "holds the interpreter in C")]
+)
+def test_every_other_fault_of_the_bench_is_named(title: str):
+    trial = trial_of(title)
+    assert trial.is_right, trial.texts
+    if trial.fault.reason not in ("", "gone"):
+        assert [trial.fault.reason] == trial.reasons
+
+
+def test_a_job_that_is_stopped_and_continued_pages_nobody():
+    fault = Fault(title="all", name="stop all", seconds=6.0)
+    trial = run_trial(fault, ranks=2, watch_seconds=4.0)
+    assert trial.paged is None, trial.texts
