@@ -541,7 +541,7 @@ def _to_read(entries: _Entries, is_cut: Mask, along: str) -> Mask:
     # Of values that are all alike two are drawn, and the second is known as the last.
     is_alike = (entries.numbers["num"] > 1) & (entries.values["low"] == entries.values["high"])
     is_unknown = is_alike & ~np.isfinite(entries.values["last"])
-    is_read = is_stretch & (is_cut | is_unknown | ~entries.is_kind(EXTREMES))
+    is_read: Mask = is_stretch & (is_cut | is_unknown | ~entries.is_kind(EXTREMES))
     at = np.flatnonzero(is_stretch)
     curve = entries.curve[at]
     first, last = (entries.numbers[f"{side}_{along}"][at] for side in ("first", "last"))
