@@ -116,29 +116,23 @@ class Palette:
 
     main: str
     lines: tuple[str, ...]
-    faint: str
-    """Limits and rolled-back branches."""
     diverging: tuple[str, ...]
     """Below, near and above the middle: blue to orange, told apart by colour-blind people too."""
     over: str
     """Lines drawn over the cells of a heat map."""
     quiet: str = "#757B86"
-    grid: str = "rgba(128,136,148,0.20)"
-    """These two suit both backgrounds, alike: a browser tells its theme only after the first
-    drawing."""
+    """It suits both backgrounds: a browser tells its theme only after the first drawing."""
 
 
 LIGHT = Palette(
     main=BLUE,
     lines=(BLUE, GREEN, PURPLE, SKY, ORANGE, "#5D4A9C", "#7A5C00", GREY),
-    faint="#A9AFB8",
     diverging=("#0B4F8A", "#5B9BD0", "#E4E7EB", "#E8A15C", "#9A4207"),
     over="#FFFFFF",
 )
 DARK = Palette(
     main=SKY,
     lines=(SKY, "#33C7A0", "#E3A6C8", "#4F8FD6", ORANGE, "#A99BE0", YELLOW, GREY),
-    faint="#6C7480",
     diverging=("#7CC4F2", "#2E79AE", "#343A43", "#C27A16", "#FFCB6B"),
     over="#FFFFFF",
 )

@@ -449,6 +449,7 @@ def test_every_page_can_be_read_by_everybody(page, address, started, theme: str)
         page.wait_for_selector(READY[name])
         assert [] == grave(), name
     page.goto(at(address, PAGES["run"]))
+    page.wait_for_selector(CHART)  # what is below moves down once they are there
     get_control(page, started)
     page.get_by_role("button", name="Note").click()
     page.get_by_role("button", name="Add the note").wait_for()
