@@ -222,6 +222,18 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain("train_skipped_steps_total", "run", "Updates not applied.", labels=("run", "reason")),
     _plain("train_rollbacks_total", "run", "Rollbacks done.", labels=("run", "reason")),
     _plain(
+        "train_lost_steps_total",
+        "run",
+        "Lost work: steps that were skipped or that a rollback discarded.",
+        labels=("run",),
+    ),
+    _plain(
+        "train_dropped_batches_total",
+        "run",
+        "Batches that rollbacks skipped: the model has not seen them.",
+        labels=("run",),
+    ),
+    _plain(
         "train_nonfinite_total", "run", "Steps with a non-finite loss or gradient.", labels=("run",)
     ),
     _plain(

@@ -109,6 +109,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = "guard"
     acted: bool = True
     """False in ``observe`` mode: recorded, not done."""
+    skipped: bool = False
+    """Whether the update of ``step`` was not applied: so it is as well where a rollback or a halt
+    was decided, which are the one entry of their step."""
     checkpoint_id: str = ""
     rollback_to_step: int = -1
     new_attempt: int = 0
@@ -119,6 +122,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Updates lost: 1 for a skip, the steps trained again for a rollback."""
     command_number: int = 0
     evidence: dict[str, float] = {}
+
+
+def is_skip(decision: Decision) -> bool:
+    """Return whether it tells of an update that was not applied; older entries say it less."""
+    return decision.skipped or (decision.acted and decision.action == "skip_step")
 
 
 _DONE: dict[ActionName, str] = {

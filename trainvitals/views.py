@@ -160,7 +160,11 @@ class NonFiniteMark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SeriesReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One series, downsampled so that every drawn bucket keeps its minimum and maximum."""
+    """One series, cut into columns each of which keeps its minimum, maximum and first gap.
+
+    A column is a power of two steps wide (nanoseconds where rows have no step), counted from 0.
+    What rollbacks left behind comes one branch after the other, each with columns of its own.
+    """
 
     run_id: str
     metric: str
@@ -203,7 +207,10 @@ class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     branch: Branch = "lineage"
     """GPU, node and process rows have no step: they come by time, on every branch."""
     points: int = 1_000
-    """At most about this many."""
+    """At least this many where there are as many values, and about twice that at most."""
+    smoothing: float = 0.0
+    """Below 1: the weight of what was before in an exponential mean over every value, which is
+    drawn in the values' place; 0 is none."""
     from_step: Int64 | None = None
     to_step: Int64 | None = None
     """Inclusive."""

@@ -257,6 +257,6 @@ def _run_scope(run: ServedRun, tail: JournalTail) -> Iterator[Reading]:
         ("train_skipped_steps_total", [each.skips for each in lasts]),
         ("train_rollbacks_total", [each.rollbacks for each in lasts]),
     ):
-        for cause in sorted({cause for count in counts for cause in count}.union(ACTED_CAUSES)):
+        for cause in ACTED_CAUSES:
             total = sum(count.get(cause, 0) for count in counts)
             yield Reading(name=name, value=total, labels=(*label, cause))

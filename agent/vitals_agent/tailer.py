@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from trainvitals.detect.registry import acted_cause
 from trainvitals.identity import Identity
 from trainvitals.io.journal import JournalReader, mark_closed
 from trainvitals.io.segments import CLOSED
@@ -20,6 +21,7 @@ from trainvitals.records import (
     Event,
     RunEnded,
     decode_events,
+    is_skip,
 )
 from trainvitals.rows import Schema, Value
 from trainvitals.wire import Batch, encode_batch
@@ -79,11 +81,12 @@ class LastSeen:
             self.ended = event.state
         elif isinstance(event, CommandAcknowledged):
             self.acked_number = max(self.acked_number, event.ack.number)
-        elif isinstance(event, DecisionMade) and event.decision.acted:
-            if event.decision.action == "skip_step":
-                self.skips = _counted(self.skips, event.decision.cause)
-            elif event.decision.action == "rollback":
-                self.rollbacks = _counted(self.rollbacks, event.decision.cause)
+        elif isinstance(event, DecisionMade):
+            decision = event.decision
+            if is_skip(decision):
+                self.skips = _counted(self.skips, acted_cause(decision.cause))
+            if decision.acted and decision.action == "rollback":
+                self.rollbacks = _counted(self.rollbacks, acted_cause(decision.cause))
 
 
 class _Integers:

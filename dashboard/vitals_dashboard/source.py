@@ -85,12 +85,12 @@ def guarded(draw: Callable[[Source], None]) -> None:
 
 
 @st.cache_data(max_entries=1000, ttl=3600, show_spinner=False)
-def loss_curve(_client: CollectorClient, url: str, run_id: str, last_step: int) -> list[float]:
-    """Return a few points of a run's loss; asked again only when the run has gone on."""
+def loss_curve(_client: CollectorClient, url: str, run_id: str, seen: object) -> SeriesReply:
+    """Return a few points of a run's loss; asked again only when it was seen to have gone on."""
     (reply,) = _client.ask(
         ManySeriesQuestion(run_id=run_id, series=(SeriesRequest(metric="steps.loss", points=60),))
     )
-    return [value for value in reply.value if value is not None]
+    return reply
 
 
 @st.cache_data(max_entries=120, ttl=60, show_spinner=False, hash_funcs=dict.fromkeys(ROUTES, repr))

@@ -41,7 +41,7 @@ def run_rows(
     runs: Sequence[RunSummary],
     *,
     now_unix_ns: int,
-    curves: dict[str, list[float]],
+    curves: dict[str, str],
     verdicts: Mapping[str, str],
 ) -> list[Row]:
     """Return the fleet's rows, in the order given.
@@ -59,7 +59,7 @@ def run_rows(
             "Alerts": run.num_firing_alerts,
             "Step": run.last_step,
             "Loss": run.loss if are_numbers else formatting.number(run.loss),
-            "Loss curve": curves.get(run.run_id, []),
+            "Loss curve": curves.get(run.run_id, ""),
             "Seen": formatting.age(run.last_seen_unix_ns, now_unix_ns) + " ago",
             "Skips": run.num_skips,
             "Rollbacks": run.num_rollbacks,

@@ -43,7 +43,7 @@ def test_a_long_difference_has_the_extremes_of_every_point_and_no_others(store: 
     stored = np.float64(theirs.astype(np.float32)) - np.float64(mine.astype(np.float32))
     drawn = dict(zip(found.x, found.value, strict=True))
     assert (num, False) == (found.num_total, found.is_interpolated)
-    assert len(drawn) <= 504
+    assert 500 <= len(drawn) <= 1_002
     for step, value in drawn.items():
         assert pytest.approx(stored[step], abs=1e-5) == value
     for step in (2_345, 2_346, int(stored.argmax())):

@@ -42,6 +42,7 @@ from trainvitals.views import (
     VerdictQuestion,
     VerdictView,
 )
+from vitals_collector.numbers.interface import Points, smooth
 from vitals_collector.queries.difference import Curve, subtract
 
 READ, CONTROL = "read-token-0123456789", "control-token-0123456789"
@@ -209,13 +210,19 @@ def _series(sample: SampleRun | None, run_id: str, asked: SeriesRequest) -> Seri
         for i, (step, time) in enumerate(zip(reply.step, reply.time_unix_ns, strict=True))
         if first <= step <= last and since <= time <= until
     ]
+    values = reply.value
+    if asked.smoothing:
+        at = (reply.step, reply.attempt, reply.time_unix_ns)
+        whole = Points(*map(np.array, at), np.array(values, dtype=np.float64))
+        means = smooth(whole, asked.smoothing).value.tolist()
+        values = tuple(None if math.isnan(mean) else mean for mean in means)
     return msgspec.structs.replace(
         reply,
         num_total=len(keep) if len(keep) < len(reply.step) else reply.num_total,
         step=tuple(reply.step[i] for i in keep),
         time_unix_ns=tuple(reply.time_unix_ns[i] for i in keep),
         attempt=tuple(reply.attempt[i] for i in keep),
-        value=tuple(reply.value[i] for i in keep),
+        value=tuple(values[i] for i in keep),
         nonfinite=tuple(mark for mark in reply.nonfinite if first <= mark.step <= last),
     )
 

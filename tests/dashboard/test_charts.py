@@ -8,7 +8,7 @@ from tests.dashboard.samples import FORK, NAN_STEP, decision, sample_run, series
 from trainvitals.views import AnnotationView, NonFiniteMark
 from vitals_dashboard import charts
 from vitals_dashboard.charts import Line
-from vitals_dashboard.charts.lines import branches, points, smoothed
+from vitals_dashboard.charts.lines import branches, points
 from vitals_dashboard.charts.marks import mark_text
 from vitals_dashboard.theme import ACTIONS, DARK, LIGHT
 
@@ -164,19 +164,15 @@ def test_a_spec_is_strict_json_whatever_the_reason_says():
     assert samples.HOSTILE not in spec["title"][0]["text"]
 
 
-def test_smoothing_is_debiased_keeps_the_gaps_and_leaves_the_raw_curve_behind_it():
-    curve = [(0.0, 4.0), (1.0, 4.0), (2.0, None), (3.0, 8.0)]
-    weight = 0.5
-    last = (4 * 0.25 * 0.5 + 4 * 0.5 * 0.5 + 8 * 0.5) / (1 - weight**3)
-    assert [(0.0, 4.0), (1.0, 4.0), (2.0, None), (3.0, pytest.approx(last))] == smoothed(
-        curve, weight
-    )
-    spec = loss_chart(smoothing=0.9)
-    assert named(loss_chart(), "loss")[0]["data"] == named(spec, "loss")[0]["data"]
-    (mean, *_) = named(spec, "loss, smoothed")
-    assert max(v for _, v in mean["data"][150:] if v) < max(
-        v for _, v in named(spec, "loss")[0]["data"][150:] if v
-    )
+def test_a_smoothed_curve_lies_over_its_own_which_turns_faint():
+    raw = series("steps.loss", "rank:0", [4.0, 4.0, None, 8.0])
+    mean = series("steps.loss", "rank:0", [4.0, 4.0, None, 6.5])
+    lines = [Line(name="loss", reply=raw), Line(name="loss, smoothed", reply=mean, role="mean")]
+    spec = charts.step_chart("Loss", lines, look=LIGHT)
+    (own, *_), (over, *_) = named(spec, "loss"), named(spec, "loss, smoothed")
+    assert [4.0, 4.0, None, 6.5] == [value for _, value in over["data"]]
+    assert own["z"] < over["z"] and own["lineStyle"]["opacity"] < 1
+    assert own["itemStyle"]["color"] == over["itemStyle"]["color"]
     assert "decisions read only that" in spec["title"][1]["text"]
 
 

@@ -153,9 +153,19 @@ ACTED_CAUSES = (
     "grad_norm_outlier",
     "state_damaged",
     "lr_jump",
+    "rank_failed",
+    "evaluation",
+    "device",
     "command",
+    "other",
 )
 """The causes of skips and rollbacks: counters by cause begin with 0 for each of them."""
+
+
+def acted_cause(cause: str) -> str:
+    """Return under which cause it is counted: one that nobody foresaw had no 0 to rise from."""
+    return cause if cause in ACTED_CAUSES else "other"
+
 
 DETECTORS: Mapping[str, DetectorSpec] = {
     spec.name: spec

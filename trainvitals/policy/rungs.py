@@ -264,6 +264,7 @@ def enter(
         value=finding.value if finding else None,
         limit=finding.limit if finding else None,
         mode=case.mode,
+        skipped=record.skipped and not record.overflow,
         budget_left=budget_left(facts, case.config),
         **fields,
     )

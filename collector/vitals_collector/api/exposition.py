@@ -4,7 +4,6 @@ Names, types and labels are the catalog's. There is no step label and no free te
 name, cut short; runs that are not among the newest do not appear.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, get_args
@@ -21,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from trainvitals.alerting import ALERTS
 from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
 from trainvitals.clock import Clock
-from trainvitals.detect.registry import ACTED_CAUSES
+from trainvitals.detect.registry import ACTED_CAUSES, acted_cause
 from trainvitals.errors import UnauthorizedError, VitalsError
 from trainvitals.views import AlertView, CommandStatus, RunSummary
 from vitals_collector.alerts import commands
@@ -48,7 +47,6 @@ MAX_RUNS = 50
 SHOWN_AFTER_END_SECONDS = 3_600.0
 """How long a run that ended keeps its series, so that rules see how it ended."""
 _OF_RUN = tuple(metric for metric in STEP_METRICS if metric.scope == "run")
-MAX_REASONS = 20
 MAX_ALERTS = 500
 """Series of alerts that page nobody. Those that page have no cap but that of their causes."""
 TOLD_AFTER_END_SECONDS = 86_400.0
@@ -239,8 +237,12 @@ def _run_families(moment: Moment, shown: list[RunSummary]) -> dict[str, Samples]
                 families[metric.name][run_id,] = row[metric.column]
     families["train_step"] = {(r.run_id,): float(r.last_step) for r in shown if r.last_step >= 0}
     families["train_steps_total"] = _step_counts(connection, ids)
-    families["train_skipped_steps_total"] = _reasons(connection, ids, "skip_step")
-    families["train_rollbacks_total"] = _reasons(connection, ids, "rollback")
+    skips = overview.skips_by_cause(connection)
+    families["train_skipped_steps_total"] = _reasons(ids, skips)
+    families["train_rollbacks_total"] = _reasons(ids, _rollbacks(connection, ids))
+    lost = overview.lost_work(connection, ids)
+    families["train_lost_steps_total"] = {(of,): float(steps) for of, (steps, _) in lost.items()}
+    families["train_dropped_batches_total"] = {(of,): float(num) for of, (_, num) in lost.items()}
     families["train_nonfinite_total"] = _nonfinite_counts(connection, ids)
     families["train_run_state"] = {(r.run_id, r.state): 1.0 for r in shown}
     families["train_run_info"] = {(r.run_id, r.name, r.project, r.mode): 1.0 for r in shown}
@@ -296,21 +298,21 @@ def _step_counts(connection: Connection, ids: list[str]) -> Samples:
     return counted | {(run_id,): float(num) for run_id, num in connection.execute(query)}
 
 
-def _reasons(connection: Connection, ids: list[str], action: str) -> Samples:
-    """Return acted decisions by cause. Causes are few; what is not like one is ``other``."""
+def _rollbacks(connection: Connection, ids: list[str]) -> dict[tuple[str, str], int]:
     query = (
         select(decisions.c.run_id, decisions.c.cause, func.count())
-        .where(decisions.c.run_id.in_(ids), decisions.c.action == action, decisions.c.acted)
+        .where(decisions.c.run_id.in_(ids), decisions.c.action == "rollback", decisions.c.acted)
         .group_by(decisions.c.run_id, decisions.c.cause)
-        .order_by(decisions.c.run_id, decisions.c.cause)
     )
+    return {(run_id, cause): num for run_id, cause, num in connection.execute(query)}
+
+
+def _reasons(ids: list[str], counts: Mapping[tuple[str, str], int]) -> Samples:
+    """Return counts by run and cause, each of which begins at 0."""
     samples: Samples = dict.fromkeys(product(ids, ACTED_CAUSES), 0.0)
-    num_reasons: Counter[str] = Counter()
-    for run_id, cause, num in connection.execute(query):
-        is_name = cause.isascii() and cause.replace("_", "").isalnum() and len(cause) <= 40
-        num_reasons[run_id] += 1
-        key = (run_id, cause if is_name and num_reasons[run_id] <= MAX_REASONS else "other")
-        samples[key] = samples.get(key, 0.0) + num
+    for (run_id, cause), num in counts.items():
+        if run_id in ids:
+            samples[run_id, acted_cause(cause)] += num
     return samples
 
 

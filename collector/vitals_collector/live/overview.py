@@ -1,7 +1,7 @@
 """The list of runs: one line each, in a number of queries that does not grow with the runs."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import Column, Connection, Row, Select, and_, func, select
 
 from trainvitals.alerting import ABSENCE_ALERTS
-from trainvitals.records import Decision, RunInfo
+from trainvitals.records import Decision, RunInfo, is_skip
 from trainvitals.views import RunSummary
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live.run_status import Liveness, SourceState, health, run_state
@@ -43,6 +43,45 @@ def summaries(
     return tuple(_summary(row, by_run[row.run_id], last, counts, when) for row in rows)
 
 
+def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tuple[str, str], int]:
+    """Return how many updates were not applied, by run and cause.
+
+    A step has one entry: where that is a rollback or a halt, it says so itself.
+    """
+    own = decisions.c
+    query = select(own.run_id, own.cause).where(own.action == "skip_step", own.acted)
+    skips = Counter[tuple[str, str]]()
+    for of, cause, num in connection.execute(
+        _of(query, own.run_id, run_id).add_columns(func.count()).group_by(own.run_id, own.cause)
+    ):
+        skips[of, cause] += num
+    others = select(own.run_id, own.cause, own.body).where(
+        own.action.not_in(("skip_step", "continue"))
+    )
+    for of, cause, body in connection.execute(_of(others, own.run_id, run_id)):
+        skips[of, cause] += bool(body) and _decision(body).skipped
+    return skips
+
+
+def lost_work(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return by run how many steps are lost work, each once, and the batches dropped."""
+    own = decisions.c
+    query = select(own.run_id, own.body).where(own.run_id.in_(ids), own.action != "continue")
+    lost: dict[str, set[tuple[int, int]]] = {run_id: set() for run_id in ids}
+    batches = Counter[str]()
+    for run_id, body in connection.execute(query):
+        if not body:
+            continue  # damaged: what it was is not known
+        decision = _decision(body)
+        if is_skip(decision):
+            lost[run_id].add((decision.attempt, decision.step))
+        if decision.acted and decision.action == "rollback":
+            discarded = range(decision.rollback_to_step, decision.decided_at_step + 1)
+            lost[run_id].update((decision.attempt, step) for step in discarded)
+            batches[run_id] += decision.skip_batches
+    return {run_id: (len(steps), batches[run_id]) for run_id, steps in lost.items()}
+
+
 def info_of(row: Row[Any]) -> RunInfo:
     """Return the attributes of a row of ``runs``; the defaults, where none came yet."""
     return _info(row.info) if row.info else RunInfo(mode="", world_size=row.world_size)
@@ -52,13 +91,16 @@ class _Counts:
     """How many of what each run has."""
 
     def __init__(self, connection: Connection, run_id: str | None) -> None:
-        self.actions = _counted(
+        self.rollbacks = _counted(
             connection,
-            _of(select(decisions.c.run_id, decisions.c.action), decisions.c.run_id, run_id).where(
-                decisions.c.acted
+            _of(select(decisions.c.run_id), decisions.c.run_id, run_id).where(
+                decisions.c.acted, decisions.c.action == "rollback"
             ),
-            (decisions.c.run_id, decisions.c.action),
+            (decisions.c.run_id,),
         )
+        self.skips = Counter[str]()
+        for (of, _), num in skips_by_cause(connection, run_id).items():
+            self.skips[of] += num
         self.attempts = _counted(
             connection,
             _of(select(attempts.c.run_id), attempts.c.run_id, run_id),
@@ -159,8 +201,8 @@ def _summary(
         last_step=-1 if head is None else head.last_step,
         loss=loss,
         grad_norm=None if head is None else _float(head.grad_norm),
-        num_skips=counts.actions.get((run_id, "skip_step"), 0),
-        num_rollbacks=counts.actions.get((run_id, "rollback"), 0),
+        num_skips=counts.skips[run_id],
+        num_rollbacks=counts.rollbacks.get((run_id,), 0),
         num_attempts=max(1, counts.attempts.get((run_id,), 0)),
         num_firing_alerts=sum(num for key, num in counts.firing.items() if key[0] == run_id),
         missing=missing,

@@ -4,8 +4,9 @@ Curves that differ in their column, their source or their key alone are asked fo
 one question, and each is cut out of its answer.
 
 For an overview outlines stand in place of most rows. Rows are read that are not outlined yet, of
-stretches that a bound cuts or that have too much that is not finite, and of stretches that others
-overlap: which of two rows of a step counts is known from the rows alone.
+stretches that a bound or the end of a drawing's column cuts or that have too much that is not
+finite, and of stretches that others overlap: which of two rows of a step counts is known from the
+rows alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from vitals_collector.numbers.interface import (
     Points,
     Span,
     arranged,
+    column_power,
     common_type,
     ends,
     in_order,
@@ -402,32 +404,47 @@ def _overviews(
     entries, is_cut = _on_branch(entries, group, attempts, branch)
     pending = _pending(catalogue, group, outlined)
     rows = fetch(engine, group, [_numbered(pending)]) if pending else None
-    is_read = _to_read(entries, is_cut, along)
+    is_met = np.zeros(len(entries.curve), np.bool_)
     if rows is not None and along == "step":
-        is_read |= _is_met(entries, group, rows)
-    enough = _enough(group, entries, is_read, rows, least)
+        is_met = _is_met(entries, group, rows)
+
+    def drawn_with(
+        is_read: Mask, reread: Fetched | None, ranges: Sequence[_Ranges]
+    ) -> dict[int, Drawn]:
+        """Return each curve out of outlines and of what was read, by its place in the group."""
+        kept, _ = _cut_out(entries, is_read, along, len(group.curves))
+        owners, points = _drawn_points(kept, along)
+        bounds = np.searchsorted(kept.curve, np.arange(len(group.curves) + 1))
+        ends_of = np.searchsorted(owners, np.arange(len(group.curves) + 1))
+        drawn = {}
+        for i, (_, name, cell) in enumerate(group.curves):
+            read = [] if rows is None else [rows.points(name, cell)]
+            if reread is not None and len(ranges[i]):
+                read.append(_within(reread.points(name, cell), ranges[i], along))
+            of_rows = on_branch(join(read), stream, attempts, branch)
+            own = points.take(np.arange(ends_of[i], ends_of[i + 1]))
+            curve = arranged(join([own, of_rows]), stream, attempts, branch)
+            num_values = int(kept.numbers["num"][bounds[i] : bounds[i + 1]].sum())
+            drawn[i] = Drawn(curve, num_values + len(of_rows))
+        return drawn
+
+    # Of fewer points than there are columns become narrower at most: all that these cut is read.
+    is_read = _to_read(entries, is_cut, along) | is_met
+    powers = {
+        i: column_power(some.points, least[group.curves[i][0]], branch)
+        for i, some in drawn_with(is_read, None, ()).items()
+    }
+    is_read = _to_read(entries, is_cut | _is_across(entries, powers, along), along) | is_met
+    is_left = np.bincount(
+        entries.curve, ~is_read & entries.is_kind(EXTREMES), minlength=len(powers)
+    )
+    enough = [i for i, power in powers.items() if power is not None and is_left[i]]
     if not enough:
         return {}
-    entries_kept, ranges = _cut_out(entries, is_read, along, len(group.curves))
+    _, ranges = _cut_out(entries, is_read, along, len(group.curves))
     reread = _reread(engine, group, ranges, enough, pending, outlined, along)
-    points, num = _drawn_points(entries_kept, along)
-    bounds = np.searchsorted(entries_kept.curve, np.arange(len(group.curves) + 1))
-    ends_of = np.searchsorted(points[0], np.arange(len(group.curves) + 1))
-    drawn = {}
-    for i in enough:
-        number, name, cell = group.curves[i]
-        parts = [points[1].take(np.arange(ends_of[i], ends_of[i + 1]))]
-        read = []
-        if rows is not None:
-            read.append(rows.points(name, cell))
-        if reread is not None and len(ranges[i]):
-            read.append(_within(reread.points(name, cell), ranges[i], along))
-        of_rows = on_branch(join(read), stream, attempts, branch)
-        curve = arranged(join([*parts, of_rows]), stream, attempts, branch)
-        if len(curve) >= least[number]:
-            num_values = int(num[bounds[i] : bounds[i + 1]].sum()) + len(of_rows)
-            drawn[number] = Drawn(curve, num_values)
-    return drawn
+    drawn = drawn_with(is_read, reread, ranges)
+    return {group.curves[i][0]: drawn[i] for i in enough}
 
 
 def _entries(engine: Engine, group: Group) -> tuple[_Entries, dict[str, int]]:
@@ -521,7 +538,10 @@ def _to_read(entries: _Entries, is_cut: Mask, along: str) -> Mask:
     What is not finite follows its stretch (``_cut_out``).
     """
     is_stretch = ~entries.is_kind(NONFINITE)
-    is_read = is_stretch & (is_cut | ~entries.is_kind(EXTREMES))
+    # Of values that are all alike two are drawn, and the second is known as the last.
+    is_alike = (entries.numbers["num"] > 1) & (entries.values["low"] == entries.values["high"])
+    is_unknown = is_alike & ~np.isfinite(entries.values["last"])
+    is_read: Mask = is_stretch & (is_cut | is_unknown | ~entries.is_kind(EXTREMES))
     at = np.flatnonzero(is_stretch)
     curve = entries.curve[at]
     first, last = (entries.numbers[f"{side}_{along}"][at] for side in ("first", "last"))
@@ -571,20 +591,12 @@ def _is_met(entries: _Entries, group: Group, rows: Fetched) -> Mask:
     return is_met
 
 
-def _enough(
-    group: Group, entries: _Entries, is_read: Mask, rows: Fetched | None, least: Mapping[int, int]
-) -> list[int]:
-    """Return the curves that have about as many points as are wanted without reading all."""
-    num = np.where(is_read, entries.numbers["num"], np.where(entries.is_kind(EXTREMES), 2, 1))
-    nums = np.bincount(entries.curve, num, minlength=len(group.curves))
-    is_there = np.bincount(entries.curve, ~is_read, minlength=len(group.curves)) > 0
-    if rows is not None:
-        nums += np.diff(rows.bounds)[[cell for _, _, cell in group.curves]]
-    return [
-        i
-        for i, (number, _, _) in enumerate(group.curves)
-        if is_there[i] and nums[i] >= least[number]
-    ]
+def _is_across(entries: _Entries, powers: Mapping[int, int | None], along: str) -> Mask:
+    """Return the stretches that the end of a column cuts."""
+    power = np.array([powers[i] or 0 for i in range(len(powers))], np.int64)[entries.curve]
+    first, last = (entries.numbers[f"{side}_{along}"] for side in ("first", "last"))
+    is_across: Mask = entries.is_kind(EXTREMES) & (first >> power != last >> power)
+    return is_across
 
 
 _Ranges = list[tuple[int, int]]
@@ -674,8 +686,8 @@ def _coalesced(ranges: _Ranges) -> Iterator[tuple[int, int]]:
         start = cut
 
 
-def _drawn_points(entries: _Entries, along: str) -> tuple[tuple[Ints, Points], Ints]:
-    """Return the points of outlines with the curve of each, and how many values an entry has."""
+def _drawn_points(entries: _Entries, along: str) -> tuple[Ints, Points]:
+    """Return the curve of each point of outlines, and the points."""
     curve, numbers, values = entries
     is_first = _is_end(curve, numbers[f"first_{along}"], np.minimum)
     is_last = _is_end(curve, numbers[f"last_{along}"], np.maximum)
@@ -686,7 +698,10 @@ def _drawn_points(entries: _Entries, along: str) -> tuple[tuple[Ints, Points], I
         ("low", np.isfinite(values["low"]) | is_nonfinite),
         ("high", np.isfinite(values["high"]) & ~is_same),
         ("first", is_first & np.isfinite(values["first"]) & ~_is_extreme(numbers, "first")),
-        ("last", is_last & np.isfinite(values["last"]) & ~_is_extreme(numbers, "last")),
+        (
+            "last",
+            (is_last | is_same) & np.isfinite(values["last"]) & ~_is_extreme(numbers, "last"),
+        ),
     ]
     owners = np.concatenate([curve[mask] for _, mask in sides])
     points = Points(
@@ -696,7 +711,7 @@ def _drawn_points(entries: _Entries, along: str) -> tuple[tuple[Ints, Points], I
         np.concatenate([values[side][mask] for side, mask in sides]),
     )
     order = np.argsort(owners, kind="stable")
-    return (owners[order], points.take(order)), numbers["num"]
+    return owners[order], points.take(order)
 
 
 def _is_end(curve: Ints, along: Ints, extreme: np.ufunc) -> Mask:

@@ -1,8 +1,9 @@
 """Outlines of rows: of each stretch and column extremes, ends, and what is not finite. Pure.
 
 A stretch is some rows of one writer, one behind the other: of one attempt, and of steps that rise
-within 256 (of streams without steps: within 256 numbers). What is outlined later is added beside
-it, so a stretch may be one row.
+within 256 (of streams without steps: of times within five minutes). Both are powers of two, so that
+a stretch ends where a column of a drawing does (``downsample``). What is outlined later is added
+beside it, so a stretch may be one row.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,9 @@ from vitals_collector.numbers.interface import HOST_STREAMS, Column, Floats, Int
 STREAMS = ("steps", "gpu", "node")
 """Whose curves have outlines: a column of the others mixes several series."""
 STRETCH = 256
-"""Steps, or rows."""
+"""Steps."""
+_HOST_STRETCH = 1 << 38
+"""Nanoseconds."""
 EXTREMES, NONFINITE, TOO_MANY = 0, 1, 2
 """What an entry is: of a stretch the extremes and ends; one value that is not finite; or the ends
 of a stretch with so many of these that its rows are to be read."""
@@ -79,7 +82,7 @@ def outline(stream: str, rows: Rows, columns: Mapping[str, Column]) -> Entries:
 def _stretches(stream: str, rows: Rows) -> Ints:
     """Return the number of each row's stretch."""
     is_host = stream in HOST_STREAMS
-    along = (rows.seq if is_host else rows.step) // STRETCH
+    along = rows.time_unix_ns // _HOST_STRETCH if is_host else rows.step // STRETCH
     is_new = np.diff(rows.writer) != 0
     is_new |= np.diff(rows.attempt) != 0
     is_new |= np.diff(along) != 0

@@ -12,9 +12,9 @@ import numpy as np
 
 from trainvitals.errors import UsageError
 from trainvitals.views import Along, DifferenceQuestion, DifferenceReply
-from vitals_collector.numbers.interface import HOST_STREAMS, Floats, Points
+from vitals_collector.numbers.interface import HOST_STREAMS, Floats, Points, downsample
 from vitals_collector.queries import series
-from vitals_collector.queries.series import attempt_rows, downsample
+from vitals_collector.queries.series import attempt_rows
 from vitals_collector.storage.store import Moment
 
 TOKENS = "steps.tokens_seen"

@@ -5,6 +5,7 @@ without any server ask: they cannot answer differently.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -64,7 +65,7 @@ from vitals_collector.alerts import commands, inbox
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live import overview
 from vitals_collector.live.run_status import Liveness
-from vitals_collector.numbers.interface import Curve, Drawn
+from vitals_collector.numbers.interface import Curve, Drawn, Points, downsample, smooth
 from vitals_collector.queries import series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.difference import difference
@@ -250,6 +251,8 @@ def _many_series(query: Query, asked: ManySeriesQuestion) -> tuple[SeriesReply, 
     for request in requests:
         if not 2 <= request.points <= MAX_POINTS:
             raise UsageError(f"points is {request.points}; it must be 2 to {MAX_POINTS}")
+        if not 0.0 <= request.smoothing < 1.0:
+            raise UsageError(f"smoothing is {request.smoothing}; it must be 0 to below 1")
     total = sum(request.points for request in requests)
     if total > MAX_POINTS_AT_ONCE:
         raise UsageError(
@@ -396,11 +399,32 @@ def _selected(moment: Moment, run_id: str, asked: SeriesRequest) -> tuple[str, C
     source, curve = series.curve_of(moment, run_id, asked.metric, asked.source, steps)
     since, until = asked.from_time_unix_ns, series.behind(asked.to_time_unix_ns)
     span = curve.span._replace(from_unix_ns=since, to_unix_ns=until)
-    return source, Curve(span, curve.column, asked.points)
+    if not asked.smoothing:
+        return source, Curve(span, curve.column, asked.points)
+    if span.from_step is not None:
+        span = span._replace(from_step=max(0, span.from_step - _reach(asked.smoothing)))
+    return source, Curve(span, curve.column)  # a mean of what is drawn is none of what is stored
+
+
+def _reach(weight: float) -> int:
+    """Return how many steps before the first drawn one are smoothed with it.
+
+    What lies further back weighs less than a billionth, even if but one step in ten was measured.
+    """
+    return 10 * math.ceil(21 / (1 - weight))
+
+
+def _smoothed(request: SeriesRequest, points: Points) -> Points:
+    points = smooth(points, request.smoothing, request.branch)
+    first = request.from_step
+    return points if first is None else points.take(points.step >= first)
 
 
 def _series_reply(run_id: str, request: SeriesRequest, source: str, curve: Drawn) -> SeriesReply:
-    drawn = series.downsample(curve.points, request.points)
+    if request.smoothing:
+        points = _smoothed(request, curve.points)
+        curve = Drawn(points, len(points))
+    drawn = downsample(curve.points, request.points, request.branch)
     values: list[float | None] = drawn.value.tolist()
     for i in np.flatnonzero(~np.isfinite(drawn.value)).tolist():
         values[i] = None

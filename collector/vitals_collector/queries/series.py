@@ -1,13 +1,11 @@
 """One curve of a run: which there are, where the rows of each are, and what is drawn of it.
 
-What is lost on the way to the screen is points that say nothing new: each bucket keeps its minimum
-and its maximum, and non-finite values stay as marks. A program gets the whole curve, its numbers as
-they lie in memory.
+What is lost on the way to the screen is points that say nothing new (``downsample``), and
+non-finite values stay as marks. A program gets the whole curve, its numbers as they lie in memory.
 """
 
 import difflib
 import math
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -179,44 +177,6 @@ def _unknown(connection: Connection, run_id: str, metric: str) -> UsageError:
 
 
 # ------------------------------------------------------------------------------------ what is drawn
-
-
-def downsample(points: Points, num_points: int) -> Points:
-    """Return about ``num_points`` points: of each bucket its minimum and maximum, and the ends.
-
-    Non-finite values do not take part; the first of each unbroken row of them stays, so that the
-    curve has its gap (of more than ``num_points`` such gaps, evenly spaced ones).
-    """
-    if len(points) <= num_points:
-        return points
-    is_finite = np.isfinite(points.value)
-    finite = np.flatnonzero(is_finite)
-    begins = ~is_finite & np.concatenate(([True], is_finite[:-1]))
-    is_drawn = np.zeros(len(points), dtype=np.bool_)
-    is_drawn[_extremes(points, finite, num_points)] = True
-    is_drawn[_evenly(np.flatnonzero(begins), num_points)] = True
-    return points.take(is_drawn)
-
-
-def _extremes(points: Points, finite: Ints, num_points: int) -> Ints:
-    """Return where the finite points are that draw the curve; some of them more than once."""
-    num_out = max(4, num_points - 2) // 2 * 2
-    if len(finite) <= num_out + 2:
-        return finite
-    # Buckets are equally wide, not equally full: some of the points may be few that stand for many.
-    is_by_step = points.step[-1] > points.step[0]
-    along = (points.step if is_by_step else points.time_unix_ns)[finite]
-    bounds = np.searchsorted(along, np.linspace(along[0], along[-1], num_out // 2 + 1))
-    bounds[0], bounds[-1] = 0, len(along)  # nanoseconds are rounded in float64
-    value = points.value[finite]
-    chosen = [0, len(finite) - 1]
-    for begin, end in pairwise(bounds.tolist()):
-        if begin < end:
-            chosen += (
-                begin + int(value[begin:end].argmin()),
-                begin + int(value[begin:end].argmax()),
-            )
-    return finite[chosen]
 
 
 def _evenly(which: Ints, num: int) -> Ints:

@@ -12,7 +12,8 @@ from vitals_dashboard.theme import UNITS, Palette
 
 Spec = dict[str, Any]
 Point = tuple[float, float | None]
-Role = Literal["main", "limit", "discarded"]
+Role = Literal["main", "mean", "limit", "discarded"]
+"""``mean``: a smoothed curve, drawn over the one it is of."""
 
 _PYECHARTS = "--x_x--"
 """Streamlit refuses a whole chart in which a text begins and ends with this."""
@@ -74,20 +75,6 @@ def lone(curve: Sequence[Point]) -> list[Point]:
     ]
 
 
-def smoothed(curve: Sequence[Point], weight: float) -> list[Point]:
-    """Return the debiased exponential mean; gaps stay gaps and do not enter it."""
-    result: list[Point] = []
-    total, norm = 0.0, 0.0
-    for at, value in curve:
-        if value is None:
-            result.append((at, None))
-            continue
-        total = weight * total + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        result.append((at, total / norm))
-    return result
-
-
 def line_series(name: str, curve: Sequence[Point], colour: str, **more: Any) -> list[Spec]:
     """Return a curve, and dots for what no line can show."""
     base: Spec = {
@@ -115,29 +102,37 @@ def line_series(name: str, curve: Sequence[Point], colour: str, **more: Any) -> 
 
 
 def curve_series(
-    lines: Sequence[Line], scale: Scale, look: Palette, *, log: bool = False, smoothing: float = 0.0
+    lines: Sequence[Line], scale: Scale, look: Palette, *, log: bool = False
 ) -> list[Spec]:
-    """Return all curves of a chart; what a limit or a discarded branch says is faint.
+    """Return all curves of a chart; limits, discarded branches and smoothed curves are faint.
 
     Of several discarded branches each has its own curve's colour, thin and pale.
     """
     factor = display_unit(lines[0].reply.unit)[1] if lines else 1.0
     num_discarded = sum(line.role == "discarded" for line in lines)
-    own: dict[tuple[str, str], str] = {}
+    own: dict[tuple[str, str, str], str] = {}
+    smoothed = {_of(line) for line in lines if line.role == "mean"}
     colours = iter(look.lines * (1 + len(lines) // len(look.lines)))
     result: list[Spec] = []
     for line in lines:
         how: dict[str, Any] = {"scale": line.scale or scale, "factor": factor, "log": log}
         if line.role == "main":
             z = 3 if result else 4  # the first one is seen where others are equal
-            colour = own[line.reply.metric, line.reply.source] = next(colours)
-            result += _main(line, points(line.reply, **how), colour, smoothing, z)
+            colour = own[_of(line)] = next(colours)
+            style = {"width": 1, "color": colour, "opacity": 0.4}
+            faint = {"lineStyle": style} if _of(line) in smoothed else {}
+            result += line_series(line.label, points(line.reply, **how), colour, z=z, **faint)
+        elif line.role == "mean":
+            colour = own.get(_of(line), look.faint)
+            style = {"width": 2, "color": colour}
+            curve = points(line.reply, **how)
+            result += line_series(line.label, curve, colour, z=5, lineStyle=style)
         elif line.role == "limit":
             style = {"width": 1, "type": "dashed", "color": look.faint}
             curve = points(line.reply, **how)
             result += line_series(line.label, curve, look.faint, z=2, lineStyle=style, step="end")
         else:
-            of_its_own = own.get((line.reply.metric, line.reply.source), look.faint)
+            of_its_own = own.get(_of(line), look.faint)
             colour, opacity = (of_its_own, 0.35) if num_discarded > 1 else (look.faint, 0.8)
             style = {"width": 1, "color": colour, "opacity": opacity}
             item = {"color": colour, "opacity": opacity}  # of the legend
@@ -146,17 +141,9 @@ def curve_series(
     return result
 
 
-def _main(line: Line, curve: list[Point], colour: str, smoothing: float, z: int) -> list[Spec]:
-    if not smoothing:
-        return line_series(line.label, curve, colour, z=z)
-    behind = {"width": 1, "color": colour, "opacity": 0.4}
-    mean = {"width": 2, "color": colour}
-    return [
-        *line_series(line.label, curve, colour, z=z, lineStyle=behind),
-        *line_series(
-            f"{line.label}, smoothed", smoothed(curve, smoothing), colour, z=z + 1, lineStyle=mean
-        ),
-    ]
+def _of(line: Line) -> tuple[str, str, str]:
+    """Return what a curve shares with its mean and with what rollbacks left behind of it."""
+    return line.reply.run_id, line.reply.metric, line.reply.source
 
 
 def display_unit(unit: str) -> tuple[str, float]:
@@ -164,7 +151,7 @@ def display_unit(unit: str) -> tuple[str, float]:
     return UNITS.get(unit, (unit, 1.0))
 
 
-def said_below(lines: Sequence[Line], *, log: bool = False, smoothing: float = 0.0) -> str:
+def said_below(lines: Sequence[Line], *, log: bool = False) -> str:
     """Return what of the stored points is drawn, and what cannot be seen of it."""
     main = [line.reply for line in lines if line.role == "main"]
     drawn, total = sum(len(r.step) for r in main), sum(r.num_total for r in main)
@@ -174,6 +161,8 @@ def said_below(lines: Sequence[Line], *, log: bool = False, smoothing: float = 0
         parts.append(f"{marked:,} of {bad:,} non-finite ones are marked")
     if log and (hidden := sum(v is not None and v <= 0 for r in main for v in r.value)):
         parts.append(f"{hidden:,} at or below 0, which no log axis shows")
-    if smoothing:
-        parts.append("smoothed; the raw curve is behind, and decisions read only that")
+    if any(line.role == "mean" for line in lines):
+        parts.append(
+            "smoothed over every value; the raw curve is behind, and decisions read only that"
+        )
     return "; ".join(parts)

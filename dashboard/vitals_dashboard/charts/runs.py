@@ -24,21 +24,25 @@ def runs_chart(
     *,
     look: Palette,
     log: bool = False,
-    smoothing: float = 0.0,
     height: int = RUNS_HEIGHT,
 ) -> Spec:
     """Return the runs' curves over each other; every line knows where its own steps are."""
-    marks = [m for line in lines for m in nonfinite_marks([line.reply], line.scale or STEPS)]
-    curves = curve_series(lines, STEPS, look, log=log, smoothing=smoothing)
+    marks = [
+        m
+        for line in lines
+        if line.role == "main"
+        for m in nonfinite_marks([line.reply], line.scale or STEPS)
+    ]
+    curves = curve_series(lines, STEPS, look, log=log)
     sheet = Sheet(
         title=title,
-        below=said_below(lines, log=log, smoothing=smoothing),
+        below=said_below(lines, log=log),
         along=_scale(lines).unit,
         look=look,
         height=height,
         lanes=num_lanes(marks),
         log=log,
-        legend=[line.label for line in lines],
+        legend=[line.label for line in lines if line.role == "main"],
     )
     xs = [point[0] for series in curves for point in series["data"]]
     width = max(xs) - min(xs) if xs else 0.0

@@ -36,7 +36,6 @@ def step_chart(
     show_unit: bool = True,
     legend: Legend = "lines",
     scale: Scale = STEPS,
-    smoothing: float = 0.0,
     zoom: bool = False,
     height: int = 210,
 ) -> Spec:
@@ -54,21 +53,20 @@ def step_chart(
         show_unit: whether the title names the unit.
         legend: what is named.
         scale: where steps are along x.
-        smoothing: weight of the mean drawn over each curve; 0 is none.
         zoom: whether dragging chooses a range.
         height: of the chart, in pixels.
     """
     marks = [*decision_marks(decisions, scale), *others]
-    measured = [line.reply for line in lines if line.role != "limit"]
+    measured = [line.reply for line in lines if line.role in ("main", "discarded")]
     marks += nonfinite_marks(measured, scale, attempts)
     places = None
     if extent is not None:
         marks = [mark for mark in marks if extent[0] <= mark.step <= extent[1]]
         places = _places(scale, extent, lines, marks)
-    curves = curve_series(lines, scale, look, log=log, smoothing=smoothing)
+    curves = curve_series(lines, scale, look, log=log)
     sheet = Sheet(
         title=_with_unit(title, lines if show_unit else ()),
-        below=said_below(lines, log=log, smoothing=smoothing),
+        below=said_below(lines, log=log),
         along=scale.unit,
         look=look,
         height=height,

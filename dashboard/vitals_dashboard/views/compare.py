@@ -1,6 +1,6 @@
 """Two to six runs over each other: their curves, their difference, what was set differently."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -86,7 +86,8 @@ def _body(source: Source, chosen: Controls) -> None:
         by_name = dict(zip(names, details, strict=True))
         drawn = [by_name[line.name] for line in lines]
         replies = differences(source, drawn, metric, chosen.axis)
-    _draw(lines, replies, metric, chosen)
+    means = _means(source, dict(zip(names, details, strict=True)), lines, metric, chosen)
+    _draw(lines, means, replies, metric, chosen)
     _table("Last values", compare.value_rows(source, details, names, metric), "compare_values")
     differing = compare.config_rows(details, names)
     if differing:
@@ -179,21 +180,41 @@ def _by_tokens(
     return scaled
 
 
+def _means(
+    source: Source,
+    by_name: Mapping[str, RunDetail],
+    lines: Sequence[Line],
+    metric: str,
+    chosen: Controls,
+) -> list[Line]:
+    """Return the means over every value of the curves, where smoothing is chosen."""
+    if not chosen.smoothing:
+        return []
+    request = SeriesRequest(metric=metric, points=POINTS, smoothing=chosen.smoothing)
+    return [
+        replace(line, name=f"{line.name}, smoothed", reply=reply, role="mean")
+        for line in lines
+        if (reply := series_of(source, by_name[line.name], [request])[0]) is not None
+    ]
+
+
 def _say_missing(names: Sequence[str], what: str) -> None:
     if names:
         st.text(f"Left out, for there is {what}: {', '.join(names)}")
 
 
 def _draw(
-    lines: Sequence[Line], replies: Sequence[DifferenceReply], metric: str, chosen: Controls
+    lines: Sequence[Line],
+    means: Sequence[Line],
+    replies: Sequence[DifferenceReply],
+    metric: str,
+    chosen: Controls,
 ) -> None:
     if not lines:
         return
     look = layout.present_palette()
     specs = {
-        "Curves of the runs": charts.runs_chart(
-            metric, lines, look=look, log=chosen.log, smoothing=chosen.smoothing
-        )
+        "Curves of the runs": charts.runs_chart(metric, [*lines, *means], look=look, log=chosen.log)
     }
     if replies:
         title = f"{metric}: difference to the first run"

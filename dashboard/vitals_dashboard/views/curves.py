@@ -184,6 +184,16 @@ class View:
             if not request.metric.startswith(("gpu.", "node.", "process."))
         ]
 
+    def with_means(self, chart: "Chart") -> list[CurveChoice]:
+        """Return a chart's curves, and their means over every value where smoothing is chosen."""
+        weight = 0.0 if chart.exact else self.controls.smoothing
+        means = [
+            CurveChoice(f"{name}, smoothed", structs.replace(request, smoothing=weight), "mean")
+            for name, request, role in chart.curves
+            if weight and role == "main"
+        ]
+        return [*chart.curves, *means]
+
     def lines(self, by_chart: Sequence[Sequence[CurveChoice]]) -> list[list[Line]]:
         """Return the lines of each chart, all asked for at once; what the run lacks is left out."""
         every = [curve for chart in by_chart for curve in chart]
@@ -280,7 +290,7 @@ def draw(view: View, own: Sequence[str] = ()) -> list[Line]:
     loss = view.with_limit("steps.loss", "loss", points=POINTS)
     main = Chart(key="loss", title="Loss", curves=loss, log=view.controls.log_loss)
     below = list(_charts(view, own))
-    of_main, *others = view.lines([chart.curves for chart in (main, *below)])
+    of_main, *others = view.lines([view.with_means(chart) for chart in (main, *below)])
     if not of_main:
         st.caption(_nothing(view))
         return []
@@ -358,7 +368,6 @@ def _chart(view: View, chart: Chart, lines: Sequence[Line]) -> None:
         log=chart.log,
         show_unit=not chart.unitless,
         scale=view.scale,
-        smoothing=0.0 if chart.exact else view.controls.smoothing,
         height=LOW,
     )
     if view.payload.takes(spec):
@@ -378,7 +387,6 @@ def _main_chart(view: View, chart: Chart, lines: Sequence[Line]) -> None:
         log=chart.log,
         legend="marks",
         scale=view.scale,
-        smoothing=view.controls.smoothing,
         zoom=stands_still(view),
         height=TALL,
     )

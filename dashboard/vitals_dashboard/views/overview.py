@@ -1,5 +1,6 @@
 """The fleet: every run with its state, health, verdict, curve, alerts; searched and grouped."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -9,6 +10,7 @@ import streamlit as st
 from trainvitals.errors import UsageError
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_dashboard import formatting, layout, search, states, tables, verdicts
+from vitals_dashboard.charts.sparkline import sparkline
 from vitals_dashboard.source import Source, configs_of, loss_curve, verdict_of
 from vitals_dashboard.theme import HEALTH_BADGES, HEALTH_WORDS, LABELS, STATE_BADGES, STATE_WORDS
 
@@ -151,7 +153,7 @@ def _list(source: Source, runs: Sequence[RunSummary], *, key: str) -> None:
             "Verdict": column.TextColumn(width=420),
             "Alerts": column.NumberColumn(width=60),
             "Loss": loss,
-            "Loss curve": column.LineChartColumn(width=130, color=layout.present_palette().main),
+            "Loss curve": column.ImageColumn(width=130, help="Red: the loss was NaN or infinite."),
             "Seen": column.TextColumn(width=90),
             "Step": numbers,
             "Skips": numbers,
@@ -178,12 +180,15 @@ def _had_trouble(run: RunSummary) -> bool:
     return bool(acted) or run.health != "healthy" or run.state in ("lost", "failed", "halted")
 
 
-def _curves(source: Source, runs: Sequence[RunSummary]) -> dict[str, list[float]]:
-    curves = {}
+def _curves(source: Source, runs: Sequence[RunSummary]) -> dict[str, str]:
+    curves, look = {}, layout.present_palette()
     for run in runs:
         grown = max(1, run.last_step // CURVE_STEPS)
-        asked = run.last_step if run.state != "running" else run.last_step - run.last_step % grown
-        curves[run.run_id] = loss_curve(source.client, source.client.url, run.run_id, asked)
+        step = run.last_step if run.state != "running" else run.last_step - run.last_step % grown
+        # A loss that just ceased to be finite, or a rollback, is seen at once.
+        seen = (step, run.num_attempts, math.isfinite(run.loss or 0.0))
+        reply = loss_curve(source.client, source.client.url, run.run_id, seen)
+        curves[run.run_id] = sparkline(reply, look)
     return curves
 
 
