@@ -39,7 +39,7 @@ def take(
             )
             page.goto(address, timeout=WAIT_MS)
             page.wait_for_selector(
-                "[data-testid=stEChartsChart], [data-testid=stDataFrame], .st-key-notice",
+                "figure, [data-testid=stEChartsChart], [data-testid=stDataFrame], .st-key-notice",
                 timeout=WAIT_MS,
             )
             page.wait_for_timeout(SETTLE_MS)

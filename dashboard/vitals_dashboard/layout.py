@@ -6,9 +6,10 @@ from typing import Any
 
 import streamlit as st
 
+from trainvitals.errors import VitalsError
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_dashboard import access, formatting, states, tables
-from vitals_dashboard.source import Source, guarded
+from vitals_dashboard.source import Source, connect, guarded
 from vitals_dashboard.theme import (
     HEALTH_BADGES,
     HEALTH_WORDS,
@@ -41,6 +42,9 @@ LAST_RUN = "last_run"
 AROUND_STEPS = 100
 STEP_COLUMNS = ("Step", "To step", "Since step", "Back to", "At step", "Last step")
 _PICKED = "run_picked"
+ENDED = frozenset({"finished", "halted", "failed"})
+"""States of a run after which nothing new comes; one that was interrupted or lost may go on."""
+_REFRESHES = "page_refreshes"
 
 
 def style() -> None:
@@ -56,7 +60,7 @@ def heading(text: str) -> None:
 
 def live_toggle(every: float = REFRESH_SECONDS, *, value: bool = True) -> bool:
     """Draw the switch and return whether the page refreshes itself; ``value`` is how it begins."""
-    help_text = f"Refresh every {every:.0f} seconds. Off: the page stands still."
+    help_text = f"Refresh every {every:.0f} seconds while a run goes on; off: never."
     return bool(st.toggle("Live", value=value, key="live", bind="query-params", help=help_text))
 
 
@@ -73,6 +77,38 @@ def refreshing(
             access.closed()
 
     st.fragment(guarded, run_every=every if live else None, key=key)(allowed)
+
+
+def refreshing_runs(
+    draw: Callable[[Source], None],
+    run_ids: Sequence[str],
+    *,
+    live: bool,
+    key: str,
+    every: float = REFRESH_SECONDS,
+) -> None:
+    """As ``refreshing``, for a page of these runs: where all have ended it is drawn once.
+
+    What it draws has to call ``stop_at_the_end``.
+    """
+    live = live and not _have_ended(run_ids)
+    st.session_state[_REFRESHES] = live
+    refreshing(draw, live=live, key=key, every=every)
+
+
+def stop_at_the_end(runs: Sequence[RunSummary]) -> None:
+    """End the refreshing of a page of these runs once nothing more comes of any of them."""
+    if all(run.state in ENDED for run in runs) and st.session_state.pop(_REFRESHES, False):
+        st.rerun()
+
+
+def _have_ended(run_ids: Sequence[str]) -> bool:
+    try:
+        runs = access.limited(connect()).client.ask(RunsQuestion())
+    except VitalsError:  # the page says so
+        return False
+    states = {run.run_id: run.state for run in runs}
+    return bool(run_ids) and all(states.get(run_id) in ENDED for run_id in run_ids)
 
 
 def present_palette() -> Palette:
@@ -95,11 +131,10 @@ def person() -> str:
 
 def run_links() -> None:
     """Draw the bar with the pages of the run in the address; each link keeps the run."""
-    run_id = st.query_params.get("run") or st.session_state.get(LAST_RUN)
-    query = {"run": str(run_id)} if run_id else None
+    query = [("run", run_id) for run_id in run_in_address()]
     with st.container(horizontal=True, key="run_links", gap="xxsmall"):
         for page, (label, icon) in RUN_PAGES.items():
-            st.page_link(page, label=label, icon=icon, query_params=query)
+            st.page_link(page, label=label, icon=icon, query_params=query or None)
 
 
 def run_page(draw: Callable[[Source, RunSummary], None], *, key: str) -> None:
@@ -113,7 +148,13 @@ def run_page(draw: Callable[[Source, RunSummary], None], *, key: str) -> None:
         if run is not None:
             draw(source, run)
 
-    refreshing(body, live=live, key=key, every=SLOW_SECONDS)
+    refreshing_runs(body, run_in_address(), live=live, key=key, every=SLOW_SECONDS)
+
+
+def run_in_address() -> list[str]:
+    """Return the run of the address, else the one looked at last; nothing where there is none."""
+    run_id = st.query_params.get("run") or st.session_state.get(LAST_RUN)
+    return [str(run_id)] if run_id else []
 
 
 def chosen_run(source: Source) -> RunSummary | None:
@@ -135,6 +176,7 @@ def chosen_run(source: Source) -> RunSummary | None:
     if st.session_state.pop(_PICKED, False) or st.query_params.get("run") != chosen:
         st.query_params["run"] = chosen
         st.rerun()  # the bar above links to this run from now on
+    stop_at_the_end([by_id[chosen]])
     with head:
         run_head(by_id[chosen])
     return by_id[chosen]

@@ -19,7 +19,7 @@ class ActionLook:
     word: str
     colour: str
     symbol: str
-    """An ECharts symbol, drawn at the head of the vertical mark."""
+    """A shape that the chart component knows, drawn at the head of the vertical mark."""
     line: str
     width: float
     icon: str
@@ -195,6 +195,9 @@ font-family:inherit;white-space:pre-wrap;overflow-wrap:anywhere}
 white-space:pre-wrap;overflow-wrap:anywhere}
 @media (min-width:900px){.st-key-verdict_strip{flex-wrap:nowrap}}
 [class*="st-key-prose_verdict"] [data-testid="stMarkdown"] p{opacity:.8}
+@media (max-width:640px){.stMainBlockContainer{padding-top:3.9rem}
+.st-key-run_bar,.st-key-run_links{flex-wrap:nowrap;overflow-x:auto}
+.st-key-run_links{flex:0 0 auto}}
 [data-tag-index],button[kind^="primary"]{background-color:#0072B2!important;
 border-color:#0072B2!important}
 [data-testid="stElementToolbarButton"]:has([aria-label="Download as CSV"]){display:none}

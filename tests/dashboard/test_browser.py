@@ -1,11 +1,12 @@
 """The pages in a real browser, over a real collector that follows a folder."""
 
 import csv
-import itertools
+import math
 import re
+import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from tests.dashboard.test_access import Started, get_control
 from tests.dashboard.test_launch import dashboard
 
 pytestmark = pytest.mark.browser
-CHART_ROW = 13
-CHART = "[data-testid=stEChartsChart] canvas"
+CHART = "figure canvas"
+MAP = "[data-testid=stEChartsChart] canvas"
 PAGES = {
     "fleet": "",
     "run": f"run?run={RUN}",
@@ -42,6 +43,8 @@ PAGES = {
 """Every page, by what it is called here."""
 TABLE, CARD = "[data-testid=stDataFrame] canvas", "[class*='st-key-alert_text']"
 READY = dict.fromkeys(PAGES, CHART) | {
+    "layers": MAP,
+    "ranks": MAP,
     "fleet": TABLE,
     "decisions": TABLE,
     "checkpoints": TABLE,
@@ -117,26 +120,23 @@ def sent_about(page: Any, words: str) -> list[bytes]:
     return frames
 
 
-def tooltip_at(page: Any, step: int) -> str:
-    """Return what the loss chart says when the head of the mark at a step is pointed at."""
-    box = page.locator(CHART).first.bounding_box()
-    x = box["x"] + 20 + (box["width"] - 56) * step / (NUM_STEPS - 1)
-    said = ""
-    # Rows of other marks may stand above the decisions, which are nearest to the curves.
-    rows = [30 + CHART_ROW * row + 4 for row in range(4)]
-    offsets = (0, *(sign * d for d in range(3, 15, 3) for sign in (-1, 1)))
-    for offset, row in itertools.product(offsets, rows):
-        page.mouse.move(x + offset, box["y"] + row)
-        page.wait_for_timeout(120)
-        said = page.evaluate(
-            """() => [...document.querySelectorAll('[data-testid=stEChartsChart] div')]
-                 .filter(e => getComputedStyle(e).position === 'absolute'
-                              && getComputedStyle(e).visibility === 'visible')
-                 .map(e => e.innerText).join(' ')"""
-        )
-        if f"skip at step {step}" in said:
-            break
-    return str(said)
+def point_at(page: Any, step: int, *, last: int = NUM_STEPS - 1, chart: int = 0) -> str:
+    """Point at a step of a chart and return what is said of the events there."""
+    figure = page.locator("figure").nth(chart)
+    box = figure.locator(".u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * step / last, box["y"] + box["height"] / 2)
+    page.wait_for_timeout(200)
+    return str(figure.locator(".events").inner_text())
+
+
+def values_of(page: Any, chart: int) -> str:
+    """Return what the legend of a chart says: the values where the cursor is."""
+    return " ".join(page.locator("figure").nth(chart).locator(".u-legend").inner_text().split())
+
+
+def counts_of(page: Any) -> str:
+    """Return what is said of the points of the first chart."""
+    return str(page.locator("figure .counts").first.text_content())
 
 
 def test_the_live_page_shows_the_decisions_on_the_curve(page, address, tmp_path: Path):
@@ -146,9 +146,12 @@ def test_the_live_page_shows_the_decisions_on_the_curve(page, address, tmp_path:
     page.goto(run_page(address))
     page.wait_for_selector(CHART)
     page.wait_for_timeout(1_000)
-    assert f"skip at step {NAN_STEP}: gradients of rank 1 are NaN" in tooltip_at(page, NAN_STEP)
-    assert f"skip at step {SPIKE_STEP}: loss 9 is above" in tooltip_at(page, SPIKE_STEP)
-    page.wait_for_timeout(500)
+    told = point_at(page, NAN_STEP)
+    assert f"skip at step {NAN_STEP}: gradients of rank 1 are NaN" in told
+    assert f"nan at step {NAN_STEP} (rank:0)" in told, "and its value is marked"
+    assert f"skip at step {SPIKE_STEP}: loss 9 is above" in point_at(page, SPIKE_STEP)
+    assert f"step {SPIKE_STEP} loss 9 limit 6" == values_of(page, 0)
+    assert f"step {SPIKE_STEP} raw 3" == values_of(page, 1), "the cursor is in all charts"
     picture = tmp_path / "live.png"
     page.screenshot(path=str(picture))
     assert 40_000 < picture.stat().st_size
@@ -158,13 +161,13 @@ def test_the_live_page_shows_the_decisions_on_the_curve(page, address, tmp_path:
 def test_a_refresh_keeps_the_charts_and_a_reload_keeps_the_way_in(page, address):
     page.goto(run_page(address))
     page.wait_for_selector(CHART)
-    page.evaluate(f"document.querySelector('{CHART}').dataset.mark = 'kept'")
+    page.locator(CHART).first.evaluate("canvas => canvas.dataset.mark = 'kept'")
     before = page.get_by_text("last seen").inner_text()
     page.wait_for_function(
         "before => ![...document.querySelectorAll('p,div')].some(e => e.innerText === before)",
         arg=before,
     )
-    assert "kept" == page.evaluate(f"document.querySelector('{CHART}').dataset.mark")
+    assert "kept" == page.locator(CHART).first.get_attribute("data-mark")
     assert "token" not in page.url
     page.reload()
     page.wait_for_selector(CHART)
@@ -198,13 +201,12 @@ def test_a_run_is_opened_from_the_fleet_and_a_new_decision_appears_by_itself(
 
 
 def test_a_zoom_by_range_gets_every_point_and_is_an_address(page, address):
-    frames = sent_about(page, " points")
-    page.goto(at(address, f"run?run={OTHER_RUN}&live=false"))
+    page.goto(at(address, f"run?run={OTHER_RUN}"))
     page.wait_for_selector(CHART)
-    said = [re.search(rb"([\d,]+) of ([\d,]+) points", raw) for raw in frames]
-    drawn, total = next(found.groups() for found in said if found)
-    assert f"{LONG_STEPS:,}" == total.decode()
-    assert int(drawn.replace(b",", b"")) <= 1_000
+    drawn, total = re.match(r"([\d,]+) of ([\d,]+) points", counts_of(page)).groups()
+    assert f"{LONG_STEPS:,}" == total
+    assert int(drawn.replace(",", "")) <= 2_000
+    page.get_by_role("button", name="View").click()
     page.locator(".st-key-window").get_by_text("range", exact=True).click()
     for name, step in (("from", 3_000), ("to", 3_199)):
         page.get_by_label(f"{name} step").fill(str(step))
@@ -214,8 +216,169 @@ def test_a_zoom_by_range_gets_every_point_and_is_an_address(page, address):
     with page.expect_event("websocket"):
         page.goto(page.url)
     page.wait_for_selector(CHART)
+    page.get_by_text("200 of 200 points").first.wait_for()
+
+
+def test_a_live_page_is_zoomed_by_dragging_and_stays_so_while_steps_come(
+    page, address, training: OpenRun
+):
+    page.goto(run_page(address))
+    page.wait_for_selector(CHART)
+    box = page.locator("figure .u-over").nth(1).bounding_box()
+    last = training.last_step
+    x, y = box["x"], box["y"] + 60
+    page.mouse.move(x + box["width"] * 50 / last, y)
+    page.mouse.down()
+    page.mouse.move(x + box["width"] * 100 / last, y + 5, steps=4)
+    page.mouse.up()
+    page.wait_for_url(re.compile("window=range"))
+    first, end = (int(re.search(rf"[?&]{name}=(\d+)", page.url)[1]) for name in ("from", "to"))
+    assert (50, 100) == pytest.approx((first, end), abs=2)
+    page.get_by_text(f"{end - first + 1} of {end - first + 1} points").first.wait_for()
+    training.skip_next("one step more")
+    page.get_by_test_id("stMetric").get_by_text(f"{training.last_step:,}").wait_for()
+    assert counts_of(page).startswith(f"{end - first + 1} of"), "the range stays"
+    page.mouse.dblclick(x + box["width"] / 2, y)
+    page.wait_for_url(lambda url: "window=range" not in url)
+    page.get_by_text(
+        f"{training.last_step + 1} of {training.last_step + 1} points"
+    ).first.wait_for()
+
+
+def test_a_chart_is_read_by_keyboard_and_aloud(page, address, training: OpenRun):
+    page.goto(run_page(address))
+    page.wait_for_selector(CHART)
+    figure = page.locator("figure").first
+    label = figure.get_attribute("aria-label")
+    assert re.search(
+        r"Loss over step. Newest: loss [\d.]+ at step \d+. Lowest 2.*, highest 9. ", label
+    )
+    assert "1 not finite" in label and "skip" in label
+    figure.focus()
+    page.keyboard.press("Home")
+    for _ in range(NAN_STEP // 10):
+        page.keyboard.press("Shift+ArrowRight")
+    told = page.locator(".spoken").inner_text()
+    assert f"step {NAN_STEP}; loss no value; limit 6" in told
+    assert f"skip at step {NAN_STEP}: gradients of rank 1 are NaN" in told
+
+
+@pytest.mark.parametrize(("width", "height", "lowest"), [(1280, 720, 720), (390, 844, 500)])
+def test_the_first_curve_is_seen_without_scrolling(page, address, width, height, lowest):
+    page.set_viewport_size({"width": width, "height": height})
+    page.goto(at(address, f"run?run={OTHER_RUN}"))
+    page.wait_for_selector(CHART)
     page.wait_for_timeout(500)
-    assert any(b"200 of 200 points" in raw for raw in frames)
+    box = page.locator("figure .u-over").first.bounding_box()
+    assert box["y"] + box["height"] <= lowest
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width
+
+
+def test_the_page_of_an_ended_run_asks_for_nothing_more(page, address):
+    asked: list[bytes] = []
+    page.on("websocket", lambda socket: socket.on("framesent", lambda frame: asked.append(frame)))
+    page.goto(at(address, f"run?run={OTHER_RUN}"))
+    page.wait_for_selector(CHART)
+    page.wait_for_timeout(1_000)
+    asked.clear()
+    page.wait_for_timeout(5_000)
+    assert [] == asked
+
+
+# ----------------------------------------------------------------------- the component by itself
+
+MODULE = "_stcore/bidi-components/trainvitals.charts/chart.js"
+
+
+@pytest.fixture
+def component(page, address) -> Callable[..., Any]:
+    """Give the component messages, as the server would; returns what it asks for."""
+    page.goto(address)
+    page.wait_for_selector(TABLE)
+    page.goto(run_page(address))  # the component is known once a page has used it
+    page.wait_for_selector(CHART)
+    base = address.partition("/?")[0]
+
+    def give(*messages: dict[str, Any]) -> list[Any]:
+        return page.evaluate(
+            """async ([url, messages]) => {
+                const draw = (await import(url)).default;
+                document.querySelector("#alone")?.remove();
+                const host = document.createElement("div");
+                host.id = "alone";
+                host.style.cssText = "position:fixed;inset:0;background:white;z-index:2000000";
+                document.body.append(host);
+                const root = host.attachShadow({ mode: "open" }), told = [];
+                const tell = (...what) => told.push(what);
+                for (const message of messages) {
+                    const data = JSON.stringify(message);
+                    draw({ data, parentElement: root, setTriggerValue: tell });
+                }
+                await new Promise((done) => setTimeout(done, 300));
+                return told;
+            }""",
+            [f"{base}/{MODULE}", list(messages)],
+        )
+
+    return give
+
+
+def whole(values: list[float | None], **chart: Any) -> dict[str, Any]:
+    """Return a message with one chart of one curve."""
+    line = {"from": [0], "by": [1] * (len(values) - 1), "y": values, "total": len(values), "bad": 0}
+    drawn = {
+        "title": "Alone", "axis": "step", "unit": "step", "log": False, "exact": False,
+        "size": "full", "height": 200, "curves": [["loss", "main", 0]], "note": "",
+        "ends": [0, len(values) - 1], "lines": [line],
+    }  # fmt: skip
+    return {
+        "key": "alone", "name": secrets.token_hex(4), "number": 1, "base": 0, "kinds": {},
+        "marks": [], "charts": [drawn | chart], "look": {"light": ["#0072B2"], "dark": ["#56B4E9"]},
+    }  # fmt: skip
+
+
+def more(first: dict[str, Any], number: int, start: int, values: list[float | None]) -> Any:
+    """Return the message with further values."""
+    steps = list(range(start, start + len(values)))
+    line = [0, 0, 0, 0, values, start + len(values), 0]
+    head = {"key": "alone", "name": first["name"], "number": number, "base": number - 1}
+    return head | {"xs": [steps], "lines": [line], "ends": [[0, steps[-1]]]}
+
+
+def test_a_message_that_was_missed_is_asked_for(component: Callable[..., Any]):
+    first = whole([1.0, 2.0, 3.0])
+    assert [] == component(first, more(first, 2, 3, [4.0]))
+    ((kind, _),) = component(more(first, 4, 5, [6.0]))
+    assert "missed" == kind
+
+
+def test_the_browser_thins_what_it_holds_but_for_extremes_and_gaps(page, component):
+    first = whole([2.0] * 2_000)
+    values: list[float | None] = [2.0 + 0.1 * math.sin(i) for i in range(3_000)]
+    values[1_000], values[1_500], values[1_700] = 7.5, None, -4.0
+    component(
+        first,
+        *(more(first, i + 2, 2_000 + 10 * i, values[10 * i : 10 * i + 10]) for i in range(300)),
+    )
+    alone = page.locator("#alone figure")
+    label = alone.get_attribute("aria-label")
+    assert "Lowest -4, highest 7.5." in label
+    drawn, total = re.search(r"([\d,]+) of ([\d,]+) points", label).groups()
+    assert "5,000" == total and 1_500 < int(drawn.replace(",", "")) <= 4_000
+
+
+def test_far_values_do_not_flatten_the_others_and_are_marked(page, component):
+    values: list[float | None] = [2.0 + 0.1 * math.sin(i) for i in range(500)]
+    values[100], values[300] = 400.0, -80.0
+    component(whole(values))
+    alone = page.locator("#alone figure")
+    assert "2 beyond the axis" in alone.locator(".counts").text_content()
+    box = alone.locator(".u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 100 / 499, box["y"] + 60)
+    assert "loss: 400 at step 100, beyond this axis" in alone.locator(".events").inner_text()
+    page.locator("#alone").get_by_role("button", name="Full y range").click()
+    page.wait_for_timeout(300)
+    assert "beyond" not in alone.locator(".counts").text_content()
 
 
 def test_an_alert_is_silenced_with_a_reason_and_an_end(page, address, started):
@@ -243,6 +406,7 @@ def test_an_incident_leads_to_the_curves_around_it(page, address):
     told = page.locator(".st-key-facts_incident").inner_text()
     onset, last = (int(step) for step in re.findall(r"\d+", told)[:2])
     page.get_by_role("link", name="Curves around it").click()
+    page.get_by_role("button", name="View").click()
     for name, step in (("from", max(0, onset - 100)), ("to", last + 100)):
         page.wait_for_url(re.compile(rf"/run\?.*[?&]{name}={step}(&|$)"))
         expect(page.get_by_label(f"{name} step")).to_have_value(str(step))
@@ -270,6 +434,8 @@ def test_every_page_can_be_read_by_everybody(page, address, started, theme: str)
 
     def grave() -> list[tuple[str, str, str]]:
         page.wait_for_timeout(500)
+        # What a slow refresh has not drawn again yet is faded for a moment.
+        page.locator("[data-stale=true]").first.wait_for(state="detached")
         return [
             (each["id"], node["target"], node["failureSummary"])
             for each in axe.run(page).response["violations"]

@@ -1,4 +1,3 @@
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +6,7 @@ from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
 from tests.dashboard.conftest import texts
+from tests.dashboard.drawn import drawn
 from tests.dashboard.samples import SampleRun
 from tests.dashboard.stub import Stub, StubServer
 
@@ -17,10 +17,6 @@ def shown(app: AppTest) -> str:
     """Return what the page says; it never shows a traceback."""
     assert [] == list(app.exception)
     return texts(app)
-
-
-def drawn(app: AppTest) -> list[Any]:
-    return [json.loads(e.proto.spec) for e in app.get("echarts_chart")]
 
 
 def other_run(number: int, *, name: str, shift: float, **info: Any) -> SampleRun:
@@ -50,10 +46,11 @@ def test_two_runs_are_drawn_over_each_other_with_their_difference_and_settings(
     stub.add(other_run(2, name="wide", shift=0.5, config=config, world_size=16))
     app = open_page("compare", runs=runs(1, 2))
     shown(app)
-    curves, between = drawn(app)
-    assert ["base", "wide"] == [s["name"] for s in curves["series"] if s["type"] == "line"]
-    assert "840 of 840 points" == curves["title"][1]["text"]
-    values = [y for _, y in between["series"][0]["data"]]
+    curves, between = drawn(app).values()
+    assert ["base", "wide"] == curves.names
+    assert (840, 840) == curves.counts()
+    assert curves.colour("wide") == between.colour("wide") != curves.colour("base")
+    values = [y for _, y in between.curve("wide")]
     assert None in values, "where a run was not finite there is no difference"
     assert {0.5} == {round(y, 9) for y in values if y is not None}
     last, differing = (table.value for table in app.dataframe)
@@ -88,10 +85,10 @@ def test_the_address_names_runs_metric_and_alignment(stub: Stub, open_page: Open
         smooth="0.5", live="false",
     )  # fmt: skip
     assert "no tokens to draw by: r3" in shown(app)
-    curves, _ = drawn(app)
-    first, second = (s for s in curves["series"] if s["name"] in ("r1", "r2") and s["z"] < 5)
-    assert ("log", "billion tokens") == (curves["yAxis"][0]["type"], curves["title"][2]["text"])
-    assert 2 * first["data"][-1][0] == second["data"][-1][0], "aligned by tokens"
+    curves, _ = drawn(app).values()
+    assert (True, "billion tokens") == (curves.wire["log"], curves.wire["unit"])
+    assert 2 * curves.curve("r1")[-1][0] == curves.curve("r2")[-1][0], "aligned by tokens"
+    assert curves.colour("r2") == curves.colour("r2, smoothed")
     assert ["steps.grad_norm"] == [box.value for box in app.selectbox]
 
 
@@ -103,7 +100,7 @@ def test_runs_of_one_name_and_of_hostile_names_stay_apart_and_plain(
     stub.add(other_run(3, name="y" * 300, shift=2.0))
     app = open_page("compare", runs=runs(1, 2, 3))
     shown(app)
-    names = [s["name"] for s in drawn(app)[0]["series"] if s["type"] == "line"]
+    names = next(iter(drawn(app).values())).names
     assert 3 == len(set(names)) and all(len(name) <= 48 for name in names)
     as_markup = [str(e.value) for e in (*app.markdown, *app.caption)]
     as_markup += [str(e.proto.body) for e in app.get("html")]

@@ -1,6 +1,5 @@
 import json
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
@@ -9,20 +8,11 @@ from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
 from tests.dashboard.conftest import texts
+from tests.dashboard.drawn import drawn, messages
 from tests.dashboard.look_back import with_look_back
 from tests.dashboard.stub import Stub
 
 Open = Callable[..., AppTest]
-
-
-def drawn(app: AppTest) -> dict[str, Any]:
-    """Return the charts of a page by their titles."""
-    specs = [json.loads(e.proto.spec) for e in app.get("echarts_chart")]
-    return {spec["title"][0]["text"]: spec for spec in specs}
-
-
-def named(spec: Any, name: str) -> Any:
-    return next(series for series in spec["series"] if series["name"] == name)
 
 
 def shown(app: AppTest) -> str:
@@ -95,19 +85,20 @@ def test_a_range_of_steps_gets_the_samples_of_its_time_and_a_short_one_those_of_
             )
     stub.add(sample)
     whole = drawn(open_page("run", live="false"))
-    assert "200 of 90,000 points" == whole["GPU power, W"]["title"][1]["text"]
+    assert (200, 90_000) == whole["GPU power, W"].counts()
     loss = sample.series["steps.loss", "rank:0", "lineage"].time_unix_ns
     for first, last, num in ((230, 410, 181), (400, 410, 75)):
         where = {"from": str(first), "to": str(last), "discarded": "false"}
         app = open_page("run", window="range", live="false", **where)
         shown(app)
         power = drawn(app)["GPU power, W"]
-        assert f"{num} of {num} points" == power["title"][1]["text"]
+        assert (num, num) == power.counts()
         begin, end = loss[first] / 1e6, loss[last] / 1e6
         missing = max(0.0, 60_000 - (end - begin)) / 2
         ends = (begin - missing, end + missing)
-        assert ends == pytest.approx((power["xAxis"]["min"], power["xAxis"]["max"]))
-        assert all(ends[0] <= x <= ends[1] for x, _ in power["series"][0]["data"])
+        assert ends == pytest.approx(power.wire["ends"])
+        (name,) = power.names
+        assert all(ends[0] <= x <= ends[1] for x, _ in power.curve(name))
     assert "trained more than once" not in shown(app)
     app.toggle(key="discarded").set_value(True).run()
     assert "trained more than once" not in shown(app), "none of those that are shown"
@@ -199,16 +190,15 @@ def test_every_control_is_in_the_address(stub: Stub, open_page: Open) -> None:
     shown(app)
     charts = drawn(app)
     loss = charts["Loss"]
-    assert "101 of 101 points; smoothed" in loss["title"][1]["text"]
-    assert "billion tokens" == loss["title"][2]["text"]
-    assert (1.0, 2.0) == (loss["xAxis"]["min"], loss["xAxis"]["max"])
-    assert {"loss", "loss, smoothed"} <= {series["name"] for series in loss["series"]}
-    assert "rolled back" not in {series["name"] for series in loss["series"]}
-    assert "brush" in loss, "it stands still, so a range can be dragged"
-    assert {"raw", "clipped"} <= {s["name"] for s in charts["Gradient norm (log)"]["series"]}
+    assert (101, 101) == loss.counts()
+    assert "billion tokens" == loss.wire["unit"]
+    assert [1.0, 2.0] == loss.wire["ends"]
+    assert {"loss", "loss, smoothed"} <= {*loss.names}
+    assert "rolled back" not in loss.names
+    assert {"raw", "clipped"} <= {*charts["Gradient norm (log)"].names}
     assert "val/<b>acc</b>" in charts, "as text, which a chart never takes as HTML"
-    ((place, height, _),) = named(loss, "non-finite")["data"]
-    assert 1.2 == pytest.approx(place) and height < 0
+    ((place, _),) = loss.marked("non-finite")
+    assert 1.2 == pytest.approx(place)
 
 
 def test_a_range_that_holds_nothing_and_one_that_is_no_number_are_said_or_left_out(
@@ -221,7 +211,7 @@ def test_a_range_that_holds_nothing_and_one_that_is_no_number_are_said_or_left_o
     wrong = {"from": "<script>", "to": "9" * 40}
     app = open_page("run", run=samples.run_id(1), window="range", x="nonsense", smooth="7", **wrong)
     shown(app)
-    assert "420 of 420 points" == drawn(app)["Loss"]["title"][1]["text"]
+    assert (420, 420) == drawn(app)["Loss"].counts()
 
 
 def test_going_to_a_decision_shows_the_steps_around_it_and_says_so_in_the_address(
@@ -233,8 +223,7 @@ def test_going_to_a_decision_shows_the_steps_around_it_and_says_so_in_the_addres
     shown(app)
     extent = [max(0, samples.FORK - 100), samples.STORM + 2 + 100]
     assert extent == [int(app.query_params[name]) for name in ("from", "to")]
-    axis = drawn(app)["Loss"]["xAxis"]
-    assert extent == [axis["min"], axis["max"]]
+    assert extent == drawn(app)["Loss"].wire["ends"]
     assert "range" == app.session_state["window"]
 
 
@@ -244,7 +233,7 @@ def test_along_tokens_a_run_that_counts_none_says_so_and_shows_steps(
     stub.add(samples.sample_run())
     app = open_page("run", run=samples.run_id(1), x="tokens")
     assert "This run has no tokens to draw along; steps are shown." in shown(app)
-    assert "step" == drawn(app)["Loss"]["title"][2]["text"]
+    assert "step" == drawn(app)["Loss"].wire["unit"]
 
 
 def test_a_note_needs_a_control_token_and_is_on_the_curve_at_once(
@@ -260,9 +249,9 @@ def test_a_note_needs_a_control_token_and_is_on_the_curve_at_once(
     shown(app)
     (kept,) = stub.samples[samples.run_id(1)].annotations
     assert (42, samples.HOSTILE, "ada") == (kept.step, kept.text, kept.by)
-    app.run()
-    ((step, _, why),) = named(drawn(app)["Loss"], "note")["data"]
-    assert 42 == step and why.startswith("step 42, ada: <script>")
+    ((kind, step, words, where),) = messages(app)[0]["marks"]
+    assert ("note", 42, 1) == (kind, step, where), "with the loss only, and only what is new"
+    assert words.startswith("step 42, ada: <script>")
 
 
 def test_rolled_back_branches_are_drawn_of_ranks_and_of_metrics_of_ones_own(
@@ -289,18 +278,17 @@ def test_rolled_back_branches_are_drawn_of_ranks_and_of_metrics_of_ones_own(
     app = open_page("run", also="scalars.val")
     shown(app)
     charts = drawn(app)
-    left = [named(charts["Loss of each rank"], "rank 1, rolled back")]
-    left += [named(charts[title], "rolled back") for title in of_one.values()]
-    steps = "Step time, rank 0 (log)"
-    parts = [named(charts[steps], f"{name}, rolled back") for name in ("whole", "data")]
-    assert [[[180, 3.0], [181, None]]] * 6 == [one["data"] for one in (*left, *parts)]
-    own = [named(charts[steps], name)["lineStyle"] for name in ("whole", "data")]
-    assert [one["color"] for one in own] == [one["lineStyle"]["color"] for one in parts]
-    assert {"opacity"} == {*parts[0]["lineStyle"]} - {*own[0]}, "pale beside its own curve"
+    steps = charts["Step time, rank 0 (log)"]
+    left = [charts["Loss of each rank"].curve("rank 1, rolled back")]
+    left += [charts[title].curve("rolled back") for title in of_one.values()]
+    left += [steps.curve(f"{name}, rolled back") for name in ("whole", "data")]
+    assert [[(180, 3.0), (181, None)]] * 6 == left
+    for name in ("whole", "data"):
+        assert steps.colour(name) == steps.colour(f"{name}, rolled back")
     app = open_page("run", also="scalars.val", discarded="false")
     shown(app)
-    said = {s["name"] for spec in drawn(app).values() for s in spec["series"]}
-    assert set() == {name for name in said if name.endswith("rolled back")}
+    names = {name for chart in drawn(app).values() for name in chart.names}
+    assert set() == {name for name in names if name.endswith("rolled back")}
 
 
 def test_what_comes_after_the_last_step_is_drawn_too(stub: Stub, open_page: Open) -> None:
@@ -314,19 +302,23 @@ def test_what_comes_after_the_last_step_is_drawn_too(stub: Stub, open_page: Open
     stub.add(sample)
     app = open_page("run", also="scalars.val")
     shown(app)
-    of_steps = [s for s in drawn(app).values() if s["title"][2]["text"] == "step"]
-    assert {last} == {spec["xAxis"]["max"] for spec in of_steps}
+    of_steps = [chart.wire for chart in drawn(app).values() if chart.wire["unit"] == "step"]
+    assert {last} == {wire["ends"][1] for wire in of_steps}
 
 
-def test_a_refresh_is_bounded(stub: Stub, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def num_points(app: AppTest) -> int:
+    return sum(len(line["y"]) for chart in drawn(app).values() for line in chart.wire["lines"])
+
+
+def test_a_page_is_bounded(stub: Stub, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     stub.add(samples.sample_run(with_gpu=True))
     app = open_page("run")
-    whole = sum(len(s["data"]) for c in drawn(app).values() for s in c["series"])
-    assert "did not fit" not in shown(app) and whole > 3_000
-    monkeypatch.setattr("vitals_dashboard.views.curves.MAX_POINTS", 3_000)
+    assert "did not fit" not in shown(app) and num_points(app) > 3_000
+    monkeypatch.setattr("vitals_dashboard.feed.MAX_POINTS", 3_000)
+    monkeypatch.setattr("vitals_dashboard.views.run.MAX_POINTS", 3_000)
     app = open_page("run")
     assert "did not fit (at most 3,000 points): choose fewer metrics" in shown(app)
-    assert 3_000 >= sum(len(s["data"]) for c in drawn(app).values() for s in c["series"])
+    assert num_points(app) <= 3_000
 
 
 def test_a_run_that_was_not_heard_of_again_is_not_asked_for_again(
@@ -359,3 +351,86 @@ def test_a_halted_run_says_why_and_the_next_command_above_its_curves(
     stub.samples[sample.summary.run_id] = sample
     st.cache_data.clear()
     assert "Running at step 420. No incidents." in shown(app.run())
+
+
+def test_an_open_page_is_sent_only_what_is_new(stub: Stub, open_page: Open) -> None:
+    sample = samples.sample_run(with_gpu=True)
+    stub.add(sample)
+    app = open_page("run")
+    (whole,) = messages(app)
+    (same,) = messages(app.run())
+    assert (0, 1) == (whole["base"], whole["number"])
+    assert {"key", "name", "number", "base"} == {*same}, "nothing is new"
+    assert (1, 1) == (same["base"], same["number"])
+    train(stub, sample, num_steps=10)
+    (new,) = messages(app.run())
+    assert (1, 2) == (new["base"], new["number"])
+    steps = list(range(samples.LAST, samples.LAST + 10))
+    for chart, line, num_replaced, xs, values, total, _ in new["lines"]:
+        name, role, _ = whole["charts"][chart]["curves"][line]
+        assert (0, steps, 10) == (num_replaced, new["xs"][xs], len(values)), (name, role)
+        assert samples.LAST + 10 == total
+    of_steps = [chart for chart in whole["charts"] if chart["unit"] == "step"]
+    lines = [curve for chart in of_steps for curve in chart["curves"] if curve[1] != "discarded"]
+    assert len(lines) == len(new["lines"]), "of rolled-back branches nothing is new"
+    assert len(json.dumps(new)) < 5 * 1024
+
+
+def test_values_that_came_late_or_changed_are_sent_again_with_all_behind_them(
+    stub: Stub, open_page: Open
+) -> None:
+    sample = samples.sample_run()
+    stub.add(sample)
+    app = open_page("run", smooth="0.5")
+    (whole,) = messages(app)
+    key = ("steps.loss", "rank:0", "lineage")
+    values = list(sample.series[key].value)
+    values[-3] = 9.0
+    sample.series[key] = msgspec.structs.replace(sample.series[key], value=tuple(values))
+    train(stub, sample, num_steps=1)
+    (new,) = messages(app.run())
+    lines = {(chart, line): (num, values) for chart, line, num, _, values, *_ in new["lines"]}
+    num_replaced, sent = lines[0, 0]
+    assert (3, 4, 9.0) == (num_replaced, len(sent), sent[0])
+    of_loss = {i for i, (name, *_) in enumerate(whole["charts"][0]["curves"]) if "loss" in name}
+    others = [num for (chart, line), (num, _) in lines.items() if chart or line not in of_loss]
+    assert len(others) > 8 and not any(others), "the other series are as they were"
+
+
+def test_a_rollback_sends_the_curves_anew(stub: Stub, open_page: Open) -> None:
+    sample = samples.sample_run()
+    stub.add(sample)
+    app = open_page("run")
+    again = msgspec.structs.replace(sample.detail.attempts[1], id=samples.SECOND + 1, ordinal=3)
+    attempts = (*sample.detail.attempts, again)
+    sample.detail = msgspec.structs.replace(sample.detail, attempts=attempts)
+    assert 0 == messages(app.run())[0]["base"]
+
+
+def test_what_the_browser_missed_it_is_sent_whole(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.sample_run())
+    app = open_page("run")
+    app.session_state["feed_run"].forget()  # as the component asks for it
+    assert 0 == messages(app.run())[0]["base"]
+
+
+def train(stub: Stub, sample: samples.SampleRun, *, num_steps: int) -> None:
+    """Let the run go on: every series of steps has so many more."""
+    for key, reply in sample.series.items():
+        if reply.branch == "discarded" or not key[0].startswith("steps."):
+            continue
+        last, times = reply.step[-1], reply.time_unix_ns
+        more = range(last + 1, last + 1 + num_steps)
+        sample.series[key] = msgspec.structs.replace(
+            reply,
+            num_total=reply.num_total + num_steps,
+            step=(*reply.step, *more),
+            time_unix_ns=(*times, *(times[-1] + (i + 1) * 500_000_000 for i in range(num_steps))),
+            attempt=(*reply.attempt, *(reply.attempt[-1] for _ in more)),
+            value=(*reply.value, *(2.0 + 0.001 * step for step in more)),
+        )
+    line = msgspec.structs.replace(
+        sample.summary, last_seen_unix_ns=sample.summary.last_seen_unix_ns + num_steps
+    )
+    sample.summary = line
+    sample.detail = msgspec.structs.replace(sample.detail, summary=line)

@@ -1,5 +1,6 @@
 """The lock has all that development installs, by its hash; what is installed can be listed."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -70,6 +71,14 @@ def test_a_locked_set_up_installs_by_hash_alone(tmp_path: Path):
     )
     assert "--no-deps --require-hashes --requirement requirements.lock" in done.stdout
     assert "'.[all]'" not in done.stdout
+
+
+def test_what_others_wrote_is_shipped_as_they_released_it_with_its_licence():
+    folder = ROOT / "dashboard" / "vitals_dashboard" / "charts" / "browser"
+    # uPlot 1.6.32, dist/uPlot.esm.js of the npm package
+    expected = "5dd9b3281aa64b461b42d9945f6adb2649d346502b12281a9ae0d46599a80eba"
+    assert expected == hashlib.sha256((folder / "uPlot.esm.js").read_bytes()).hexdigest()
+    assert "MIT License" in (folder / "uPlot.LICENSE").read_text()
 
 
 def tool(name: str) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import streamlit
 
 from vitals_bench.dashboard.asked import Asked
@@ -20,7 +21,9 @@ from vitals_bench.measure import halves, interleave
 from vitals_bench.processes import program
 from vitals_bench.rows import Row, at_most, exactly, ratio_at_most
 
-CHART = "[data-testid=stEChartsChart] canvas"
+CHART = "figure canvas, [data-testid=stEChartsChart] canvas"
+NUM_STEPS = 10
+"""Trained between two refreshes."""
 _WAIT_MS = 120_000
 _STILL_MS = 3_000
 """The number of charts is known when none was added for so long."""
@@ -89,9 +92,7 @@ def settled(page: Any) -> int:
 def paint(chromium: Any, address: str, num_charts: int) -> None:
     """Open a page and return when all of its charts are there."""
     page = open_page(chromium, address)
-    page.wait_for_function(
-        "([chart, num]) => document.querySelectorAll(chart).length >= num", arg=[CHART, num_charts]
-    )
+    page.locator(CHART).nth(num_charts - 1).wait_for(state="attached")
     page.close()
 
 
@@ -131,14 +132,17 @@ def _refreshed(chromium: Any, serving: Serving, num: int) -> Iterator[Row]:
     page.goto(serving.run_page)
     settled(page)
     hidden = num_hidden(b"".join(received), serving.filling.planted)
-    serving.train()
     received.clear()
     sent.clear()
-    begin = serving.cpu_seconds()
-    while len(sent) < num:
-        page.wait_for_timeout(500)
-        serving.train()
-    cpu = serving.cpu_seconds() - begin
+    begin, cpu, drawing = time.perf_counter(), serving.cpu_seconds(), renderer_cpu_seconds()
+    for _ in range(num):
+        for _ in range(NUM_STEPS):
+            serving.train()
+        newest = f"{serving.filling.size.num_steps + serving.num_more - 1}]".encode()
+        while not any(_of_charts(frame) and newest in frame for frame in received):
+            page.wait_for_timeout(100)
+    drawing = (renderer_cpu_seconds() - drawing) / (time.perf_counter() - begin)
+    cpu = serving.cpu_seconds() - cpu
     page.close()
     name = f"refresh of this page, live, {serving.filling.size.num_steps:,} steps"
     yield Row(
@@ -148,11 +152,26 @@ def _refreshed(chromium: Any, serving: Serving, num: int) -> Iterator[Row]:
         goal=at_most(300.0),
         note=f"CPU of dashboard and collector over {len(sent)} refreshes, with new steps in each",
     )
+    of_charts = sum(len(frame) for frame in received if _of_charts(frame))
+    yield Row(
+        name=f"{name}: what goes to the charts for {NUM_STEPS} new steps",
+        ours=of_charts / num / 1024,
+        unit="KiB",
+        goal=at_most(5.0),
+        note="before the connection compresses it; a refresh without a new step is in it too",
+    )
     yield Row(
         name=f"{name}: what goes to the browser",
         ours=sum(map(len, received)) / len(sent) / 1024,
         unit="KiB",
-        note="of all charts, before the connection compresses it",
+        note="of charts, tables and numbers, before the connection compresses it",
+    )
+    yield Row(
+        name=f"{name}: CPU of the tab",
+        ours=100 * drawing,
+        unit="% of a core",
+        goal=at_most(5.0),
+        note="of the browser's renderer process, without a GPU",
     )
     planted = serving.filling.planted
     yield Row(
@@ -161,6 +180,21 @@ def _refreshed(chromium: Any, serving: Serving, num: int) -> Iterator[Row]:
         unit="of them",
         goal=exactly(0),
     )
+
+
+def renderer_cpu_seconds() -> float:
+    """Return the CPU time of this process' browser tabs so far."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "--type=renderer" in process.cmdline():
+                times = process.cpu_times()
+                total += times.user + times.system
+    return total
+
+
+def _of_charts(frame: bytes) -> bool:
+    return b"trainvitals.charts" in frame
 
 
 def _listen(socket: Any, received: list[bytes], sent: list[int]) -> None:

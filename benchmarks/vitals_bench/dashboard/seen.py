@@ -9,7 +9,7 @@ from vitals_bench.query.filling import Planted
 
 def is_sent(raw: bytes, value: float) -> bool:
     """Return whether the bytes hold the value: as text, or as a double or float in memory."""
-    texts = {repr(value), f"{value:.6g}", f"{value:.5f}"}
+    texts = {repr(value), f"{value:.7g}", f"{value:.6g}", f"{value:.5f}"}
     forms = [text.encode() for text in texts]
     forms += [struct.pack("<d", value), struct.pack("<f", value)]
     return any(form in raw for form in forms)

@@ -37,7 +37,7 @@ class Serving:
     ) -> None:
         self.filling, self.url, self._tokens = filling, url, tokens
         self._address, self._processes = address, [psutil.Process(pid) for pid in processes]
-        self._num_more = 0
+        self.num_more = 0
 
     @property
     def run_page(self) -> str:
@@ -52,8 +52,8 @@ class Serving:
     def train(self) -> None:
         """Store one more step, so that nothing that was asked for is still as it was."""
         with CollectorClient(self.url, self._tokens.ingest, timeout=60.0) as client:
-            client.ingest(self.filling.one_more(self._num_more))
-        self._num_more += 1
+            client.ingest(self.filling.one_more(self.num_more))
+        self.num_more += 1
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of collector and dashboard so far."""

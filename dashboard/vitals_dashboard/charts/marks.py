@@ -1,15 +1,15 @@
 """What happened, drawn on the curves: each kind has a shape, a colour and a word of its own.
 
-Marks stand outside the curves' area on an axis of their own: they never stretch the curve's axis,
-and pointing at one shows its own words and not those of the nearest point of a curve. Marks of one
+Marks stand in rows above and below the curves: they never stretch the curve's axis. Marks of one
 kind that are too close to be told apart are one mark, which says how many it stands for.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainvitals.views import (
     AlertView,
@@ -19,20 +19,11 @@ from trainvitals.views import (
     SeriesReply,
 )
 from vitals_dashboard import formatting
-from vitals_dashboard.charts.lines import Spec, chart_text
 from vitals_dashboard.charts.scale import STEPS, Scale
 from vitals_dashboard.theme import ACTIONS, NON_FINITE_COLOUR
 
-CROSS = "path://M2 0L5 3L8 0L10 2L7 5L10 8L8 10L5 7L2 10L0 8L3 5L0 2Z"
-BELL = "path://M5 0C2 0 2 4 1.4 6L0 8H10L8.6 6C8 4 8 0 5 0ZM3.5 8.6H6.5L5 10Z"
-FLAG = "path://M0 0H1.6V10H0ZM1.6 0L10 3L1.6 6Z"
-BUBBLE = "path://M0 0H10V7H5L2 10V7H0Z"
-
-MARK_AXIS = {"type": "value", "show": False, "min": 0, "max": 1}
-LANE = 13
-"""Pixels between two rows of marks above the curves."""
-APART, APART_LOW = 1 / 800, 1 / 300
-"""Marks closer than this part of what is shown are one; in a chart beside another, the latter."""
+PARTS = 800
+"""Into so many at least the steps shown are divided: marks of one kind in one part are one."""
 MAX_TEXT = 320
 
 
@@ -62,11 +53,12 @@ DECISIONS = {
     )
     for action, look in ACTIONS.items()
 }
-ALERT = MarkLook(word="alert", colour="#D55E00", symbol=BELL, lane=1)
-NOTE = MarkLook(word="note", colour="#56B4E9", symbol=BUBBLE, lane=2, line="dotted")
-CHECKPOINT = MarkLook(word="checkpoint", colour="#009E73", symbol=FLAG, lane=3, size=9)
+ALERT = MarkLook(word="alert", colour="#D55E00", symbol="bell", lane=1)
+NOTE = MarkLook(word="note", colour="#56B4E9", symbol="bubble", lane=2, line="dotted")
+CHECKPOINT = MarkLook(word="checkpoint", colour="#009E73", symbol="flag", lane=3, size=9)
+LR_CUT = MarkLook(word="LR cut", colour="#7A5C00", symbol="down", lane=0, line="dashed")
 NON_FINITE = MarkLook(
-    word="non-finite", colour=NON_FINITE_COLOUR, symbol=CROSS, lane=-1, line="", size=9
+    word="non-finite", colour=NON_FINITE_COLOUR, symbol="cross", lane=-1, line="", size=9
 )
 
 
@@ -91,12 +83,12 @@ def mark_text(view: DecisionView) -> str:
 
 
 def decision_marks(decisions: Iterable[DecisionView], scale: Scale = STEPS) -> list[ChartMark]:
-    """Return a mark for each decision that did something; ``continue`` is not drawn."""
+    """Return a mark for each decision that did something, and for each cut of the learning rate."""
     chosen = [view for view in decisions if view.decision.action in DECISIONS]
     places = scale.place([view.decision.step for view in chosen])
     if scale.axis == "time":  # a step that was trained twice has two times, and this is its own
         places = [view.time_unix_ns / 1_000_000 for view in chosen]
-    return [
+    marks = [
         ChartMark(
             look=DECISIONS[view.decision.action],
             step=view.decision.step,
@@ -105,6 +97,24 @@ def decision_marks(decisions: Iterable[DecisionView], scale: Scale = STEPS) -> l
         )
         for view, place in zip(chosen, places, strict=True)
     ]
+    cuts = [view for view in chosen if view.decision.acted and view.decision.lr_factor != 1.0]
+    return [*marks, *_marks(LR_CUT, list(map(_cut, cuts)), scale, _cut_text)]
+
+
+class _Cut(NamedTuple):
+    step: int
+    """From which on the rate is another."""
+    factor: float
+
+
+def _cut(view: DecisionView) -> _Cut:
+    decision = view.decision
+    back_to = decision.rollback_to_step
+    return _Cut(back_to if back_to >= 0 else decision.step, decision.lr_factor)
+
+
+def _cut_text(cut: _Cut) -> str:
+    return f"learning rate x {cut.factor:g} from step {cut.step:,}"
 
 
 def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[ChartMark]:
@@ -191,16 +201,21 @@ def nonfinite_marks(
     ]
 
 
-def merged(marks: Sequence[ChartMark], apart: float) -> list[ChartMark]:
-    """Return the marks of one kind, those that nobody could tell apart as one."""
-    result: list[ChartMark] = []
-    group: list[ChartMark] = []
+def merged(marks: Sequence[ChartMark], width: float) -> list[ChartMark]:
+    """Return the marks, those of one kind that nobody could tell apart as one; sorted.
+
+    Which are one changes only where marks come, until ``width`` has doubled: what a browser has
+    of them stays as it is.
+
+    Args:
+        marks: of any kinds.
+        width: of what is shown along x.
+    """
+    apart = 2.0 ** math.ceil(math.log2(width / PARTS)) if width > 0 else 1.0
+    groups: dict[tuple[str, int], list[ChartMark]] = {}
     for mark in sorted(marks, key=lambda m: m.place):
-        if group and mark.place - group[0].place > apart:
-            result.append(_one(group))
-            group = []
-        group.append(mark)
-    return [*result, _one(group)] if group else result
+        groups.setdefault((mark.look.word, math.floor(mark.place / apart)), []).append(mark)
+    return [_one(group) for group in groups.values()]
 
 
 def _one(group: Sequence[ChartMark]) -> ChartMark:
@@ -215,75 +230,3 @@ def _one(group: Sequence[ChartMark]) -> ChartMark:
             f" the first: {first.say()}"
         )
     return ChartMark(look=first.look, step=first.step, place=first.place, say=lambda: text)
-
-
-def mark_series(marks: Sequence[ChartMark], apart: float, plot_height: int) -> list[Spec]:
-    """Return a series for each kind of mark, in rows above and below the curves.
-
-    Args:
-        marks: of all kinds.
-        apart: marks of one kind that are no further from each other along x are one.
-        plot_height: pixels of the curves' area.
-    """
-    by_kind: dict[str, list[ChartMark]] = {}
-    for mark in marks:
-        by_kind.setdefault(mark.look.word, []).append(mark)
-    lanes = sorted({kind[0].look.lane for kind in by_kind.values() if kind[0].look.lane >= 0})
-    result: list[Spec] = []
-    for kind in sorted(by_kind.values(), key=lambda k: (k[0].look.lane, k[0].look.word)):
-        look = kind[0].look
-        chosen = merged(kind, apart)
-        height = -5 / plot_height
-        if look.lane >= 0:
-            height = 1 + (9 + LANE * lanes.index(look.lane)) / plot_height
-        result.append(_heads(look, chosen, height))
-        if look.line:
-            result.append(_uprights(look, chosen))
-    return result
-
-
-def num_lanes(marks: Sequence[ChartMark]) -> int:
-    """Return how many rows of marks stand above the curves."""
-    return len({mark.look.lane for mark in marks if mark.look.lane >= 0})
-
-
-def _heads(look: MarkLook, marks: Sequence[ChartMark], height: float) -> Spec:
-    return {
-        "name": look.word,
-        "type": "scatter",
-        "yAxisIndex": 1,
-        "clip": False,
-        "symbol": look.symbol,
-        "symbolSize": look.size,
-        "itemStyle": {"color": look.colour, "opacity": 1},
-        "dimensions": ["step", "height", {"name": "why", "type": "ordinal"}],
-        "encode": {"x": 0, "y": 1, "tooltip": [2]},
-        "tooltip": {"trigger": "item"},
-        "data": [
-            [mark.place, round(height, 4), chart_text(mark.say(), MAX_TEXT)] for mark in marks
-        ],
-        "z": 6,
-    }
-
-
-def _uprights(look: MarkLook, marks: Sequence[ChartMark]) -> Spec:
-    """Return the lines through the curves as one: hundreds of their own take a browser long."""
-    places = sorted({mark.place for mark in marks})
-    return {
-        "name": look.word,
-        "type": "line",
-        "yAxisIndex": 1,
-        "showSymbol": False,
-        "connectNulls": False,
-        "silent": True,
-        "emphasis": {"disabled": True},
-        "tooltip": {"show": False},
-        "lineStyle": {
-            "type": look.line,
-            "color": look.colour,
-            "width": look.width,
-            "opacity": 0.75,
-        },
-        "data": [end for at in places for end in ((at, 0), (at, 1), (at, None))],
-        "z": 5,
-    }

@@ -16,6 +16,7 @@ from trainvitals.views import (
 )
 from vitals_dashboard import charts, compare, formatting, layout, states, tables
 from vitals_dashboard.charts import Line
+from vitals_dashboard.feed import draw_charts
 from vitals_dashboard.source import POINTS, Source, differences, series_of
 
 MAX_RUNS = 6
@@ -62,7 +63,9 @@ def render() -> None:
     chosen = Controls(
         axis="tokens" if axis == "tokens" else "step", smoothing=float(smoothing), log=bool(log)
     )
-    layout.refreshing(lambda source: _body(source, chosen), live=live, key="compare_body")
+    layout.refreshing_runs(
+        lambda source: _body(source, chosen), _asked(), live=live, key="compare_body"
+    )
 
 
 def _body(source: Source, chosen: Controls) -> None:
@@ -75,6 +78,7 @@ def _body(source: Source, chosen: Controls) -> None:
         st.caption(f"Choose two to {MAX_RUNS} runs; the others are compared with the first.")
         return
     details = [source.client.ask(RunQuestion(run_id=run_id)) for run_id in ids]
+    layout.stop_at_the_end([detail.summary for detail in details])
     names = compare.distinct_names(details)
     metric = _metric(details)
     if metric is None:
@@ -96,10 +100,14 @@ def _body(source: Source, chosen: Controls) -> None:
         st.caption("These runs have the same recorded settings.")
 
 
+def _asked() -> list[str]:
+    return [i for part in st.query_params.get_all("runs") for i in part.split(",") if i]
+
+
 def _choose(runs: Sequence[RunSummary]) -> list[str]:
     """Draw the choice of runs, kept in the address as ``runs=ID&runs=ID``; return their ids."""
     by_id = {run.run_id: run for run in runs}
-    asked = [i for part in st.query_params.get_all("runs") for i in part.split(",") if i]
+    asked = _asked()
     compared = [run_id for run_id in dict.fromkeys(asked) if run_id in by_id][:MAX_RUNS]
     if missing := [run_id for run_id in asked if run_id not in by_id]:
         st.text(f"Not here: {formatting.plain(', '.join(missing), 120)}")
@@ -212,18 +220,11 @@ def _draw(
 ) -> None:
     if not lines:
         return
-    look = layout.present_palette()
-    specs = {
-        "Curves of the runs": charts.runs_chart(metric, [*lines, *means], look=look, log=chosen.log)
-    }
+    drawn = [charts.runs_chart(metric, [*lines, *means], log=chosen.log)]
     if replies:
         title = f"{metric}: difference to the first run"
-        specs["Difference to the first run"] = charts.difference_chart(
-            title, lines, replies, look=look
-        )
-    for i, (alt, spec) in enumerate(specs.items()):
-        height = charts.DIFFERENCE_HEIGHT if i else charts.RUNS_HEIGHT
-        st.echarts_chart(spec, key=f"chart_compare_{i}", height=height, alt=alt)
+        drawn.append(charts.difference_chart(title, lines, replies))
+    draw_charts("compare", lambda _: drawn, of=(metric, chosen))
 
 
 def _table(title: str, rows: list[tables.Row], key: str) -> None:

@@ -8,7 +8,7 @@ import streamlit as st
 
 from trainvitals.views import DecisionView
 from vitals_dashboard import layout
-from vitals_dashboard.charts import Axis
+from vitals_dashboard.charts import Axis, Scale
 from vitals_dashboard.charts.marks import mark_text
 
 T = TypeVar("T", bound=str)
@@ -52,22 +52,11 @@ class Controls:
 
 def draw() -> Controls:
     """Draw the controls and return what they say."""
-    with st.container(horizontal=True, vertical_alignment="center", key="run_controls"):
+    with st.popover("View", icon=":material/tune:", key="run_view"):  # the curves need the room
         window = str(_choice("Steps", tuple(WINDOWS), "window"))
         first, last = _range() if window == RANGE else (None, None)
         axis = _choice("Along x", AXES, "x")
-        smoothing = st.slider(
-            "Smoothing",
-            0.0,
-            0.99,
-            0.0,
-            0.01,
-            key="smooth",
-            format="smoothing %.2f",
-            bind="query-params",
-            width=150,
-            label_visibility="collapsed",
-        )
+        smoothing = st.slider("Smoothing", 0.0, 0.99, 0.0, 0.01, key="smooth", bind="query-params")
         log_loss = st.toggle("Log loss", key="log", bind="query-params")
         discarded = st.toggle(
             "Rolled-back branches",
@@ -76,8 +65,7 @@ def draw() -> Controls:
             bind="query-params",
             help="Steps discarded by a rollback, drawn faint.",
         )
-        st.space("stretch")
-        live = layout.live_toggle()
+    live = layout.live_toggle()
     return Controls(
         live=live,
         window=WINDOWS.get(window, 0),
@@ -99,7 +87,6 @@ def _choice(label: str, options: Sequence[T], key: str) -> T:
         required=True,
         key=key,
         bind="query-params",
-        label_visibility="collapsed",
     )
     return chosen if chosen in options else options[0]
 
@@ -145,6 +132,17 @@ def zoom_to(first: int, last: int) -> None:
     for name, step in zip(ENDS, (first, last), strict=True):
         st.query_params[name] = str(max(0, step))
     st.session_state[_ZOOMED] = True
+
+
+def zoomed(scale: Scale, ends: tuple[float, float] | None) -> None:
+    """Follow a range that was chosen on a chart, or given up."""
+    if ends is not None:
+        zoom_to(scale.step_at(ends[0]), scale.step_at(ends[1]))
+    elif st.session_state.get("window") == RANGE:
+        st.session_state["window"] = next(iter(WINDOWS))
+        for name in ENDS:
+            st.query_params.pop(name, None)
+        st.session_state[_ZOOMED] = True
 
 
 def follow_zoom() -> None:

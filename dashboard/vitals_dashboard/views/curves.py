@@ -2,30 +2,28 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-import streamlit as st
 from msgspec import structs
 
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
-from vitals_dashboard import charts, formatting
+from vitals_dashboard import charts
 from vitals_dashboard.charts import STEPS, ChartMark, Line, Role, Scale
+from vitals_dashboard.feed import Feed
 from vitals_dashboard.source import POINTS, Source, last_value, series_of
-from vitals_dashboard.theme import Palette
-from vitals_dashboard.views.controls import Controls, zoom_to
+from vitals_dashboard.views.controls import Controls
 
 MAX_SOURCES = 8
 """Ranks, GPUs or nodes drawn in one chart; how many there are is said."""
-MAX_POINTS = 60_000
-"""Points a refresh may carry to the browser; beyond it whole charts are left out, and counted."""
 HALF_POINTS = POINTS // 2
 """Of a chart that is half as wide."""
 MAX_OWN = 8
 """Metrics of one's own in one view."""
 ROLLED_BACK = "rolled back"
 DELTA_STEPS = 100
-TALL, LOW, STRIP = 330, 220, 170
+TALL = 280
+"""Pixels of the first chart's curves."""
 
 SPLIT: tuple[tuple[str, str], ...] = (
     ("steps.step_duration_seconds", "whole"),
@@ -50,29 +48,6 @@ DRAWN = frozenset(
 """Metrics that have a chart without being asked for."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Payload:
-    """What one refresh carries to the browser."""
-
-    num_points: int = 0
-    num_left_out: int = 0
-    """Charts not drawn because it was full."""
-
-    def takes(self, spec: charts.Spec) -> bool:
-        """Count a chart in, if it still fits."""
-        more = charts.num_points(spec)
-        if self.num_points + more > MAX_POINTS:
-            self.num_left_out += 1
-            return False
-        self.num_points += more
-        return True
-
-    def words(self) -> str:
-        """Say how many charts did not fit."""
-        left_out = formatting.count(self.num_left_out, "chart")
-        return f"{left_out} did not fit (at most {MAX_POINTS:,} points): choose fewer metrics."
-
-
 Span = tuple[int, int]
 """The first and the last moment of something, in nanoseconds since 1970."""
 
@@ -92,15 +67,13 @@ class View:
     source: Source
     detail: RunDetail
     controls: Controls
-    look: Palette
     decisions: Sequence[ChartMark] = ()
     """Drawn in every chart."""
     others: Sequence[ChartMark] = ()
     """Drawn with the loss only: alerts, notes, checkpoints."""
     scale: Scale = STEPS
-    payload: Payload = field(default_factory=Payload)
-    drawn_to: int = 0
-    """The last step of any curve: an evaluation may come after the run's last one."""
+    feed: Feed = field(default_factory=Feed)
+    """What the browser has already: of that only what is new is asked for."""
 
     @property
     def run_id(self) -> str:
@@ -122,7 +95,8 @@ class View:
     def extent(self) -> tuple[int, int]:
         """First and last step: the same in all charts, so that marks stand above each other."""
         first, last = self.asked
-        ends = (self.detail.summary.last_step, self._furthest(), self.drawn_to)
+        # An evaluation may come after the run's last step.
+        ends = (self.detail.summary.last_step, self._furthest(), self.feed.last_step)
         end = max(ends) if last is None else last
         return (first or 0, max(end, 0))
 
@@ -197,13 +171,9 @@ class View:
     def lines(self, by_chart: Sequence[Sequence[CurveChoice]]) -> list[list[Line]]:
         """Return the lines of each chart, all asked for at once; what the run lacks is left out."""
         every = [curve for chart in by_chart for curve in chart]
-        replies = iter(series_of(self.source, self.detail, [curve.request for curve in every]))
+        lines = iter(self.feed.ask(self.source, self.detail, every))
         return [
-            [
-                Line(name=curve.name, reply=reply, role=curve.role)
-                for curve, reply in zip(chart, replies, strict=False)
-                if reply is not None
-            ]
+            [line for _, line in zip(chart, lines, strict=False) if line is not None]
             for chart in by_chart
         ]
 
@@ -267,9 +237,8 @@ def _finite(reply: SeriesReply | None) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One chart of the page: what is drawn in it and how."""
+    """One chart under the loss: what is drawn in it and how."""
 
-    key: str
     title: str
     curves: Sequence[CurveChoice]
     log: bool = False
@@ -280,65 +249,52 @@ class Chart:
     """Lines of the run's own without which there is nothing to see."""
 
 
-def draw(view: View, own: Sequence[str] = ()) -> list[Line]:
-    """Draw all charts there is something for, and return the lines of the loss.
+def drawn(view: View, own: Sequence[str] = ()) -> tuple[list[charts.Chart], list[Line]]:
+    """Return all charts there is something for, and the lines of the loss.
 
     Args:
         view: of what, and how.
         own: metrics that were asked for.
     """
     loss = view.with_limit("steps.loss", "loss", points=POINTS)
-    main = Chart(key="loss", title="Loss", curves=loss, log=view.controls.log_loss)
+    first = Chart(title="Loss", curves=loss, log=view.controls.log_loss)
     below = list(_charts(view, own))
-    of_main, *others = view.lines([view.with_means(chart) for chart in (main, *below)])
-    if not of_main:
-        st.caption(_nothing(view))
-        return []
-    ends = (
-        line.reply.step[-1] for chart_lines in others for line in chart_lines if line.reply.step
-    )
-    view = replace(view, drawn_to=max(ends, default=0))
-    _main_chart(view, main, of_main)
-    drawn = [
-        (chart, lines)
+    of_loss, *others = view.lines([view.with_means(chart) for chart in (first, *below)])
+    if not of_loss:
+        return [], []
+    everything = [*view.decisions, *view.others]
+    rest = [
+        _chart(view, chart, lines, view.decisions, size="half")
         for chart, lines in zip(below, others, strict=True)
         if sum(line.role == "main" for line in lines) >= chart.least
     ]
-    for i in range(0, len(drawn), 2):
-        for column, (chart, lines) in zip(st.columns(2), drawn[i : i + 2], strict=False):
-            with column:
-                _chart(view, chart, lines)
-    return of_main
+    return [_chart(view, first, of_loss, everything, height=TALL), *rest], of_loss
 
 
 def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
     """Yield the charts under the loss, two of them beside each other."""
     norm = view.with_limit("steps.grad_norm", "raw", clipped="steps.grad_norm_clipped")
-    yield Chart(key="grad_norm", title="Gradient norm (log)", curves=norm, log=True)
+    yield Chart(title="Gradient norm (log)", curves=norm, log=True)
     rate = view.both("steps.learning_rate", "lr")
-    yield Chart(key="lr", title="Learning rate", curves=rate, exact=True)
+    yield Chart(title="Learning rate", curves=rate, exact=True)
     tokens = view.both("steps.tokens_per_second", "tokens/s")
-    yield Chart(key="tokens", title="Tokens per second", curves=tokens, unitless=True)
-    yield Chart(key="mfu", title="MFU", curves=view.both("steps.mfu_ratio", "MFU"))
+    yield Chart(title="Tokens per second", curves=tokens, unitless=True)
+    yield Chart(title="MFU", curves=view.both("steps.mfu_ratio", "MFU"))
     split = [view.wanted(metric, name) for metric, name in SPLIT]
     split += view.left_behind(split)
-    yield Chart(key="split", title="Step time, rank 0 (log)", curves=split, log=True, least=2)
+    yield Chart(title="Step time, rank 0 (log)", curves=split, log=True, least=2)
     duration = _ranks(view, "steps.step_duration_seconds")
-    yield Chart(key="duration", title="Step duration of each rank", curves=duration)
-    yield Chart(key="rank_loss", title="Loss of each rank", curves=_ranks(view, "steps.rank_loss"))
+    yield Chart(title="Step duration of each rank", curves=duration)
+    yield Chart(title="Loss of each rank", curves=_ranks(view, "steps.rank_loss"))
     scale = view.both("steps.loss_scale", "loss scale")
-    yield Chart(key="scale", title="Loss scale (log)", curves=scale, log=True, exact=True)
-    for i, metric in enumerate(own):
+    yield Chart(title="Loss scale (log)", curves=scale, log=True, exact=True)
+    for metric in own:
         name = metric.removeprefix("scalars.")
-        yield Chart(key=f"own_{i}", title=name, curves=view.both(metric, name))
+        yield Chart(title=name, curves=view.both(metric, name))
 
 
-def stands_still(view: View) -> bool:
-    """Whether a refresh leaves the curves as they are, so that a range can be dragged on them."""
-    return not view.controls.live or view.detail.summary.state != "running"
-
-
-def _nothing(view: View) -> str:
+def nothing(view: View) -> str:
+    """Return why there is no curve."""
     if view.asked == (None, None) or view.detail.summary.last_step < 0:
         return "No step has been recorded yet."
     first, last = view.extent
@@ -357,56 +313,18 @@ def _ranks(view: View, metric: str) -> list[CurveChoice]:
     return [*curves, *view.left_behind(curves)]
 
 
-def _chart(view: View, chart: Chart, lines: Sequence[Line]) -> None:
-    spec = charts.step_chart(
+def _chart(
+    view: View, chart: Chart, lines: Sequence[Line], marks: Sequence[ChartMark], **size: Any
+) -> charts.Chart:
+    return charts.step_chart(
         chart.title,
         lines,
-        look=view.look,
-        others=view.decisions,
+        others=marks,
         attempts=view.attempts,
         extent=view.extent,
         log=chart.log,
+        exact=chart.exact,
         show_unit=not chart.unitless,
         scale=view.scale,
-        height=LOW,
+        **size,
     )
-    if view.payload.takes(spec):
-        alt = f"{formatting.plain(chart.title, 60)} over {view.scale.unit}"
-        st.echarts_chart(spec, key=f"chart_{chart.key}", height=LOW, alt=alt)
-
-
-def _main_chart(view: View, chart: Chart, lines: Sequence[Line]) -> None:
-    """Draw the loss with all that happened; a range can be dragged on it where it stands still."""
-    spec = charts.step_chart(
-        chart.title,
-        lines,
-        look=view.look,
-        others=[*view.decisions, *view.others],
-        attempts=view.attempts,
-        extent=view.extent,
-        log=chart.log,
-        legend="marks",
-        scale=view.scale,
-        zoom=stands_still(view),
-        height=TALL,
-    )
-    alt = f"{chart.title} over {view.scale.unit}"
-    if not view.payload.takes(spec):
-        return
-    if stands_still(view):
-        _zoomable(view, spec, TALL, alt)
-    else:
-        st.echarts_chart(spec, key=f"chart_{chart.key}", height=TALL, alt=alt)
-
-
-def _zoomable(view: View, spec: charts.Spec, height: int, alt: str) -> None:
-    """Draw a chart on which a range can be dragged; each range has a chart of its own."""
-    key = "chart_loss_{}_{}_{}".format(*view.extent, view.scale.axis)
-
-    def zoomed() -> None:
-        areas = st.session_state[key].selection.areas
-        if areas:
-            first, last = sorted(areas[-1]["coord_range"])
-            zoom_to(view.scale.step_at(first), view.scale.step_at(last))
-
-    st.echarts_chart(spec, key=key, height=height, alt=alt, on_select=zoomed)

@@ -23,6 +23,7 @@ from vitals_dashboard import (
     tables,
     verdicts,
 )
+from vitals_dashboard.feed import draw_charts
 from vitals_dashboard.source import Source, series_of
 from vitals_dashboard.theme import SEVERITY_BADGES
 from vitals_dashboard.views.layers import movers
@@ -36,7 +37,7 @@ CURVES = (
     ("steps.learning_rate", "Learning rate", False),
     ("steps.tokens_per_second", "Tokens per second", False),
 )
-HEIGHT = 205
+HEIGHT = 165
 
 
 def render() -> None:
@@ -159,14 +160,10 @@ def _maps(source: Source, run: RunSummary, detail: RunDetail, steps: tuple[int, 
 def _curves(
     source: Source, detail: RunDetail, incident: IncidentView, steps: tuple[int, int]
 ) -> None:
-    for metric, title, log in CURVES:
-        lines = _lines(source, detail, metric, steps)
-        if not lines:
-            continue
-        spec = charts.step_chart(
+    drawn = [
+        charts.step_chart(
             title,
             lines,
-            look=layout.present_palette(),
             decisions=incident.decisions,
             others=charts.alert_marks(incident.alerts),
             extent=steps,
@@ -174,10 +171,10 @@ def _curves(
             show_unit=False,
             height=HEIGHT,
         )
-        st.echarts_chart(
-            spec, key=f"incident_{metric.replace('.', '_')}", height=HEIGHT,
-            alt=f"{title} around the incident",
-        )  # fmt: skip
+        for metric, title, log in CURVES
+        if (lines := _lines(source, detail, metric, steps))
+    ]
+    draw_charts("incident", lambda _: drawn, of=(detail.summary.run_id, incident.incident_id))
 
 
 def _lines(

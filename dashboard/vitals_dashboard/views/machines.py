@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import streamlit as st
-
 from vitals_dashboard import charts, formatting
 from vitals_dashboard.charts import Line
-from vitals_dashboard.views.curves import HALF_POINTS, MAX_SOURCES, STRIP, Span, View
+from vitals_dashboard.source import series_of
+from vitals_dashboard.views.curves import HALF_POINTS, MAX_SOURCES, Span, View
 
 GPU: tuple[tuple[str, str], ...] = (
     ("GPU utilization", "gpu.utilization_ratio"),
@@ -21,12 +20,14 @@ HOST: tuple[tuple[str, str], ...] = (
 
 POINTS = HALF_POINTS // 2
 """Of a chart that is a quarter as wide."""
+NUM_ENDS = 4
+"""Points asked for where only the first and the last one are needed."""
 MIN_SPAN_NS = 60_000_000_000
 """Shown of what is sampled every few seconds, however few steps are."""
 
 
-def draw(view: View, loss: Sequence[Line] = ()) -> None:
-    """Draw the strip, and say what is missing.
+def drawn(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], str]:
+    """Return the charts of the strip, and what is missing in words.
 
     Args:
         view: of what, and how.
@@ -35,9 +36,8 @@ def draw(view: View, loss: Sequence[Line] = ()) -> None:
     gpus, nodes = view.sources("gpu"), view.sources("node")
     metrics = view.detail.metrics
     chosen = [(title, metric) for title, metric in (GPU if gpus else HOST) if metric in metrics]
-    times = None if view.asked == (None, None) else times_of(loss)
+    times = None if view.asked == (None, None) else times_of(view, loss)
     extent = None if times is None else (times[0] / 1_000_000, times[1] / 1_000_000)
-    columns = st.columns(len(chosen)) if chosen else []
     by_metric = view.lines(
         [
             [
@@ -47,14 +47,13 @@ def draw(view: View, loss: Sequence[Line] = ()) -> None:
             for _, metric in chosen
         ]
     )
-    for column, (title, metric), lines in zip(columns, chosen, by_metric, strict=True):
-        if lines:
-            spec = charts.time_chart(title, lines, look=view.look, extent=extent, height=STRIP)
-            if view.payload.takes(spec):
-                key = f"chart_{metric.replace('.', '_')}"
-                column.echarts_chart(spec, key=key, height=STRIP, alt=f"{title} over time")
+    strip = [
+        charts.time_chart(title, lines, extent=extent)
+        for (title, _), lines in zip(chosen, by_metric, strict=True)
+        if lines
+    ]
     notes = _notes(view, gpus, nodes)
-    if times is not None and chosen and not any(by_metric):
+    if times is not None and chosen and not strip:
         what = "a GPU" if gpus else "the host"
         notes.append(f"No sample of {what} was taken during these steps.")
     if times is not None and any(line.role == "discarded" for line in loss):
@@ -62,13 +61,16 @@ def draw(view: View, loss: Sequence[Line] = ()) -> None:
             "Some of these steps were trained more than once: the time axis spans all attempts, or"
             " the last one only where rolled-back branches are off."
         )
-    if notes:
-        st.caption(" ".join(notes))
+    return strip, " ".join(notes)
 
 
-def times_of(lines: Sequence[Line]) -> Span | None:
-    """Return when the steps of curves were trained, of every attempt; None where there are none."""
-    times = [time for line in lines for time in line.reply.time_unix_ns]
+def times_of(view: View, loss: Sequence[Line]) -> Span | None:
+    """Return when the steps shown were trained, of every attempt; None where there are none."""
+    ends = view.wanted("steps.loss", "", points=NUM_ENDS).request
+    (reply,) = series_of(view.source, view.detail, [ends])
+    replies = [line.reply for line in loss if line.role == "discarded"]
+    replies += [] if reply is None else [reply]
+    times = [time for each in replies for time in each.time_unix_ns]
     if not times:
         return None
     first, last = min(times), max(times)

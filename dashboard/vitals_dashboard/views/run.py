@@ -20,6 +20,7 @@ from trainvitals.views import (
     RunQuestion,
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
+from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts
 from vitals_dashboard.source import Source, verdict_of
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
@@ -31,9 +32,16 @@ WIDE_NUMBER, NUMBER = 165, 118
 def render() -> None:
     """Draw the page."""
     layout.heading("Run")
-    layout.run_links()
-    chosen = controls.draw()
-    layout.refreshing(lambda source: _body(source, chosen), live=chosen.live, key="run_body")
+    with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
+        layout.run_links()
+        st.space("stretch")
+        chosen = controls.draw()
+    layout.refreshing_runs(
+        lambda source: _body(source, chosen),
+        layout.run_in_address(),
+        live=chosen.live,
+        key="run_body",
+    )
 
 
 def _body(source: Source, chosen: Controls) -> None:
@@ -44,15 +52,13 @@ def _body(source: Source, chosen: Controls) -> None:
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     decisions = source.client.ask(DecisionsQuestion(run_id=run.run_id))
     verdicts.strip(run, verdict_of(source, run, is_exact=True))
-    _facts(detail, source.clock.time_ns())
+    above = st.container(key="run_charts")  # the curves are what people come for
     _numbers(source, detail)
+    _facts(detail, source.clock.time_ns())
     checkpoints = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
     own = _tools(source, detail, decisions)
-    view = _view(source, detail, chosen, decisions, checkpoints)
-    loss = curves.draw(view, own)
-    machines.draw(view, loss)
-    if view.payload.num_left_out:
-        st.caption(view.payload.words())
+    with above:
+        _charts(_view(source, detail, chosen, decisions, checkpoints), own)
     _below(detail, decisions, checkpoints, _readings(source, detail, decisions))
 
 
@@ -68,7 +74,6 @@ def _view(
         source=source,
         detail=detail,
         controls=chosen,
-        look=layout.present_palette(),
     )
     scale = curves.scale_of(view)
     if scale is None:
@@ -81,6 +86,33 @@ def _view(
     ]
     marks = charts.decision_marks(decisions, scale)
     return replace(view, scale=scale, decisions=marks, others=others)
+
+
+def _charts(view: curves.View, own: Sequence[str]) -> None:
+    notes: list[str] = []
+
+    def make(feed: Feed) -> list[charts.Chart]:
+        fed = replace(view, feed=feed)
+        of_run, loss = curves.drawn(fed, own)
+        strip, missing = machines.drawn(fed, loss)
+        notes[:] = [missing] if of_run else [curves.nothing(fed), missing]
+        return [*of_run, *strip]
+
+    def zoomed(axis: str, ends: tuple[float, float] | None) -> None:
+        if axis == view.scale.axis:
+            controls.zoomed(view.scale, ends)
+
+    attempts = tuple(attempt.id for attempt in view.detail.attempts)
+    num_left_out = draw_charts(
+        "run", make, of=(view.run_id, attempts, view.controls, tuple(own)), zoomed=zoomed
+    )
+    if num_left_out:
+        notes.append(
+            f"{formatting.count(num_left_out, 'chart')} did not fit (at most {MAX_POINTS:,}"
+            " points): choose fewer metrics."
+        )
+    if text := " ".join(note for note in notes if note):
+        st.caption(text)
 
 
 def _tools(source: Source, detail: RunDetail, decisions: Sequence[DecisionView]) -> list[str]:

@@ -1,0 +1,742 @@
+// The charts of a page, drawn by uPlot. They keep their points here, between refreshes and while
+// another page is shown; a message of the server (feed.py) holds everything, or what is new.
+// Words of others (names, reasons) are only ever set as text.
+
+import uPlot from "./uPlot.esm.js";
+
+const LANE = 13; // pixels of a row of marks above the curves
+const NEAR = 6; // pixels at which a mark is pointed at, or stands on another one
+const RECENT = 128; // last points that are never thinned: some of them may be replaced
+const ROBUST = { part: 0.02, spans: 1.5, least: 20 }; // see `robust`
+const STYLE = `
+:host{display:block}
+.page{display:grid;grid-template-columns:repeat(12,minmax(0,1fr));gap:.6rem 1rem;
+font-family:var(--st-font,sans-serif);color:var(--st-text-color,inherit)}
+.bar{grid-column:1/-1;display:flex;gap:.75rem;align-items:center;font-size:.75rem;margin-bottom:-.3rem}
+.bar button{font:inherit;color:inherit;background:transparent;cursor:pointer;
+border:1px solid var(--st-border-color,#8884);border-radius:.4rem;padding:.1rem .5rem}
+.bar button[aria-pressed=true]{font-weight:700;border-color:currentColor}
+.bar span{opacity:.8}
+figure{grid-column:span 12;margin:0;min-width:0;position:relative;border-radius:.3rem}
+figure.half{grid-column:span 6}figure.quarter{grid-column:span 3}
+figure:focus-visible{outline:2px solid var(--st-primary-color,#0072B2);outline-offset:2px}
+figcaption{display:flex;justify-content:space-between;gap:.75rem;font-size:.8rem;line-height:1.3}
+.title{font-weight:600;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+.counts{font-size:.72rem;opacity:.8;text-align:right;white-space:nowrap;overflow:hidden;
+text-overflow:ellipsis}
+.events{position:absolute;z-index:3;pointer-events:none;display:none;max-width:min(26rem,90%);
+padding:.25rem .5rem;font-size:.75rem;overflow-wrap:anywhere;border-radius:.3rem;
+background:var(--st-background-color,#fff);border:1px solid var(--st-border-color,#8888)}
+.events div+div{border-top:1px solid var(--st-border-color,#8884);margin-top:.2rem}
+.spoken{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
+.uplot,.uplot *{box-sizing:border-box}.uplot{width:min-content;line-height:1.4}
+.u-wrap{position:relative;user-select:none}.u-over,.u-under{position:absolute}
+.u-under{overflow:hidden}.uplot canvas{display:block;position:relative;width:100%;height:100%}
+.u-axis{position:absolute}.u-select{background:#0072B233;position:absolute;pointer-events:none}
+.u-cursor-x,.u-cursor-y{position:absolute;left:0;top:0;pointer-events:none;will-change:transform}
+.u-hz .u-cursor-x{height:100%;border-right:1px dashed #8A8F98}.u-hz .u-cursor-y{display:none}
+.u-cursor-pt{position:absolute;top:0;left:0;border-radius:50%;border:0 solid;pointer-events:none;
+will-change:transform;background-clip:padding-box!important}
+.u-axis.u-off,.u-select.u-off,.u-cursor-x.u-off,.u-cursor-pt.u-off{display:none}
+.u-legend{font-size:.72rem;display:flex;flex-wrap:wrap;gap:0 .9rem;max-width:100%;min-height:1.2rem}
+.u-legend tbody{display:contents}.u-legend tr{display:flex;gap:.3rem;align-items:center}
+.u-legend th{font-weight:400;padding:0;cursor:pointer;display:flex;gap:.3rem;align-items:center}
+.u-legend td{padding:0;min-width:3.4em;font-variant-numeric:tabular-nums}
+.u-legend .u-label{max-width:14rem;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
+.u-legend .u-marker{width:.9em;height:.5em;background-clip:padding-box!important}
+.u-legend .u-off>*{opacity:.45}
+@media (max-width:640px){figure,figure.half,figure.quarter{grid-column:1/-1}.hint{display:none}
+.counts{display:none}.bar{order:1}figure:not(:first-of-type){order:2}}
+`;
+const SHAPES = {
+  triangle: (p, r) => poly(p, [0, -r, r, r, -r, r]),
+  down: (p, r) => poly(p, [0, r, r, -r, -r, -r]),
+  diamond: (p, r) => poly(p, [0, -r, r, 0, 0, r, -r, 0]),
+  rect: (p, r) => p.rect(-r, -r, 2 * r, 2 * r),
+  circle: (p, r) => p.arc(0, 0, r, 0, 2 * Math.PI),
+  bell: (p, r) => poly(p, [-r, r * 0.6, -r * 0.6, -r * 0.4, 0, -r, r * 0.6, -r * 0.4, r, r * 0.6, 0, r]),
+  flag: (p, r) => poly(p, [-r, -r, r, -r * 0.4, -r * 0.6, r * 0.2, -r * 0.6, r, -r, r]),
+  bubble: (p, r) => poly(p, [-r, -r, r, -r, r, r * 0.4, 0, r * 0.4, -r * 0.4, r, -r * 0.4, r * 0.4, -r, r * 0.4]),
+  cross: (p, r) => {
+    const w = r * 0.4;
+    poly(p, [-r, -r + w, -r + w, -r, 0, -w, r - w, -r, r, -r + w, w, 0, r, r - w, r - w, r, 0, w, -r + w, r, -r, r - w, -w, 0]);
+  },
+};
+const pages = new Map(); // by the server's key: what is held outlives the element it is drawn in
+
+export default function ({ data, parentElement, setTriggerValue }) {
+  const message = JSON.parse(data);
+  let page = pages.get(message.key);
+  if (!page) pages.set(message.key, (page = new Page()));
+  page.show(parentElement, setTriggerValue);
+  page.take(message);
+  return () => page.hide(parentElement);
+}
+
+class Page {
+  constructor() {
+    this.held = ""; // name and number of the last message
+    this.charts = [];
+    this.marks = []; // [kind, place, words, charts as bits]
+    this.kinds = {};
+    this.look = { light: [], dark: [] };
+    this.zoom = {}; // by axis: [first, last], as long as somebody looks at a part
+    this.isFull = false; // whether every value is to be within the y axes
+    this.resized = new ResizeObserver(() => this.resize());
+  }
+
+  show(root, tell) {
+    this.tell = tell;
+    if (this.root === root) return;
+    this.root = root;
+    root.querySelectorAll(".page,style").forEach((old) => old.remove());
+    const style = element("style");
+    style.textContent = STYLE;
+    this.box = element("div", "page");
+    this.spoken = element("div", "spoken");
+    this.spoken.setAttribute("aria-live", "polite");
+    root.append(style, this.box);
+    this.bar();
+    this.resized.disconnect();
+    this.resized.observe(this.box);
+    this.charts.forEach((chart) => (chart.plot = null));
+    if (this.charts.length) this.build();
+  }
+
+  hide(root) {
+    if (this.root !== root) return;
+    this.resized.disconnect();
+    this.charts.forEach((chart) => chart.drop());
+    this.root = null;
+  }
+
+  bar() {
+    const bar = element("div", "bar");
+    const back = button("Reset zoom", () => this.unzoom());
+    this.full = button("Full y range", () => {
+      this.isFull = !this.isFull;
+      this.full.setAttribute("aria-pressed", this.isFull);
+      this.redraw();
+    });
+    this.full.title = "Without it a few far values are marked at the edge, so that the others can be read";
+    this.full.setAttribute("aria-pressed", this.isFull);
+    const hint = element("span", "hint");
+    hint.textContent = "Drag to zoom, double-click to reset; arrow keys move the cursor";
+    bar.append(back, this.full, hint, this.spoken);
+    this.box.append(bar);
+  }
+
+  take(message) {
+    const held = `${message.name}/${message.number}`;
+    if (held === this.held) return this.restyle();
+    if (message.base === 0) this.whole(message);
+    else if (`${message.name}/${message.base}` === this.held) this.add(message);
+    else return this.tell("missed", `${this.held} of ${held}`);
+    this.held = held;
+  }
+
+  whole(message) {
+    this.kinds = message.kinds;
+    this.marks = message.marks;
+    this.look = message.look;
+    this.zoom = {};
+    this.charts.forEach((chart) => chart.drop());
+    this.charts = message.charts.map((chart, i) => new Chart(this, i, chart));
+    this.build();
+  }
+
+  add(message) {
+    Object.assign(this.kinds, message.kinds);
+    const gone = new Set(message.gone);
+    this.marks = this.marks.filter((_, i) => !gone.has(i)).concat(message.marks ?? []);
+    for (const [i, j, replaced, xs, y, total, bad] of message.lines ?? [])
+      this.charts[i].lines[j].add(replaced, message.xs[xs], y, total, bad);
+    const ends = message.ends ?? [];
+    this.charts.forEach((chart, i) => {
+      if (ends.length) chart.ends = ends.length === 1 ? ends[0] : ends[i];
+      chart.trim();
+    });
+    this.redraw();
+  }
+
+  build() {
+    if (!this.root) return;
+    this.box.querySelectorAll("figure").forEach((old) => old.remove());
+    this.colours();
+    this.charts.forEach((chart) => this.box.append(chart.frame()));
+    this.charts.forEach((chart) => chart.draw());
+  }
+
+  redraw() {
+    if (this.root) this.charts.forEach((chart) => chart.redraw());
+  }
+
+  restyle() {
+    const before = this.isDark;
+    this.colours();
+    if (before !== this.isDark) this.build();
+  }
+
+  colours() {
+    const style = getComputedStyle(this.box);
+    const [r, g, b] = (style.getPropertyValue("--st-background-color").match(/[0-9a-f]{2}/gi) ?? ["ff", "ff", "ff"])
+      .map((part) => parseInt(part, 16));
+    this.isDark = r * 0.3 + g * 0.6 + b * 0.1 < 128;
+    this.font = `11px ${style.fontFamily}`;
+    this.ink = style.color;
+    this.lines = this.isDark ? this.look.dark : this.look.light;
+    this.faint = this.isDark ? "#9AA2AE" : "#7B828D";
+    this.grid = "rgba(128,136,148,0.20)";
+  }
+
+  resize() {
+    this.charts.forEach((chart) => chart.resize());
+  }
+
+  zoomTo(axis, first, last) {
+    if (!(last > first)) return;
+    this.zoom[axis] = [first, last];
+    this.charts.filter((chart) => chart.axis === axis).forEach((chart) => chart.redraw());
+    this.report(axis, { axis, first, last });
+  }
+
+  unzoom() {
+    const axes = Object.keys(this.zoom);
+    this.zoom = {};
+    this.redraw();
+    this.report("", { axis: axes[0] ?? this.charts[0]?.axis ?? "step", first: null, last: null });
+  }
+
+  // The server may have more points of a part; it is told once the person has stopped choosing.
+  report(axis, chosen) {
+    clearTimeout(this.later);
+    this.later = setTimeout(() => this.root && this.tell("range", chosen), 400);
+  }
+}
+
+class Line {
+  constructor(wire, [name, role, colour]) {
+    Object.assign(this, { name, role, colour, y: wire.y, total: wire.total, bad: wire.bad });
+    let at = wire.from?.[0];
+    this.x = wire.x ?? (at === undefined ? [] : [at, ...wire.by.map((by) => (at += by))]);
+    this.room = Math.max(2 * this.x.length, 2000);
+  }
+
+  add(replaced, x, y, total, bad) {
+    const keep = replaced === null ? 0 : Math.max(0, this.x.length - replaced);
+    for (const list of [this.x, this.y]) list.length = Math.min(list.length, keep);
+    this.x.push(...x);
+    this.y.push(...y);
+    this.total = total;
+    this.bad = bad;
+  }
+
+  // Leaves out what lies before the first place shown, and thins what stands too densely: of each
+  // part of x the least and the greatest value and each gap stay.
+  trim(first) {
+    let cut = 0;
+    if (this.role !== "discarded") while (cut < this.x.length && this.x[cut] < first) cut++;
+    if (cut) this.keep([...this.x.keys()].slice(cut));
+    if (this.x.length > this.room) this.keep(densest(this.x, this.y, this.room / 4));
+  }
+
+  keep(which) {
+    for (const name of ["x", "y"]) this[name] = which.map((i) => this[name][i]);
+  }
+}
+
+function densest(x, y, parts) {
+  const end = Math.max(0, x.length - RECENT);
+  const width = (x[x.length - 1] - x[0]) / parts;
+  const kept = [];
+  for (let i = 0; i < end; ) {
+    const part = Math.floor((x[i] - x[0]) / width);
+    let [low, high, gap] = [-1, -1, -1];
+    for (; i < end && Math.floor((x[i] - x[0]) / width) === part; i++) {
+      if (y[i] === null) gap = gap < 0 ? i : gap;
+      else {
+        if (low < 0 || y[i] < y[low]) low = i;
+        if (high < 0 || y[i] > y[high]) high = i;
+      }
+    }
+    kept.push(...[...new Set([low, high, gap])].filter((j) => j >= 0).sort((a, b) => a - b));
+  }
+  for (let i = end; i < x.length; i++) kept.push(i);
+  return kept;
+}
+
+class Chart {
+  constructor(page, index, wire) {
+    const { title, axis, unit, log, exact, size, height, note, ends } = wire;
+    Object.assign(this, { page, index, title, axis, unit, log, exact, size, height, note, ends });
+    this.lines = wire.lines.map((line, i) => new Line(line, wire.curves[i]));
+    this.plot = null;
+  }
+
+  get marks() {
+    return this.page.marks.filter((mark) => Math.floor(mark[3] / 2 ** this.index) % 2);
+  }
+
+  trim() {
+    const first = this.ends?.[0] ?? -Infinity;
+    this.lines.forEach((line) => line.trim(first));
+  }
+
+  frame() {
+    this.figure = element("figure", this.size);
+    this.figure.tabIndex = 0;
+    this.figure.setAttribute("role", "group");
+    this.figure.setAttribute("aria-roledescription", "chart");
+    const caption = element("figcaption");
+    const title = element("span", "title");
+    title.textContent = this.title;
+    this.counts = element("span", "counts");
+    caption.append(title, this.counts);
+    this.events = element("div", "events");
+    this.figure.append(caption, this.events);
+    this.figure.addEventListener("keydown", (event) => this.key(event));
+    return this.figure;
+  }
+
+  // ---------------------------------------------------------------------------------- drawing
+
+  series() {
+    const { page } = this;
+    const means = new Set(this.lines.filter((line) => line.role === "mean").map((line) => line.colour));
+    const result = [{ label: this.unit, value: (_, v) => this.place(v ?? this.last) }];
+    this.lines.forEach((line) => {
+      const isMain = line.role === "main";
+      const isBehind = isMain && means.has(line.colour);
+      const colour = this.colour(line);
+      const series = {
+        label: line.name, stroke: colour, spanGaps: false, value: (_, v, s, i) => this.value(s, i),
+        width: line.role === "mean" ? 2 : isMain && !isBehind ? 1.5 : 1,
+        points: { size: 4, fill: colour, filter: lone },
+        alpha: line.role === "discarded" ? (line.colour < 0 ? 0.8 : 0.45) : isBehind ? 0.4 : 1,
+      };
+      if (line.role === "limit")
+        Object.assign(series, { dash: [5, 4], paths: uPlot.paths.stepped({ align: 1 }) });
+      result.push(series);
+    });
+    return result;
+  }
+
+  colour(line) {
+    const { faint, lines } = this.page;
+    return line.colour < 0 ? faint : lines[line.colour % lines.length];
+  }
+
+  data() {
+    const tables = this.lines.map((line) => [line.x, line.y]);
+    if (!tables.length) return [[]];
+    const [x] = tables[0];
+    const isSame = tables.every(([other]) => other === x || (other.length === x.length && other.every((v, i) => v === x[i])));
+    return isSame ? [x, ...tables.map(([, y]) => y)] : uPlot.join(tables);
+  }
+
+  range() {
+    const zoom = this.page.zoom[this.axis];
+    if (zoom) return zoom;
+    let [first, last] = this.ends ?? [Infinity, -Infinity];
+    this.lines.forEach(({ x, role }) => {
+      if (!x.length || (this.ends && (role !== "discarded" || this.axis !== "time"))) return;
+      first = Math.min(first, x[0]);
+      last = Math.max(last, x[x.length - 1]);
+    });
+    if (!this.ends)
+      this.marks.forEach((mark) => {
+        first = Math.min(first, mark[1]);
+        last = Math.max(last, mark[1]);
+      });
+    if (!(first <= last)) return [0, 1];
+    return last > first ? [first, last] : [first, first + 1];
+  }
+
+  heights() {
+    const [first, last] = this.range();
+    const shown = this.lines.filter((line) => this.isShown(line));
+    const within = (line) => line.y.filter((v, i) => v !== null && line.x[i] >= first && line.x[i] <= last && (!this.log || v > 0));
+    const own = shown.filter((line) => line.role === "main").flatMap(within);
+    const every = shown.flatMap(within);
+    const ends = this.exact || this.page.isFull ? outer(every) : robust(own.length ? own : every, every, this.log);
+    return pad(ends, this.log);
+  }
+
+  isShown(line) {
+    return !this.plot || this.plot.series[this.lines.indexOf(line) + 1].show;
+  }
+
+  draw() {
+    const { page, axis } = this;
+    const series = this.series();
+    const axes = {
+      stroke: page.ink, font: page.font, grid: { stroke: page.grid, width: 1 },
+      ticks: { stroke: page.grid, width: 1, size: 4 },
+    };
+    const lanes = this.lanes();
+    this.plot = new uPlot(
+      {
+        width: this.width(), height: this.tall(), ms: 1, series,
+        padding: [lanes.length * LANE + 6, 12, 0, 0],
+        scales: {
+          x: { time: axis === "time", range: (_, min, max) => [min, max] },
+          y: { distr: this.log ? 3 : 1, range: () => this.heights() },
+        },
+        axes: [
+          { ...axes, size: 26, gap: 3, ...(axis === "time" ? {} : { values: (_, at) => at.map((v) => this.place(v)) }), incrs: axis === "step" ? WHOLE : undefined },
+          { ...axes, size: axisWidth, gap: 3, values: (_, at) => at.map((v) => (v === null ? "" : short(v))) },
+        ],
+        cursor: {
+          y: false, dataIdx: nearest,
+          drag: { x: true, y: false, setScale: false },
+          sync: { key: `${page.held}${axis}`, setSeries: false, filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+          bind: { dblclick: () => () => (page.unzoom(), null) },
+          points: { size: 6 },
+        },
+        select: { show: true },
+        legend: { show: true, live: true },
+        hooks: {
+          setSelect: [(u) => this.select(u)],
+          setCursor: [(u) => this.point(u)],
+          setSeries: [(u, i, how) => how.show !== undefined && this.toggle(i, how.show)],
+          draw: [(u) => this.annotate(u)],
+        },
+      },
+      this.data(),
+      this.figure,
+    );
+    this.names();
+    this.redraw();
+  }
+
+  // Several branches of one name are one entry of the legend.
+  names() {
+    const rows = this.plot.root.querySelectorAll(".u-series");
+    const seen = new Set();
+    this.plot.series.forEach((each, i) => {
+      if (i && seen.has(each.label)) rows[i].style.display = "none";
+      seen.add(each.label);
+    });
+  }
+
+  toggle(index, isShown) {
+    if (this.isToggling) return;
+    this.isToggling = true;
+    const { label } = this.plot.series[index];
+    this.plot.series.forEach((each, i) => {
+      if (i && i !== index && each.label === label) this.plot.setSeries(i, { show: isShown });
+    });
+    this.isToggling = false;
+    this.redraw();
+  }
+
+  redraw() {
+    const u = this.plot;
+    if (!u) return;
+    const [min, max] = this.range();
+    this.last = Math.max(...this.lines.filter((line) => line.x.length).map((line) => line.x[line.x.length - 1]));
+    u.batch(() => {
+      u.setData(this.data(), false);
+      u.setScale("x", { min, max });
+    });
+    if (u.cursor.idx == null) u.setLegend({ idxs: u.series.map(() => null) }, false);
+    this.describe();
+  }
+
+  drop() {
+    this.plot?.destroy();
+    this.plot = null;
+  }
+
+  width() {
+    return Math.max(120, this.figure.clientWidth || 600);
+  }
+
+  tall() {
+    return Math.min(this.height, innerWidth <= 640 ? 200 : Infinity);
+  }
+
+  resize() {
+    const width = this.plot && this.width();
+    if (width && Math.abs(width - this.plot.width) > 0.5) this.plot.setSize({ width, height: this.tall() });
+  }
+
+  // ------------------------------------------------------------------------------------ marks
+
+  lanes() {
+    const rows = this.marks.map((mark) => this.page.kinds[mark[0]].lane).filter((lane) => lane >= 0);
+    return [...new Set(rows)].sort((a, b) => a - b);
+  }
+
+  annotate(u) {
+    const { ctx } = u;
+    const ratio = devicePixelRatio;
+    const { left, top, width, height } = u.bbox;
+    const lanes = this.lanes();
+    this.heads = []; // [x, y, words]: what can be pointed at, in pixels of the page
+    ctx.save();
+    ctx.font = `${11 * ratio}px sans-serif`;
+    const last = {};
+    for (const [kind, place, words] of [...this.marks].sort((a, b) => a[1] - b[1])) {
+      const x = u.valToPos(place, "x", true);
+      if (x < left - 1 || x > left + width + 1) continue;
+      const look = this.page.kinds[kind];
+      const below = look.lane < 0;
+      const y = below ? top + height - 6 * ratio : top - (9 + LANE * lanes.indexOf(look.lane)) * ratio;
+      this.heads.push([(x - left) / ratio, (y - top) / ratio, words, place]);
+      if (look.line || below) {
+        ctx.globalAlpha = below ? 0.35 : 0.75;
+        ctx.strokeStyle = look.colour;
+        ctx.lineWidth = look.width * ratio;
+        ctx.setLineDash(look.line === "dotted" ? [ratio, 3 * ratio] : look.line === "dashed" ? [5 * ratio, 4 * ratio] : []);
+        ctx.beginPath();
+        ctx.moveTo(x, top);
+        ctx.lineTo(x, top + height);
+        ctx.stroke();
+      }
+      if (x - (last[kind] ?? -Infinity) < 2 * ratio) continue;
+      last[kind] = x;
+      shape(ctx, look.symbol, x, y, (look.size / 2) * ratio, look.colour);
+    }
+    this.outside(u);
+    ctx.restore();
+  }
+
+  // Values beyond the y axis: a triangle at the edge, in the colour of the line.
+  outside(u) {
+    const { left, top, width, height } = u.bbox;
+    const ratio = devicePixelRatio;
+    const { min, max } = u.scales.y;
+    const [first, last] = this.range();
+    this.numOutside = 0;
+    this.lines.forEach((line, j) => {
+      if (line.role === "limit" || line.role === "mean" || !this.isShown(line)) return;
+      const colour = this.colour(line);
+      const drawn = { up: -Infinity, down: -Infinity };
+      line.y.forEach((value, i) => {
+        if (value === null || line.x[i] < first || line.x[i] > last || (value >= min && value <= max)) return;
+        this.numOutside++;
+        const side = value > max ? "up" : "down";
+        const x = u.valToPos(line.x[i], "x", true);
+        if (x - drawn[side] < NEAR * ratio) return;
+        drawn[side] = x;
+        const y = side === "up" ? top + 5 * ratio : top + height - 5 * ratio;
+        this.heads.push([(x - left) / ratio, (y - top) / ratio, `${line.name}: ${short(value)} at ${this.unit} ${this.place(line.x[i])}, beyond this axis`, line.x[i]]);
+        shape(u.ctx, side === "up" ? "triangle" : "down", x, y, 4 * ratio, colour);
+      });
+    });
+    this.describe();
+  }
+
+  // -------------------------------------------------------------------------- pointing, choosing
+
+  select(u) {
+    const { left, width } = u.select;
+    if (width > 4) this.page.zoomTo(this.axis, u.posToVal(left, "x"), u.posToVal(left + width, "x"));
+    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  }
+
+  point(u) {
+    const { left } = u.cursor;
+    const isHere = left >= 0 && this.figure.matches(":hover,:focus"); // the others only show where it is
+    const near = !isHere ? [] : (this.heads ?? []).filter((head) => Math.abs(head[0] - left) <= NEAR);
+    this.events.style.display = near.length ? "block" : "none";
+    if (!near.length) return;
+    this.events.replaceChildren(
+      ...near.slice(0, 6).map((head) => {
+        const line = element("div");
+        line.textContent = head[2];
+        return line;
+      }),
+    );
+    const x = left + u.over.offsetLeft;
+    const isLeft = x > this.figure.clientWidth / 2;
+    this.events.style.top = `${u.over.offsetTop + 34}px`;
+    this.events.style.left = isLeft ? "auto" : `${x + 14}px`;
+    this.events.style.right = isLeft ? `${this.figure.clientWidth - x + 14}px` : "auto";
+  }
+
+  key(event) {
+    const u = this.plot;
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    const [first, last] = this.range();
+    const x = u.data[0];
+    const from = this.at ?? x.length - 1;
+    let at = from;
+    if (by) at = from + by * (event.shiftKey ? 10 : 1);
+    else if (event.key === "Home") at = x.findIndex((v) => v >= first);
+    else if (event.key === "End") at = x.findLastIndex((v) => v <= last);
+    else if (event.key === "+" || event.key === "-") {
+      const middle = x[Math.max(0, Math.min(x.length - 1, from))] ?? (first + last) / 2;
+      const half = ((last - first) / 2) * (event.key === "+" ? 0.5 : 2);
+      this.page.zoomTo(this.axis, middle - half, middle + half);
+    } else if (event.key === "Escape" || event.key === "0") this.page.unzoom();
+    else return;
+    event.preventDefault();
+    this.at = Math.max(0, Math.min(x.length - 1, at));
+    if (!x.length || (!by && event.key !== "Home" && event.key !== "End")) return;
+    u.setCursor({ left: u.valToPos(x[this.at], "x"), top: 10 }, true, true);
+    this.page.spoken.textContent = this.spoken(x[this.at]);
+  }
+
+  // ------------------------------------------------------------------------------------- words
+
+  spoken(place) {
+    const values = this.lines
+      .filter((line) => line.role !== "discarded")
+      .map((line) => [line, line.x.indexOf(place)])
+      .filter(([, i]) => i >= 0)
+      .map(([line, i]) => `${line.name} ${line.y[i] === null ? "no value" : short(line.y[i])}`);
+    const events = this.marks.filter((mark) => mark[1] === place).map((mark) => mark[2]);
+    return [`${this.unit} ${this.place(place)}`, ...values, ...events].join("; ");
+  }
+
+  describe() {
+    const main = this.lines.filter((line) => line.role === "main");
+    const drawn = main.reduce((sum, line) => sum + line.x.length, 0);
+    const total = main.reduce((sum, line) => sum + line.total, 0);
+    const bad = main.reduce((sum, line) => sum + line.bad, 0);
+    const parts = [`${whole(drawn)} of ${whole(Math.max(drawn, total))} point${total === 1 ? "" : "s"}`];
+    if (bad) parts.push(`${whole(bad)} not finite`);
+    if (this.numOutside) parts.push(`${whole(this.numOutside)} beyond the axis`);
+    if (this.lines.some((line) => line.role === "mean")) parts.push("smoothed; decisions read the raw values");
+    if (this.note) parts.push(this.note);
+    const text = parts.join("; ");
+    if (this.counts.textContent !== text) {
+      this.counts.textContent = text;
+      this.counts.title = text;
+    }
+    const kinds = {};
+    this.marks.forEach((mark) => (kinds[mark[0]] = (kinds[mark[0]] ?? 0) + 1));
+    const finite = main.flatMap((line) => line.y.filter((v) => v !== null));
+    const [low, high] = outer(finite);
+    const newest = main.map((line) => {
+      const last = line.y.findLastIndex((v) => v !== null);
+      return last < 0 ? `${line.name} without a finite value` : `${line.name} ${short(line.y[last])} at ${this.unit} ${this.place(line.x[last])}`;
+    });
+    const range = finite.length ? `Lowest ${short(low)}, highest ${short(high)}. ` : "";
+    const events = Object.entries(kinds).map(([kind, num]) => `${whole(num)} ${kind}`);
+    const label = `${this.title} over ${this.unit}. Newest: ${newest.join(", ")}. ${range}${text}. ${events.length ? `Marked: ${events.join(", ")}.` : ""}`;
+    if (this.figure.getAttribute("aria-label") !== label) this.figure.setAttribute("aria-label", label);
+  }
+
+  // The value of a series where the cursor is; where it is nowhere, the newest.
+  value(series, index) {
+    const line = this.lines[series - 1];
+    if (!line) return "";
+    const value = index == null ? line.y.findLast((v) => v !== null) : this.plot.data[series][index];
+    return value == null ? "-" : short(value);
+  }
+
+  place(value) {
+    if (value == null || !Number.isFinite(value)) return "-";
+    if (this.axis === "time") return new Date(value).toLocaleTimeString();
+    return this.axis === "step" ? whole(Math.round(value)) : short(value);
+  }
+}
+
+// ---------------------------------------------------------------------------------------- parts
+
+const WHOLE = [1, 2, 5].flatMap((n) => [...Array(13).keys()].map((e) => n * 10 ** e)).sort((a, b) => a - b);
+
+function outer(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return [low, high];
+}
+
+// The ends of the y axis by what most values are: beyond the middle 96 % of them by one and a half
+// times its height at most. A tail that is no longer than that is shown whole.
+function robust(own, every, isLog) {
+  const [low, high] = outer(every);
+  if (own.length < ROBUST.least) return [low, high];
+  const to = isLog ? Math.log10 : (v) => v;
+  const sorted = Float64Array.from(own, to).sort();
+  const at = (part) => sorted[Math.round(part * (sorted.length - 1))];
+  const [first, last] = [at(ROBUST.part), at(1 - ROBUST.part)];
+  if (!(last > first)) return [low, high];
+  const span = ROBUST.spans * (last - first);
+  const back = isLog ? (v) => 10 ** v : (v) => v;
+  const [least, most] = [back(first - span), back(last + span)];
+  return outer(every.filter((v) => v >= least && v <= most));
+}
+
+function pad([low, high], isLog) {
+  if (!(low <= high)) return isLog ? [0.1, 1] : [0, 1];
+  if (isLog) {
+    const room = Math.max(0.04 * Math.log10(high / low), 0.02);
+    return [low / 10 ** room, high * 10 ** room];
+  }
+  const room = (high - low || Math.abs(high) || 1) * 0.05;
+  return [low - room, high + room];
+}
+
+// Which point of a series the cursor means: series of other steps have none just there.
+function nearest(u, series, index, place) {
+  if (!series || index == null) return index;
+  const [x, y] = [u.data[0], u.data[series]];
+  if (y[index] !== undefined) return index;
+  let [left, right] = [index, index];
+  while (left >= 0 && y[left] === undefined) left--;
+  while (right < x.length && y[right] === undefined) right++;
+  if (left < 0 || right >= x.length) return null;
+  return place - x[left] <= x[right] - place ? left : right;
+}
+
+// A value between two gaps, which a line would not show.
+function lone(u, series, isShown) {
+  if (isShown) return null;
+  const y = u.data[series].map((v, i) => [v, i]).filter(([v]) => v !== undefined);
+  return y
+    .filter(([v], i) => v !== null && (y[i - 1]?.[0] ?? null) === null && (y[i + 1]?.[0] ?? null) === null)
+    .map(([, i]) => i);
+}
+
+function axisWidth(u, values) {
+  const longest = (values ?? []).reduce((most, text) => Math.max(most, text.length), 3);
+  return 14 + 6.2 * longest;
+}
+
+function short(value) {
+  const size = Math.abs(value);
+  if (size && (size < 1e-3 || size >= 1e7)) return Number(value.toPrecision(4)).toExponential().replace("e+", "e");
+  return Number(value.toPrecision(5)).toLocaleString("en-US", { maximumFractionDigits: 8 });
+}
+
+function whole(value) {
+  return value.toLocaleString("en-US");
+}
+
+function shape(ctx, name, x, y, radius, colour) {
+  const path = new Path2D();
+  SHAPES[name](path, radius);
+  ctx.save();
+  ctx.globalAlpha = 1;
+  ctx.setLineDash([]);
+  ctx.translate(x, y);
+  ctx.fillStyle = colour;
+  ctx.fill(path);
+  ctx.restore();
+}
+
+function poly(path, at) {
+  for (let i = 0; i < at.length; i += 2) path[i ? "lineTo" : "moveTo"](at[i], at[i + 1]);
+  path.closePath();
+}
+
+function element(tag, className = "") {
+  const made = document.createElement(tag);
+  made.className = className;
+  return made;
+}
+
+function button(text, press) {
+  const made = element("button");
+  made.type = "button";
+  made.textContent = text;
+  made.addEventListener("click", press);
+  return made;
+}

@@ -1,0 +1,212 @@
+"""One chart as plain data: of a run over its steps, time or tokens, or of several runs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from trainvitals.views import DecisionView, DifferenceReply
+from vitals_dashboard.charts.lines import Curve, Line, chart_text, curves_of, display_unit
+from vitals_dashboard.charts.marks import ChartMark, decision_marks, merged, nonfinite_marks
+from vitals_dashboard.charts.scale import STEPS, TIMES, Axis, Scale, token_size
+
+Size = Literal["full", "half", "quarter"]
+"""Of the page's width; a phone has one chart beside none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One chart."""
+
+    title: str
+    curves: Sequence[Curve]
+    marks: Sequence[ChartMark] = ()
+    """Of this chart, values that are not finite among them; those far apart enough to be seen."""
+    axis: Axis = "step"
+    unit: str = "step"
+    """Of x."""
+    ends: tuple[float, float] | None = None
+    """First and last place shown; None: those of the points."""
+    log: bool = False
+    exact: bool = False
+    """Every value is to be seen, however far from the others: the y axis holds them all."""
+    note: str = ""
+    """Said below, beside how many points are drawn."""
+    size: Size = "full"
+    height: int = 220
+    """Pixels of the curves' area with its axis."""
+
+    @property
+    def num_points(self) -> int:
+        """How many points and marks it carries to the browser."""
+        return sum(len(curve.x) for curve in self.curves) + len(self.marks)
+
+
+def step_chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    decisions: Iterable[DecisionView] = (),
+    others: Sequence[ChartMark] = (),
+    attempts: Mapping[int, int] = MappingProxyType({}),
+    log: bool = False,
+    exact: bool = False,
+    extent: tuple[int, int] | None = None,
+    show_unit: bool = True,
+    scale: Scale = STEPS,
+    size: Size = "full",
+    height: int = 220,
+) -> Chart:
+    """Return a chart over steps, with decisions, other marks and non-finite steps on it.
+
+    Args:
+        title: what is drawn.
+        lines: the curves; those of the role ``limit`` are drawn as limits.
+        decisions: drawn as marks; those outside the extent are left out, as the others are.
+        others: marks of other kinds.
+        attempts: their numbers by their ids, where a step that is not finite is to name its own.
+        log: whether y is logarithmic.
+        exact: whether the y axis must hold every value.
+        extent: first and last step shown.
+        show_unit: whether the title names the unit.
+        scale: where steps are along x.
+        size: its part of the page's width.
+        height: of the curves' area with its axis, in pixels.
+    """
+    marks = [*decision_marks(decisions, scale), *others]
+    measured = [line.reply for line in lines if line.role in ("main", "discarded")]
+    marks += nonfinite_marks(measured, scale, attempts)
+    ends = None
+    if extent is not None:
+        marks = [mark for mark in marks if extent[0] <= mark.step <= extent[1]]
+        ends = _ends(scale, extent, marks)
+    curves = curves_of(lines, scale, log=log)
+    return Chart(
+        title=_with_unit(title, lines if show_unit else ()),
+        curves=curves,
+        marks=merged(marks, _width(ends, curves)),
+        axis=scale.axis,
+        unit=scale.unit,
+        ends=ends,
+        log=log,
+        exact=exact,
+        size=size,
+        height=height,
+    )
+
+
+def time_chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    extent: tuple[float, float] | None = None,
+    size: Size = "quarter",
+    height: int = 150,
+) -> Chart:
+    """Return a chart over wall time: of a GPU's or a node's samples, which have no step.
+
+    Args:
+        title: what is drawn.
+        lines: the curves.
+        extent: first and last time shown, in milliseconds.
+        size: its part of the page's width.
+        height: of the curves' area with its axis, in pixels.
+    """
+    return Chart(
+        title=_with_unit(title, lines),
+        curves=curves_of(lines, TIMES),
+        axis="time",
+        unit=TIMES.unit,
+        ends=extent,
+        size=size,
+        height=height,
+    )
+
+
+def runs_chart(title: str, lines: Sequence[Line], *, log: bool = False, height: int = 380) -> Chart:
+    """Return the runs' curves over each other; every line knows where its own steps are."""
+    marks = [
+        mark
+        for line in lines
+        if line.role == "main"
+        for mark in nonfinite_marks([line.reply], line.scale or STEPS)
+    ]
+    scale = _scale_of(lines)
+    curves = curves_of(lines, log=log)
+    return Chart(
+        title=chart_text(title),
+        curves=curves,
+        marks=merged(marks, _width(None, curves)),
+        axis=scale.axis,
+        unit=scale.unit,
+        log=log,
+        height=height,
+    )
+
+
+def difference_chart(
+    title: str, lines: Sequence[Line], differences: Sequence[DifferenceReply], *, height: int = 240
+) -> Chart:
+    """Return what each run but the first has more than the first, where both have steps.
+
+    Args:
+        title: what is drawn.
+        lines: the runs' curves, the first one first.
+        differences: of each of the others to the first.
+        height: of the curves' area with its axis, in pixels.
+    """
+    first, *rest = lines
+    scale = _scale_of(lines)
+    note = f"above 0: more than {first.label}"
+    note += "; interpolated where steps differ" * any(d.is_interpolated for d in differences)
+    return Chart(
+        title=chart_text(title),
+        curves=[
+            Curve(
+                name=line.label,
+                colour=number,
+                x=[
+                    x / token_size(scale.unit) if difference.along == "tokens" else x
+                    for x in difference.x
+                ],
+                y=difference.value,
+                num_total=difference.num_total,
+            )
+            for number, (line, difference) in enumerate(
+                zip(rest, differences, strict=True), start=1
+            )
+        ],
+        axis=scale.axis,
+        unit=scale.unit,
+        note=note,
+        height=height,
+    )
+
+
+def _scale_of(lines: Sequence[Line]) -> Scale:
+    return next((line.scale for line in lines if line.scale is not None), STEPS)
+
+
+def _ends(
+    scale: Scale, extent: tuple[int, int], marks: Sequence[ChartMark]
+) -> tuple[float, float] | None:
+    """Return where the extent's ends are; in time, what happened may be outside of them."""
+    if scale.axis == "time" and not scale.steps:
+        return None
+    first, last = scale.place([extent[0], max(extent[1], extent[0] + 1)])
+    if scale.axis == "time":
+        places = [mark.place for mark in marks]
+        first, last = min([first, *places]), max([last, *places])
+    return (first, last) if last > first else None
+
+
+def _width(ends: tuple[float, float] | None, curves: Sequence[Curve]) -> float:
+    if ends is not None:
+        return ends[1] - ends[0]
+    xs = [x for curve in curves if curve.x for x in (curve.x[0], curve.x[-1])]
+    return max(xs) - min(xs) if xs else 0.0
+
+
+def _with_unit(title: str, lines: Sequence[Line]) -> str:
+    unit = display_unit(lines[0].reply.unit)[0] if lines else ""
+    return chart_text(f"{title}, {unit}" if unit else title)

@@ -1,0 +1,396 @@
+"""The charts of a page in the browser: what it holds of them, and the sending of what is new.
+
+One component draws all charts of a page (``charts/browser/chart.js``) and keeps their points. A
+``Feed`` remembers for one browser session what was sent, asks the collector for the rows behind
+that, and sends those. What the browser missed it asks for: each message names the one before it.
+"""
+
+import hashlib
+import json
+import math
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+from msgspec import structs
+from streamlit.components.v2 import component
+from streamlit.components.v2.get_bidi_component_manager import get_bidi_component_manager
+from streamlit.components.v2.manifest_scanner import ComponentConfig, ComponentManifest
+
+from trainvitals import __version__
+from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
+from vitals_dashboard.charts import Chart, Line, Role
+from vitals_dashboard.charts.lines import Curve
+from vitals_dashboard.charts.marks import NON_FINITE, ChartMark
+from vitals_dashboard.source import Source, series_of
+from vitals_dashboard.theme import DARK, LIGHT
+
+NUM_RECENT = 64
+"""Rows of a series that are asked for again: of these some may have come late or changed."""
+MAX_POINTS = 60_000
+"""Points a page may carry to the browser; beyond it whole charts are left out, and counted."""
+_PACKAGE, _COMPONENT = "trainvitals", "charts"
+_NO_STEPS = ("gpu.", "node.", "process.")
+
+Wire = dict[str, Any]
+Row = tuple[int, int, int, float | None]
+Zoomed = Callable[[str, tuple[float, float] | None], None]
+"""Told when somebody has chosen a range: along which axis, and its ends; None: all of it again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sent:
+    """What the browser has of one series."""
+
+    reply: SeriesReply
+    """As it was sent first; of what was left behind it is all there is."""
+    recent: deque[Row]
+    """Its last rows: step, time, attempt, value."""
+    num_total: int
+    num_nonfinite: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Feed:
+    """What one browser session has of the charts of a page."""
+
+    key: str = ""
+    of: object = None
+    """What is drawn, and how: if that changes, all of it is sent anew."""
+    name: str = field(default_factory=lambda: secrets.token_hex(4))
+    number: int = 0
+    """Of the last message; 0: none was sent."""
+    series: dict[SeriesRequest, _Sent] = field(default_factory=dict)
+    """By what was asked for, from wherever; what had no row yet is not among them."""
+    seen: dict[SeriesRequest, int] = field(default_factory=dict)
+    """When the run had been heard of last as each was asked for: only then there is more."""
+    layout: object = None
+    digest: bytes = b""
+    """Of the last message that held everything."""
+    last_step: int = -1
+    """Of any series."""
+    marks: dict[tuple[str, float, str], int] = field(default_factory=dict)
+    """Marks by what they are, and in which charts they are, a bit each."""
+
+    def forget(self) -> None:
+        """Begin anew: the next message holds everything."""
+        self.number, self.layout, self.digest = 0, None, b""
+        self.series.clear()
+        self.seen.clear()
+        self.marks.clear()
+
+    def ask(
+        self, source: Source, detail: RunDetail, asked: Sequence[tuple[str, SeriesRequest, Role]]
+    ) -> list[Line | None]:
+        """Return the series, or of what the browser has only the rows behind that.
+
+        Args:
+            source: of the collector.
+            detail: of the run.
+            asked: for each its name, the request and the role.
+        """
+        seen = detail.summary.last_seen_unix_ns
+        due = {
+            request: self._narrowed(request, role)
+            for _, request, role in asked
+            if self.seen.get(_series(request)) != seen
+        }
+        replies = dict(zip(due, series_of(source, detail, [*due.values()]), strict=True))
+        self.seen |= dict.fromkeys(map(_series, due), seen)
+        return [self._line(*choice, replies.get(choice[1])) for choice in asked]
+
+    def _narrowed(self, request: SeriesRequest, role: Role) -> SeriesRequest:
+        """Return the request for what the browser lacks; branches left behind are asked whole."""
+        sent = self.series.get(_series(request))
+        if sent is None or role == "discarded":
+            return request
+        if request.from_step is not None:  # the window has moved on
+            while sent.recent and sent.recent[0][0] < request.from_step:
+                sent.recent.popleft()
+        if not sent.recent:
+            return request
+        step, time, _, _ = sent.recent[0]
+        if request.metric.startswith(_NO_STEPS):
+            return structs.replace(request, from_time_unix_ns=time)
+        return structs.replace(request, from_step=step)
+
+    def _line(
+        self, name: str, request: SeriesRequest, role: Role, reply: SeriesReply | None
+    ) -> Line | None:
+        sent = self.series.get(_series(request))
+        rows = _rows(reply)
+        self.last_step = max([self.last_step, *(row[0] for row in rows[-1:])])
+        if reply is not None and (sent is None or (role == "discarded" and reply != sent.reply)):
+            self.series[_series(request)] = _Sent(
+                reply=reply,
+                recent=deque(rows, NUM_RECENT),
+                num_total=reply.num_total,
+                num_nonfinite=reply.num_nonfinite,
+            )
+            return Line(name=name, reply=reply, role=role)
+        if sent is None:
+            return None
+        if role == "discarded":
+            return Line(name=name, reply=sent.reply, role=role, num_replaced=0)
+        if reply is None:
+            return Line(name=name, reply=_reply_of(sent, None, ()), role=role, num_replaced=0)
+        pairs = zip(sent.recent, rows, strict=False)
+        num_same = next((i for i, (old, new) in enumerate(pairs) if not _is_same(old, new)), None)
+        if num_same is None:
+            num_same = min(len(sent.recent), len(rows))
+        before, fresh = list(sent.recent), rows[num_same:]
+        sent.num_total += reply.num_total - len(before)
+        sent.num_nonfinite += reply.num_nonfinite - sum(row[3] is None for row in before)
+        sent.recent.clear()
+        sent.recent.extend([*before[:num_same], *fresh])
+        return Line(
+            name=name,
+            reply=_reply_of(sent, reply, fresh),
+            role=role,
+            num_replaced=len(before) - num_same,
+        )
+
+    def draw(self, charts: Sequence[Chart], *, zoomed: Zoomed | None = None) -> int | None:
+        """Send the charts, or what is new of them; return how many did not fit.
+
+        None: the browser lacks what these were made on, so they have to be made again, whole.
+        """
+        if not charts and not self.number:
+            return 0
+        kept, num_left_out = _that_fit(charts)
+        layout = [_layout(chart) for chart in kept]
+        is_whole = all(c.num_replaced is None for chart in kept for c in chart.curves)
+        if not is_whole and layout != self.layout:
+            return None
+        _mount(self, self._whole(kept) if is_whole else self._new(kept), zoomed)
+        self.layout = layout
+        return num_left_out
+
+    def _whole(self, charts: Sequence[Chart]) -> Wire:
+        self.marks = _marks_of(charts)
+        looks = {mark.look.word: mark.look for chart in charts for mark in chart.marks}
+        message: Wire = {
+            "base": 0,
+            "charts": [
+                _layout(chart)
+                | {
+                    "note": chart.note,
+                    "ends": chart.ends,
+                    "lines": [_whole_curve(curve) for curve in chart.curves],
+                }
+                for chart in charts
+            ],
+            "kinds": {word: asdict(look) for word, look in looks.items()},
+            "marks": [[*mark, places] for mark, places in self.marks.items()],
+            "look": {"light": LIGHT.lines, "dark": DARK.lines},
+        }
+        digest = hashlib.sha256(json.dumps(message).encode()).digest()
+        if self.number and digest == self.digest:
+            return {"base": self.number}
+        self.digest = digest
+        self.number += 1
+        return message
+
+    def _new(self, charts: Sequence[Chart]) -> Wire:
+        """Return the message of what is new; it may be nothing."""
+        xs: list[list[float]] = []
+        lines = []
+        for i, chart in enumerate(charts):
+            for j, curve in enumerate(chart.curves):
+                if not curve.x and not curve.num_replaced:
+                    continue
+                x = [_place(place) for place in curve.x]
+                if x not in xs:
+                    xs.append(x)
+                y = [_short(value) for value in curve.y]
+                totals = [curve.num_total, curve.num_nonfinite]
+                lines.append([i, j, curve.num_replaced, xs.index(x), y, *totals])
+        marks = _marks_of(charts)
+        bad = {mark: held for mark, held in self.marks.items() if mark[0] == NON_FINITE.word}
+        marks = bad | marks
+        removed = [i for i, mark in enumerate(self.marks) if marks.get(mark) != self.marks[mark]]
+        changed = [mark for mark, places in marks.items() if self.marks.get(mark) != places]
+        come = [[*mark, marks[mark]] for mark in changed]
+        kinds_sent = {mark[0] for mark in self.marks}
+        looks = {mark.look.word: mark.look for chart in charts for mark in chart.marks}
+        held = [mark for mark in self.marks if marks.get(mark) == self.marks[mark]]
+        self.marks = {mark: marks[mark] for mark in [*held, *changed]}
+        ends = [chart.ends for chart in charts]
+        message: Wire = {"base": self.number}
+        if lines or removed or come:
+            self.number += 1
+            kinds = {word: asdict(look) for word, look in looks.items() if word not in kinds_sent}
+            parts = {"xs": xs, "lines": lines, "gone": removed, "marks": come, "kinds": kinds}
+            message |= {name: part for name, part in parts.items() if part}
+            message["ends"] = ends if len({*ends}) > 1 else ends[:1]
+        return message
+
+
+def draw_charts(
+    key: str,
+    make: Callable[[Feed], Sequence[Chart]],
+    *,
+    of: object = None,
+    zoomed: Zoomed | None = None,
+) -> int:
+    """Draw the charts of a page, all in one place; return how many did not fit.
+
+    Args:
+        key: of the place: one page may have several, each with cursor and range of its own.
+        make: returns the charts. Lines that it asked the feed for hold only what the browser
+            lacks; others are sent whole whenever they change.
+        of: what is drawn, and how: of another value all charts are sent anew.
+        zoomed: called when somebody has chosen a range, or given it up; without it the range
+            stays in the browser.
+    """
+    kept = f"feed_{key}"
+    feed = st.session_state.get(kept)
+    if feed is None or feed.of != of:
+        feed = st.session_state[kept] = Feed(key=key, of=of)
+    num_left_out = feed.draw(make(feed), zoomed=zoomed)
+    if num_left_out is None:
+        feed.forget()
+        num_left_out = feed.draw(make(feed), zoomed=zoomed)
+    assert num_left_out is not None, "after `forget` nothing is asked for in part"
+    return num_left_out
+
+
+def _series(request: SeriesRequest) -> SeriesRequest:
+    """Return the request without its ends, which move on with the run."""
+    return structs.replace(
+        request, from_step=None, to_step=None, from_time_unix_ns=None, to_time_unix_ns=None
+    )
+
+
+def _rows(reply: SeriesReply | None) -> list[Row]:
+    if reply is None:
+        return []
+    return list(zip(reply.step, reply.time_unix_ns, reply.attempt, reply.value, strict=True))
+
+
+def _is_same(before: Row, now: Row) -> bool:
+    """Return whether the rows are drawn alike: a mean is summed up from another row each time."""
+    (*where, value), (*place, other) = before, now
+    return where == place and (
+        value == other
+        or (value is not None and other is not None and math.isclose(value, other, rel_tol=1e-6))
+    )
+
+
+def _reply_of(sent: _Sent, reply: SeriesReply | None, rows: Sequence[Row]) -> SeriesReply:
+    """Return a reply of these rows, which counts all that the browser has."""
+    steps = {row[0] for row in rows}
+    return structs.replace(
+        sent.reply,
+        num_total=sent.num_total,
+        step=tuple(row[0] for row in rows),
+        time_unix_ns=tuple(row[1] for row in rows),
+        attempt=tuple(row[2] for row in rows),
+        value=tuple(row[3] for row in rows),
+        nonfinite=tuple(m for m in reply.nonfinite if m.step in steps) if reply else (),
+        num_nonfinite=sent.num_nonfinite,
+    )
+
+
+def _that_fit(charts: Sequence[Chart]) -> tuple[list[Chart], int]:
+    num_points, kept = 0, []
+    for chart in charts:
+        if num_points + chart.num_points <= MAX_POINTS:
+            num_points += chart.num_points
+            kept.append(chart)
+    return kept, len(charts) - len(kept)
+
+
+def _layout(chart: Chart) -> Wire:
+    """Return what of a chart cannot change without drawing it anew."""
+    return {
+        "title": chart.title,
+        "axis": chart.axis,
+        "unit": chart.unit,
+        "log": chart.log,
+        "exact": chart.exact,
+        "size": chart.size,
+        "height": chart.height,
+        "curves": [[curve.name, curve.role, curve.colour] for curve in chart.curves],
+    }
+
+
+def _whole_curve(curve: Curve) -> Wire:
+    x = [_place(place) for place in curve.x]
+    is_whole = all(isinstance(place, int) for place in x)
+    wire: Wire = {
+        # Steps are close to each other, and differences are short.
+        **({"from": x[:1], "by": [b - a for a, b in pairwise(x)]} if is_whole else {"x": x}),
+        "y": [_short(value) for value in curve.y],
+        "total": curve.num_total,
+        "bad": curve.num_nonfinite,
+    }
+    return wire
+
+
+def _place(place: float) -> float | int:
+    return int(place) if float(place).is_integer() else place
+
+
+def _short(value: float | None) -> float | int | None:
+    """Return the number with seven digits, as many as a float32 has; whole ones as they are."""
+    if value is None or not math.isfinite(value):
+        return None
+    if float(value).is_integer() and abs(value) < 2**53:
+        return int(value)
+    return float(f"{value:.7g}")
+
+
+def _marks_of(charts: Sequence[Chart]) -> dict[tuple[str, float, str], int]:
+    """Return the marks by kind, place and words: most stand in several charts."""
+    result: dict[tuple[str, float, str], int] = {}
+    for i, chart in enumerate(charts):
+        for mark in chart.marks:
+            name = (mark.look.word, mark.place, _words(mark))
+            result[name] = result.get(name, 0) | 1 << i
+    return result
+
+
+def _words(mark: ChartMark) -> str:
+    return mark.say()[:400]
+
+
+def _mount(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
+    kept = f"charts_{feed.key}"
+
+    def ranged() -> None:
+        chosen = st.session_state[kept].range
+        if zoomed is not None and chosen:
+            ends = (chosen["first"], chosen["last"])
+            zoomed(chosen["axis"], None if None in ends else ends)
+
+    head = {"key": feed.key, "name": feed.name, "number": feed.number}
+    _registered()(
+        key=kept,
+        # As text: the component takes a list of numbers for a table, and looks at each of them.
+        data=json.dumps(head | message, allow_nan=False, separators=(",", ":")),
+        height="content",
+        on_missed_change=feed.forget,
+        on_range_change=ranged,
+    )
+
+
+def _registered() -> Any:
+    """Return the component's mounting command, known to the runtime that runs this page.
+
+    Streamlit finds such files by itself only beside a project file named as the import package.
+    Given as text instead, the program would be sent with each refresh, and our content policy
+    would let no browser run it.
+    """
+    manager = get_bidi_component_manager()
+    name = f"{_PACKAGE}.{_COMPONENT}"
+    if manager.get(name) is None:
+        parts = [ComponentConfig(name=_COMPONENT, asset_dir="browser")]
+        manifest = ComponentManifest(name=_PACKAGE, version=__version__, components=parts)
+        manager.register_from_manifest(manifest, Path(__file__).parent / "charts")
+    return component(name, js="chart.js")
