@@ -25,7 +25,7 @@ from streamlit.components.v2.manifest_scanner import ComponentConfig, ComponentM
 from trainvitals import __version__
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard.charts import Chart, Line, Role
-from vitals_dashboard.charts.chart import Curve
+from vitals_dashboard.charts.lines import Curve
 from vitals_dashboard.charts.marks import NON_FINITE, ChartMark
 from vitals_dashboard.source import Source, series_of
 from vitals_dashboard.theme import DARK, LIGHT
@@ -214,11 +214,12 @@ class Feed:
         bad = {mark: held for mark, held in self.marks.items() if mark[0] == NON_FINITE.word}
         marks = bad | marks
         removed = [i for i, mark in enumerate(self.marks) if marks.get(mark) != self.marks[mark]]
-        come = [[*mark, places] for mark, places in marks.items() if self.marks.get(mark) != places]
+        changed = [mark for mark, places in marks.items() if self.marks.get(mark) != places]
+        come = [[*mark, marks[mark]] for mark in changed]
         kinds_sent = {mark[0] for mark in self.marks}
         looks = {mark.look.word: mark.look for chart in charts for mark in chart.marks}
         held = [mark for mark in self.marks if marks.get(mark) == self.marks[mark]]
-        self.marks = {mark: marks[mark] for mark in [*held, *(tuple(m[:3]) for m in come)]}
+        self.marks = {mark: marks[mark] for mark in [*held, *changed]}
         ends = [chart.ends for chart in charts]
         message: Wire = {"base": self.number}
         if lines or removed or come:

@@ -176,9 +176,6 @@ white-space:pre-wrap;overflow-wrap:anywhere;max-width:none}
 color:inherit}
 [data-testid="stCaptionContainer"]{opacity:.8}
 .st-key-run_links{flex-wrap:wrap}
-@media (max-width:640px){.stMainBlockContainer{padding-top:3.9rem}
-.st-key-run_bar,.st-key-run_links{flex-wrap:nowrap;overflow-x:auto}
-.st-key-run_links{flex:0 0 auto}}
 [data-testid="stMarkdownContainer"] :is(h2,h3,h4){font-size:1.05rem;font-weight:650;
 padding:.25rem 0 .1rem}
 .st-key-page_heading{position:absolute!important;width:1px!important;height:1px!important;
@@ -192,6 +189,9 @@ font-family:inherit;white-space:pre-wrap;overflow-wrap:anywhere}
 white-space:pre-wrap;overflow-wrap:anywhere}
 @media (min-width:900px){.st-key-verdict_strip{flex-wrap:nowrap}}
 [class*="st-key-prose_verdict"] [data-testid="stMarkdown"] p{opacity:.8}
+@media (max-width:640px){.stMainBlockContainer{padding-top:3.9rem}
+.st-key-run_bar,.st-key-run_links{flex-wrap:nowrap;overflow-x:auto}
+.st-key-run_links{flex:0 0 auto}}
 [data-tag-index],button[kind^="primary"]{background-color:#0072B2!important;
 border-color:#0072B2!important}
 [data-testid="stElementToolbarButton"]:has([aria-label="Download as CSV"]){display:none}

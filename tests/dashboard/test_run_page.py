@@ -331,6 +331,28 @@ def test_a_run_that_was_not_heard_of_again_is_not_asked_for_again(
     assert before == stub.num_series
 
 
+def test_a_halted_run_says_why_and_the_next_command_above_its_curves(
+    stub: Stub, open_page: Open
+) -> None:
+    sample = with_look_back(samples.sample_run())
+    (incident,) = sample.incidents
+    verdict = msgspec.structs.replace(
+        incident.verdict, next="Fix the cause.", commands=("vitals resume 01K", "vitals why 01K 3")
+    )
+    sample.incidents = [msgspec.structs.replace(incident, is_open=True, verdict=verdict)]
+    stub.add(sample)
+    app = open_page("run")
+    said = shown(app)
+    assert "Rank 3's loss reached 4.9 (limit 3.2) at steps 180 to 181." in said
+    assert "Next: Fix the cause." in said
+    assert "vitals resume 01K" == app.code[-1].value
+    assert "Open incident" in said
+    sample.incidents = []
+    stub.samples[sample.summary.run_id] = sample
+    st.cache_data.clear()
+    assert "Running at step 420. No incidents." in shown(app.run())
+
+
 def test_an_open_page_is_sent_only_what_is_new(stub: Stub, open_page: Open) -> None:
     sample = samples.sample_run(with_gpu=True)
     stub.add(sample)
@@ -412,25 +434,3 @@ def train(stub: Stub, sample: samples.SampleRun, *, num_steps: int) -> None:
     )
     sample.summary = line
     sample.detail = msgspec.structs.replace(sample.detail, summary=line)
-
-
-def test_a_halted_run_says_why_and_the_next_command_above_its_curves(
-    stub: Stub, open_page: Open
-) -> None:
-    sample = with_look_back(samples.sample_run())
-    (incident,) = sample.incidents
-    verdict = msgspec.structs.replace(
-        incident.verdict, next="Fix the cause.", commands=("vitals resume 01K", "vitals why 01K 3")
-    )
-    sample.incidents = [msgspec.structs.replace(incident, is_open=True, verdict=verdict)]
-    stub.add(sample)
-    app = open_page("run")
-    said = shown(app)
-    assert "Rank 3's loss reached 4.9 (limit 3.2) at steps 180 to 181." in said
-    assert "Next: Fix the cause." in said
-    assert "vitals resume 01K" == app.code[-1].value
-    assert "Open incident" in said
-    sample.incidents = []
-    stub.samples[sample.summary.run_id] = sample
-    st.cache_data.clear()
-    assert "Running at step 420. No incidents." in shown(app.run())

@@ -17,7 +17,7 @@ import pytest
 
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, Writer
 from tests.dashboard.folder import open_spool
-from tests.dashboard.test_browser import at
+from tests.dashboard.test_browser import CHART, at
 from tests.dashboard.test_launch import dashboard
 from trainvitals.records import (
     AttemptStarted,
@@ -240,7 +240,7 @@ def test_the_first_curve_of_a_halted_run_begins_above_the_fold(page: Any, addres
     page.goto(address)
     visitor = Visitor(page)
     visitor.open_run()
-    curve = page.locator("[data-testid=stEChartsChart]").first
+    curve = page.locator(CHART).first
     curve.wait_for()
     page.wait_for_timeout(500)
     assert curve.bounding_box()["y"] <= 720 - 120, "enough of it to see how it ended"
