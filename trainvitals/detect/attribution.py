@@ -665,7 +665,7 @@ class OnsetTracker:
         relative = [value - other for value, other in zip(values, others, strict=True)]
         if len(values) > _FEW_RANKS:
             zeds, _ = self._look(name, np.array(relative), looked)
-            return zeds.tolist()[: len(values)]
+            return [float(z) for z in zeds[: len(values)]]
         return [
             self._look_at(f"{name}/{rank}", value, looked)[0] for rank, value in enumerate(relative)
         ]
