@@ -91,7 +91,7 @@ def test_what_lasts_is_shown_as_it_is_within_flat_rows(store: Store):
 
 def layer_rows(writer: Writer, values: dict[int, list[float]]) -> list[list[Value]]:
     return [
-        [step, 1, writer.time_of(step), 0, number, value, *[None] * 5]
+        [step, 1, writer.time_of(step), 0, number, value, *[None] * 7]
         for step, some in values.items()
         for number, value in enumerate(some)
     ]

@@ -344,7 +344,7 @@ class _Writing:
                 if record.attempt == 1 and name == shard.layer and record.step >= shard.onset:
                     norm *= 2.0 + 0.2 * (record.step - shard.onset)
                 times = [BEGIN + row.tick * SECOND, row.tick * SECOND]
-                yield [record.step, record.attempt, *times, i, float(norm), *[None] * 5]
+                yield [record.step, record.attempt, *times, i, float(norm), *[None] * 7]
 
     def of_gpu(self, i: int) -> Iterator[bytes]:
         hot = {row.tick for row in self.near if self.is_hot(row.record)}

@@ -146,9 +146,9 @@ def test_which_layer(asked: Asked):
     assert asked.made.shard.onset == min(moved.values())
     movers = asked.run.movers(asked.made.shard.bad)
     assert [asked.made.shard.layer] == [one.row for one in movers if one.row in LAYERS]
-    told = " ".join(asked.told()[0].story)
-    assert f"Moved first: `{asked.made.shard.layer}`: gradient norm" in told
-    assert f"since step {asked.made.shard.onset}" in told
+    told = asked.told()[0].verdict.cause
+    where = f"gradient norm of layer `{asked.made.shard.layer}` at step"
+    assert f"Moved first: {where} {asked.made.shard.onset:,}" in told
 
 
 @pytest.mark.parametrize("which", ["shard", "gpu"])

@@ -47,8 +47,10 @@ WINDOW = 40
 GUARD = 3
 """A series that is out within its first judged steps moved before anybody could see it."""
 LEAST = 20
-"""Values without which there is no reference; they must span ``REFERENCE`` steps as well. Layers
+"""Values without which there is no reference; they must span ``SPAN`` steps as well. Layers
 are written every 10th step by default."""
+SPAN = 100
+"""Steps of a reference at least."""
 MOST_LAYERS = 4096
 MOST_RANKS = 1024
 """What is beyond is not followed: memory has a bound."""
@@ -187,7 +189,7 @@ class _Course:
         if abs(self._now) > self._largest:
             self._largest = abs(self._now)
             self._limit = max(self._limit, OF_LARGEST * self._largest)
-        if self._age >= _RENEWED and step - self._since >= REFERENCE:
+        if self._age >= _RENEWED and step - self._since >= SPAN:
             self._renew()
 
     def _renew(self) -> None:
@@ -260,7 +262,7 @@ class _Courses:
             return
         if self._since is None or step < self._since:
             self._since = step
-        self._spans = step - self._since >= REFERENCE
+        self._spans = step - self._since >= SPAN
         new = there[self._count[there] == 0]
         if len(new):
             self._raw[new] = values[new, None]
@@ -665,7 +667,7 @@ class OnsetTracker:
         relative = [value - other for value, other in zip(values, others, strict=True)]
         if len(values) > _FEW_RANKS:
             zeds, _ = self._look(name, np.array(relative), looked)
-            return zeds.tolist()[: len(values)]
+            return [float(z) for z in zeds[: len(values)]]
         return [
             self._look_at(f"{name}/{rank}", value, looked)[0] for rank, value in enumerate(relative)
         ]
@@ -684,7 +686,8 @@ class OnsetTracker:
         # A wait that is shorter than a step holds nobody up.
         if sigmas > SIGMAS and self._durations and wait > _middle(sorted(self._durations)):
             late = [rank for rank, each in zip(ranks, waits, strict=True) if each > wait / 2]
-            where = f"rank:{late[0]}" if len(late) == 1 < len(waits) else ""
+            num = len(merged.ranks["data_wait_seconds"])
+            where = f"rank:{late[0]}" if len(late) == 1 < num else ""
             numbers = (wait, math.exp(middle), sigmas)
             out.append(_Out(merged.step, 1, "loader", where, "data_wait_seconds", *numbers))
         elif longest:

@@ -138,11 +138,11 @@ def windows_named(
     found = []
     for i in range(num):
         which = i % len(runs)
-        step = int(draws.integers(_FIRST_ASKED, len(runs[which].run)))
+        asked = int(draws.integers(_FIRST_ASKED, len(runs[which].run)))
         planned = ((TASK, JUMP_STEPS),)
-        onset = origin(onsets[which], attempt=1, step=step, planned=planned)
+        onset = origin(onsets[which], attempt=1, step=asked, planned=planned)
         if onset is not None:
-            found.append((which, step, onset))
+            found.append((which, asked, onset))
     return found
 
 

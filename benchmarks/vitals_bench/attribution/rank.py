@@ -94,7 +94,7 @@ class _Loop:
         return [copy.deepcopy(part.state_dict()) for part in parts]
 
     def load(self, state: Any) -> None:
-        parts = (self.training.model, self.optimizer, self.schedule)
+        parts: tuple[Any, ...] = (self.training.model, self.optimizer, self.schedule)
         for part, saved in zip(parts, state, strict=True):
             part.load_state_dict(copy.deepcopy(saved))
 
@@ -164,8 +164,10 @@ def _read(folder: Path, readers: dict[Path, JournalReader]) -> list[Rows]:
 def main(work: Work, rank: int, folder: Path) -> None:
     """Train the run, then each fault in a copy of it; write the rows down."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 4)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(60))
+    place = f"file://{folder / 'store'}"
+    dist.init_process_group(
+        "gloo", init_method=place, rank=rank, world_size=4, timeout=timedelta(minutes=10)
+    )
     own = folder / f"rank{rank}"
     own.mkdir()
     os.environ |= {"VITALS_SHM": str(own), "VITALS_DIR": str(own / "runs")}

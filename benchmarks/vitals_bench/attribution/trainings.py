@@ -60,7 +60,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(shape).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        hidden: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return hidden
 
 
 class CharModel(nn.Module):
@@ -80,7 +81,8 @@ class CharModel(nn.Module):
         hidden = self.tokens(x) + self.places(torch.arange(x.shape[1]))
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        scores: Tensor = self.head(self.norm(hidden))
+        return scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,7 @@ class Injector:
         return self.fault is not None and self.fault.name in names and 0 <= self._age < steps
 
     @property
-    def _params(self) -> list[nn.Parameter]:
+    def _params(self) -> list[Tensor]:
         assert self.fault is not None
         return list(self._modules[self.fault.layer].parameters())
 

@@ -82,7 +82,7 @@ def precursor(moment: Moment, run_id: str, attempt: int, step: int, cause: str) 
         for merged in stored_steps(moment, run_id, step - _BEFORE, step + 1):
             if merged.attempt <= attempt:
                 tracker.update(merged)
-        if not tracker.is_judging:
+        if not tracker.is_judging and not tracker.onsets:  # what is not finite needs no reference
             return None
         onsets = tracker.onsets
     is_of_speed = domain_of(cause) == "speed"
