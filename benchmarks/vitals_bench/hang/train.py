@@ -121,6 +121,9 @@ def main() -> None:
         if name := faults.take(place):
             faults.do(name, seconds)
 
+    def in_backward(_grad: torch.Tensor) -> None:
+        at("backward")
+
     class Data:
         def __iter__(self) -> Iterator[torch.Tensor]:
             while True:
@@ -137,7 +140,7 @@ def main() -> None:
             at("forward")
             out: torch.Tensor = self.inner(x)
             if out.requires_grad:
-                out.register_hook(lambda grad: at("backward"))
+                out.register_hook(in_backward)
             return out
 
     model = DistributedDataParallel(nn.Sequential(Layer(), nn.Linear(16, 1)))
@@ -145,7 +148,7 @@ def main() -> None:
     with watch(model, optimizer, run="hang") as monitor:
         for batch in monitor.batches(Data()):
             loss = model(batch).square().mean()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             at("collective")
             monitor.step(loss)
             at("between")
