@@ -9,8 +9,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ class Faults:
 
     def do(self, name: str, seconds: float) -> None:
         """Have a fault."""
-        actions = {
+        actions: dict[str, Callable[[], Any]] = {
             "block": self.block,
             "hold": self.hold_interpreter,
             "spin": self.spin,
@@ -148,7 +149,7 @@ def main() -> None:
     with watch(model, optimizer, run="hang") as monitor:
         for batch in monitor.batches(Data()):
             loss = model(batch).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             at("collective")
             monitor.step(loss)
             at("between")
