@@ -11,6 +11,7 @@ log = logging.getLogger("vitals_agent")
 
 Part = Literal[
     "discover",
+    "hang",
     "journal",
     "journals",
     "relay",

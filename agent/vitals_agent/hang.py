@@ -144,7 +144,7 @@ class HangWatch:
             self._say(ranks, world_size)
             is_waiting = self._follower.verdict is not None
         for rank, tail in tails.items():
-            with self._run.faults.contained("hang.stacks"):
+            with self._run.faults.contained("hang"):
                 self._take_stacks(rank, tail, is_waiting=is_waiting)
 
     # ----------------------------------------------------------------------------- what is said
@@ -179,8 +179,10 @@ class HangWatch:
         if is_still and self._sent_at is not None and now - self._sent_at < RESEND_SECONDS:
             return
         limits = self._follower.history.limits(self._follower.config)
-        told = tuple(ranks) if is_still else ()
-        self._run.node_source.say(RanksStill(world_size=world_size, ranks=told, limits=limits))
+        event = RanksStill(
+            world_size=world_size, ranks=tuple(ranks) if is_still else (), limits=limits
+        )
+        self._run.node_source.say(event)
         self._sent_at = now if is_still else None
 
     # ----------------------------------------------------------------------------- what is seen
@@ -362,11 +364,11 @@ def _is_active(work: Sequence[_Work], now: float) -> bool:
 def _collectives(directory: Path) -> tuple[str, ...]:
     """Return the last collectives that the rank wrote down, as lines."""
     try:
-        told = msgspec.json.decode(read_own(directory / COLLECTIVES_FILE), type=list[_Collective])
+        calls = msgspec.json.decode(read_own(directory / COLLECTIVES_FILE), type=list[_Collective])
     except (OSError, VitalsError, *UNREADABLE):
         return ()
     return tuple(
-        f"group {each.group} #{each.number}: {each.call} {each.state}".rstrip() for each in told
+        f"group {each.group} #{each.number}: {each.call} {each.state}".rstrip() for each in calls
     )[-MAX_COLLECTIVES:]
 
 

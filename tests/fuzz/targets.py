@@ -31,6 +31,7 @@ from trainvitals.errors import FormatError
 from trainvitals.identity import new_run_id
 from trainvitals.io import segments
 from trainvitals.io.client import collector_on, read_tokens
+from trainvitals.io.heartbeat import HEARTBEAT_FILE, HeartbeatWriter, read_heartbeat
 from trainvitals.io.journal import JournalWriter
 from trainvitals.io.journal_reader import JournalReader
 from trainvitals.io.mailbox import Mailbox
@@ -48,6 +49,7 @@ from trainvitals.records import (
     DecisionMade,
     Finding,
     FindingRaised,
+    Heartbeat,
     NamesDefined,
     Note,
     RankStarted,
@@ -297,6 +299,35 @@ def resealed_mailbox(raw: bytes) -> bytes:
     )
 
 
+def read_beat(folder: Path, raw: bytes) -> None:
+    """What a rank says of itself, as the agent reads it."""
+    path = folder / HEARTBEAT_FILE
+    path.write_bytes(raw)
+    path.chmod(0o600)
+    read_heartbeat(folder)
+
+
+def resealed_beat(raw: bytes) -> bytes:
+    """Return the page with a checksum that is right: the word itself is then decoded."""
+    if len(raw) < 24:
+        return raw
+    beat, size = struct.unpack_from("<QI", raw, 8)
+    body = raw[24 : 24 + size]
+    crc = zlib.crc32(body, zlib.crc32(struct.pack("<QI", beat, size)))
+    return raw[:20] + struct.pack("<I", crc) + raw[24:]
+
+
+@cache
+def _beat() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        writer = HeartbeatWriter(Path(folder))
+        calls = {"0": {9: "all_reduce(4)"}}
+        word = Heartbeat(beat=1, monotonic_ns=5, sequences={"0": 9}, last_collectives=calls)
+        writer.write(word)
+        writer.close()
+        return (Path(folder) / HEARTBEAT_FILE).read_bytes()
+
+
 @cache
 def _mailbox() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
@@ -506,6 +537,7 @@ TARGETS = [
         read=read_spool_state,
         reseal=resealed_state,
     ),
+    Target(name="heartbeat", samples=lambda: [_beat()], read=read_beat, reseal=resealed_beat),
     Target(
         name="mailbox", samples=lambda: [_mailbox()], read=read_mailbox, reseal=resealed_mailbox
     ),

@@ -141,7 +141,7 @@ class HeartbeatThread:
         """Return how many collectives were begun in each group; empty where there is none."""
         if not (dist.is_available() and dist.is_initialized()):
             return {}
-        groups = list(dist.distributed_c10d._world.pg_names.items())
+        groups: list[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())
         numbers: dict[str, int] = {}
         for group, name in groups[:MAX_GROUPS]:
             if group is not self._left_out:
@@ -277,8 +277,8 @@ class _FlightRecorder:
             group: {entry.collective_seq_id: entry.text for entry in of_group[-_NUM_TOLD:]}
             for group, of_group in list(kept.items())[:_MAX_TOLD_GROUPS]
         }
-        told = [entry.told for of_group in kept.values() for entry in of_group]
-        replace_file(directory / COLLECTIVES_FILE, msgspec.json.encode(told), mode=0o600)
+        lines = [entry.told for of_group in kept.values() for entry in of_group]
+        replace_file(directory / COLLECTIVES_FILE, msgspec.json.encode(lines), mode=0o600)
 
 
 class _Entry(msgspec.Struct, frozen=True):

@@ -205,9 +205,9 @@ class _Judge:
             return None
         groups = sorted({group for rank in self._living for group in rank.last_collectives})
         for group in groups:
-            told = {rank.rank: rank.last_collectives.get(group, {}) for rank in self._living}
-            for number in sorted(set().union(*told.values())):
-                calls = {rank: of[number] for rank, of in told.items() if number in of}
+            of_ranks = {rank.rank: rank.last_collectives.get(group, {}) for rank in self._living}
+            for number in sorted(set().union(*of_ranks.values())):
+                calls = {rank: of[number] for rank, of in of_ranks.items() if number in of}
                 odd = _odd_ones(calls)
                 if odd:
                     return self._of_calls(group, number, calls, odd, seconds)

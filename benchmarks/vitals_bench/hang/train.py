@@ -9,8 +9,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ class Faults:
 
     def do(self, name: str, seconds: float) -> None:
         """Have a fault."""
-        actions = {
+        actions: dict[str, Callable[[], Any]] = {
             "block": self.block,
             "hold": self.hold_interpreter,
             "spin": self.spin,
@@ -121,6 +122,9 @@ def main() -> None:
         if name := faults.take(place):
             faults.do(name, seconds)
 
+    def in_backward(_grad: torch.Tensor) -> None:
+        at("backward")
+
     class Data:
         def __iter__(self) -> Iterator[torch.Tensor]:
             while True:
@@ -137,7 +141,7 @@ def main() -> None:
             at("forward")
             out: torch.Tensor = self.inner(x)
             if out.requires_grad:
-                out.register_hook(lambda grad: at("backward"))
+                out.register_hook(in_backward)
             return out
 
     model = DistributedDataParallel(nn.Sequential(Layer(), nn.Linear(16, 1)))

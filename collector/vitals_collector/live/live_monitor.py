@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, func, select
 
 from trainvitals.detect.attribution import Onset, OnsetTracker
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.detect.hang import HangFollower
 from trainvitals.errors import UNREADABLE, StorageError
-from trainvitals.records import Finding, TrainingPaused
+from trainvitals.records import Finding, HangLimits, RanksStill, TrainingPaused
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch
 from vitals_collector.live.step_join import (
@@ -42,7 +43,6 @@ from vitals_collector.live.step_join import (
     host_rows,
     step_columns,
 )
-from vitals_collector.live.still_nodes import StillNodes
 from vitals_collector.live.tail_reader import (
     HOSTS,
     STEPS,
@@ -187,6 +187,76 @@ class Saved(msgspec.Struct, kw_only=True):
     """From where on this process could tell."""
     lasting: list[Finding] = []
     """What the watchers told as it began, and say goes on: a straggler, a fall of throughput."""
+
+
+# ------------------------------------------------- ranks on several nodes that make no progress
+
+
+FORGET_NS = 8_000_000_000
+"""A node that said nothing for longer than that may move again, or be gone."""
+_decode_still = msgspec.msgpack.Decoder(RanksStill).decode
+
+
+class _Word(NamedTuple):
+    seq: int
+    came_ns: int
+    event: RanksStill
+
+
+@dataclass(slots=True)
+class StillNodes:
+    """What the agents of one run last said of ranks that stand still.
+
+    Who is waited for shows only where all are seen. A job on one node its agent judges itself.
+    """
+
+    _words: dict[str, _Word] = field(default_factory=dict)
+    """By incarnation of an agent."""
+    _follower: HangFollower = field(default_factory=HangFollower)
+
+    def read(self, connection: Connection, run_id: str, now_ns: int) -> None:
+        """Take in what came since the last look."""
+        mine = (events.c.run_id == run_id, events.c.kind == RanksStill.__name__)
+        last = select(events.c.incarnation, func.max(events.c.seq)).where(*mine)
+        for incarnation, seq in connection.execute(last.group_by(events.c.incarnation)).all():
+            before = self._words.get(incarnation)
+            if before is not None and before.seq >= seq:
+                continue
+            query = select(events.c.body).where(
+                *mine, events.c.incarnation == incarnation, events.c.seq == seq
+            )
+            try:
+                event = _decode_still(connection.execute(query).scalar() or b"")
+            except UNREADABLE:
+                continue  # a newer agent's: it judges its own node, at least
+            self._words[incarnation] = _Word(seq, now_ns, event)
+
+    def look(self, now_ns: int) -> tuple[Finding, ...]:
+        """Return what is to be told now; ``now_ns`` is of the clock of ``read``."""
+        present = [word for word in self._words.values() if now_ns - word.came_ns <= FORGET_NS]
+        present = [word for word in present if word.event.ranks]
+        if not present and self._follower.verdict is None:
+            return ()
+        # As they were told, and not for longer: a node that says nothing more may move again.
+        ranks = {rank.rank: rank for word in present for rank in word.event.ranks}
+        world_size = max((word.event.world_size for word in present), default=1)
+        limits = _longest(word.event.limits for word in present)
+        return self._follower.look(list(ranks.values()), world_size=world_size, limits=limits)
+
+
+def _longest(limits: Iterable[HangLimits]) -> HangLimits | None:
+    """Return for each phase the longest of the nodes' limits."""
+    every = list(limits)
+    if not every:
+        return None
+    return HangLimits(
+        show={phase: max(of.show.get(phase, 0.0) for of in every) for phase in every[0].show},
+        page={phase: max(of.page.get(phase, 0.0) for of in every) for phase in every[0].page},
+        computing=max(of.computing for of in every),
+    )
+
+
+# ------------------------------------------------------------------------------------- one run
 
 
 @dataclass(slots=True)
