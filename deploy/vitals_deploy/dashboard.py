@@ -100,7 +100,7 @@ def _share(part: str, whole: str) -> str:
 
 def _lost(*metrics: str) -> str:
     each = [f"sum(increase({spec(metric).name}[5m]))" for metric in metrics]
-    return " + ".join(f"({one} or vector(0))" for one in each)
+    return " + ".join(f"({query} or vector(0))" for query in each)
 
 
 BARS = {"drawStyle": "bars", "fillOpacity": 60, "lineWidth": 0, "stacking": {"mode": "normal"}}

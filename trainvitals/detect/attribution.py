@@ -268,15 +268,15 @@ class _Courses:
             self._raw[new] = values[new, None]
         self._raw[there, self._count[there] % LAG] = values[there]
         if is_quiet:
-            known = there[self._count[there] >= LAG // 2]
-            self._away[known, self._quiet[known] % REFERENCE] = self._now[known]
-            self._quiet[known] += 1
+            filled = there[self._count[there] >= LAG // 2]
+            self._away[filled, self._quiet[filled] % REFERENCE] = self._now[filled]
+            self._quiet[filled] += 1
             self._age += 1
             if self._age >= _RENEWED:
                 self._renew()
-            elif len(known):
-                grown = np.where(np.isinf(self._largest[known]), 0.0, np.abs(self._now[known]))
-                self._largest[known] = np.maximum(self._largest[known], grown)
+            elif len(filled):
+                grown = np.where(np.isinf(self._largest[filled]), 0.0, np.abs(self._now[filled]))
+                self._largest[filled] = np.maximum(self._largest[filled], grown)
         self._count[there] += 1
 
     @property
@@ -388,8 +388,8 @@ class _Episode:
                 self.onset = None
             return False
         self._quiet = 0
-        first = min(out, key=lambda one: (one.step, one.order))
-        now = max(one.step for one in out)
+        first = min(out, key=lambda each: (each.step, each.order))
+        now = max(each.step for each in out)
         onset = self.onset
         if onset is None or attempt != onset.attempt:
             self._long, self._order = 0, first.order
@@ -417,23 +417,23 @@ def _onset(attempt: int, first: _Out, out: Sequence[_Out], now: int, *, is_old: 
         usual=first.usual,
         sigmas=None if first.sigmas is None else float(first.sigmas),
         is_old=is_old,
-        next=tuple(_as_next(one) for one in out if one is not first)[:_MOST_NEXT],
+        next=tuple(_as_next(each) for each in out if each is not first)[:_MOST_NEXT],
     )
 
 
-def _as_next(one: _Out) -> Next:
-    return Next(one.step, one.subject, one.where, one.series)
+def _as_next(each: _Out) -> Next:
+    return Next(each.step, each.subject, each.where, each.series)
 
 
 def _next(onset: Onset, out: Sequence[_Out]) -> tuple[Next, ...]:
     """Return what followed, each of it once, at its first step."""
-    told = {(one.subject, one.where, one.series): one for one in onset.next}
+    followed = {(each.subject, each.where, each.series): each for each in onset.next}
     own = (onset.subject, onset.where, onset.series)
-    for one in out:
-        key = (one.subject, one.where, one.series)
+    for each in out:
+        key = (each.subject, each.where, each.series)
         if key != own:
-            told.setdefault(key, _as_next(one))
-    return tuple(sorted(told.values(), key=lambda one: one.step)[:_MOST_NEXT])
+            followed.setdefault(key, _as_next(each))
+    return tuple(sorted(followed.values(), key=lambda each: each.step)[:_MOST_NEXT])
 
 
 class OnsetTracker:
@@ -444,7 +444,7 @@ class OnsetTracker:
     """
 
     def __init__(self, onsets: Iterable[Onset] = ()) -> None:
-        self._onsets = {(one.attempt, one.step, one.is_of_speed): one for one in onsets}
+        self._onsets = {(onset.attempt, onset.step, onset.is_of_speed): onset for onset in onsets}
         self._series: dict[str, _Course] = {}
         self._courses: dict[str, _Courses] = {}
         self._of_layers: dict[str, _Courses] = {}
@@ -505,7 +505,7 @@ class OnsetTracker:
             self._num_judged += 1
             if self._num_judged == GUARD + 1:
                 self._judged_from = self._key
-        is_old = self._num_judged <= GUARD and not any(one.sigmas is None for one in out)
+        is_old = self._num_judged <= GUARD and not any(each.sigmas is None for each in out)
         changed = self._advance(self._numbers, merged.attempt, out, is_old=is_old)
         changed |= self._advance(
             self._speed, merged.attempt, speed, is_old=self._num_judged <= GUARD
@@ -761,15 +761,15 @@ class OnsetTracker:
         if weights is None:
             return
         before, self._weights = self._weights, weights
-        known = min(len(before), len(weights))
-        turned = ~np.isfinite(weights[:known]) & np.isfinite(before[:known])
-        turned &= rows.has("weight_norm")[:known]
+        num_both = min(len(before), len(weights))
+        turned = ~np.isfinite(weights[:num_both]) & np.isfinite(before[:num_both])
+        turned &= rows.has("weight_norm")[:num_both]
         if turned.any():
             out.append(self._layer(step, 5, int(np.argmax(turned)), "weight_norm"))
         if not is_next:
             return
         moved = np.full(len(weights), np.nan)
-        moved[:known] = _logarithm(weights[:known]) - _logarithm(before[:known])
+        moved[:num_both] = _logarithm(weights[:num_both]) - _logarithm(before[:num_both])
         z, _ = self._look("weight_norm", moved, looked, of_layers=True)
         at = int(np.argmax(np.abs(z)))
         if abs(z[at]) > SIGMAS:
@@ -824,10 +824,10 @@ class OnsetTracker:
             out.append(self._layer(step, 8, int(np.flatnonzero(bad)[-1]), "grad_norm"))
         before = np.zeros(len(norms), dtype=np.bool_)
         before[: len(self._had_gradient)] = self._had_gradient
-        gone = (norms == 0.0) & before
-        if gone.any() and not (norms[np.isfinite(norms)] == 0.0).all():
+        is_zero = (norms == 0.0) & before
+        if is_zero.any() and not (norms[np.isfinite(norms)] == 0.0).all():
             out.append(
-                self._layer(step, 12, int(np.argmax(gone)), "grad_norm", value=0.0, usual=None)
+                self._layer(step, 12, int(np.argmax(is_zero)), "grad_norm", value=0.0, usual=None)
             )
         self._had_gradient = norms > 0.0
         z, middle = self._look("grad_norm", _logarithm(norms), looked, of_layers=True)
@@ -924,16 +924,16 @@ def origin(
             was meant.
     """
     near = [
-        one
-        for one in onsets
-        if one.attempt == attempt
-        and one.step <= step
-        and one.last_step > step - WINDOW
-        and one.step > step - _LONGEST
-        and not any(first <= one.step < first + num for first, num in planned)
-        and (is_of_speed is None or one.is_of_speed == is_of_speed)
+        onset
+        for onset in onsets
+        if onset.attempt == attempt
+        and onset.step <= step
+        and onset.last_step > step - WINDOW
+        and onset.step > step - _LONGEST
+        and not any(first <= onset.step < first + num for first, num in planned)
+        and (is_of_speed is None or onset.is_of_speed == is_of_speed)
     ]
-    first = min(near, key=lambda one: one.step, default=None)
+    first = min(near, key=lambda onset: onset.step, default=None)
     return None if first is None or first.is_old else first
 
 

@@ -65,7 +65,7 @@ def figures(
 ) -> Iterator[Row | Grid]:
     """Yield the figures of what was recorded."""
     all_, milder = named(faults), named(mild)
-    loud = [one for one in all_ if one.fault.name in LOUD]
+    loud = [each for each in all_ if each.fault.name in LOUD]
     given, wrong = _given(all_)
     quiet_named = windows_named(quiet, windows)
     yield Row(
@@ -148,12 +148,12 @@ def windows_named(
 
 def _given(all_: Sequence[Named]) -> tuple[list[Named], list[Named]]:
     """Return where a cause was named, and where it was a wrong one."""
-    given = [one for one in all_ if one.onset is not None and one.onset.is_cause]
-    return given, [one for one in given if not one.is_right]
+    given = [each for each in all_ if each.onset is not None and each.onset.is_cause]
+    return given, [each for each in given if not each.is_right]
 
 
 def _share(all_: Sequence[Named]) -> float:
-    return 100 * sum(one.is_right for one in all_) / max(1, len(all_))
+    return 100 * sum(each.is_right for each in all_) / max(1, len(all_))
 
 
 def _cost(steps: Sequence[MergedStep]) -> float:
@@ -169,16 +169,16 @@ def _cost(steps: Sequence[MergedStep]) -> float:
 def _by_fault(all_: Sequence[Named], default: Sequence[Named]) -> Grid:
     rows = []
     for name in (*FAULTS, *MILD):
-        mine = [one for one in all_ if one.fault.name == name]
+        mine = [each for each in all_ if each.fault.name == name]
         if not mine:
             continue
-        by_default = [one.is_right for one in default if one.fault.name == name]
-        others = Counter(one.said for one in mine if not one.is_right)
+        by_default = [each.is_right for each in default if each.fault.name == name]
+        others = Counter(each.said for each in mine if not each.is_right)
         rows.append(
             (
                 name,
                 "yes" if name in LOUD else "",
-                f"{sum(one.is_right for one in mine)} of {len(mine)}",
+                f"{sum(each.is_right for each in mine)} of {len(mine)}",
                 f"{sum(by_default)} of {len(by_default)}" if by_default else None,
                 ", ".join(f"{what} ({num})" for what, num in others.most_common()),
             )

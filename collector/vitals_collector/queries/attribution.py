@@ -104,7 +104,7 @@ def _planned(connection: Connection, run_id: str, attempt: int) -> list[tuple[in
     return planned
 
 
-def at_step(moment: Moment, run_id: str, step: int, found: Sequence[FindingView]) -> str | None:
+def at_step(moment: Moment, run_id: str, step: int, findings: Sequence[FindingView]) -> str | None:
     """Return what moved first before the trouble at a step, in a sentence.
 
     Empty where nothing did; None where there was no trouble, or nobody could tell.
@@ -112,7 +112,7 @@ def at_step(moment: Moment, run_id: str, step: int, found: Sequence[FindingView]
     attempt = attempt_of(moment.sql, run_id, step)
     if attempt is None:
         return None
-    finding = found[0].finding if found else None
+    finding = findings[0].finding if findings else None
     cause = "" if finding is None else finding.cause or finding.kind
     onset = step if finding is None or finding.onset_step < 0 else min(finding.onset_step, step)
     first = precursor(moment, run_id, attempt, onset, cause)
@@ -143,7 +143,7 @@ _KEYS = ("step", "attempt", "time_unix_ns", "rank", "seq", "incarnation")
 
 def _measured(connection: Connection, run_id: str) -> dict[str, list[str]]:
     """Return the columns that the run has, of those that watchers look at."""
-    wanted = {
+    looked_at = {
         "steps": {*RANK_COLUMNS, *RUN_COLUMNS},
         "layers": {*LAYER_COLUMNS},
     }
@@ -151,7 +151,7 @@ def _measured(connection: Connection, run_id: str) -> dict[str, list[str]]:
     query = select(table.stream, table.name).where(table.run_id == run_id)
     there: dict[str, list[str]] = {"steps": [], "layers": ["layer"]}
     for stream, name in connection.execute(query):
-        if name in wanted.get(stream, ()):
+        if name in looked_at.get(stream, ()):
             there[stream].append(name)
     return there
 
@@ -198,9 +198,11 @@ def sentence(onset: Onset) -> str:
     words = f"Moved first: {_what(onset)} {at}{_numbers(onset)}."
     if not onset.is_cause:
         words += " Not enough was measured to tell the cause: `watch(signals=...)` measures more."
-    later = [one for one in onset.next if one.step > onset.step]
+    later = [effect for effect in onset.next if effect.step > onset.step]
     if later:
-        listed = "; ".join(f"{_followed(one)} at step {one.step:,}" for one in later[:_MAX_TOLD])
+        listed = "; ".join(
+            f"{_followed(effect)} at step {effect.step:,}" for effect in later[:_MAX_TOLD]
+        )
         more = len(later) - _MAX_TOLD
         words += f" Then: {listed}{f'; and {more} more' if more > 0 else ''}."
     return words
@@ -269,11 +271,17 @@ def _numbers(onset: Onset) -> str:
     return f" ({onset.value:.4g}{usual}; {onset.sigmas:.3g} sigma)"
 
 
-def _followed(one: Next) -> str:
+def _followed(effect: Next) -> str:
     as_onset = Onset(
-        attempt=0, step=one.step, last_step=one.step, subject=one.subject, where=one.where,
-        series=one.series, value=1.0, sigmas=1.0,
-    )  # fmt: skip
+        attempt=0,
+        step=effect.step,
+        last_step=effect.step,
+        subject=effect.subject,
+        where=effect.where,
+        series=effect.series,
+        value=1.0,
+        sigmas=1.0,
+    )
     return _what(as_onset)
 
 

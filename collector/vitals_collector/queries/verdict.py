@@ -126,8 +126,8 @@ def state(facts: VerdictFacts) -> str:
 
 def _of_run(run: RunSummary) -> str:
     if run.state == "running":
-        gone = f"; missing: {', '.join(run.missing)}" if run.missing else ""
-        return f"Running at step {run.last_step:,}{gone}"
+        missing = f"; missing: {', '.join(run.missing)}" if run.missing else ""
+        return f"Running at step {run.last_step:,}{missing}"
     return _ENDED[run.state].format(f"{run.last_step:,}")
 
 
