@@ -143,9 +143,10 @@ class HangWatch:
         else:
             self._say(ranks, world_size)
             is_waiting = self._follower.verdict is not None
+        step = max(rank.step for rank in ranks)
         for rank, tail in tails.items():
             with self._run.faults.contained("hang"):
-                self._take_stacks(rank, tail, is_waiting=is_waiting)
+                self._take_stacks(rank, tail, step, is_waiting=is_waiting)
 
     # ----------------------------------------------------------------------------- what is said
 
@@ -259,7 +260,7 @@ class HangWatch:
 
     # ------------------------------------------------------------------------------- stacks
 
-    def _take_stacks(self, rank: int, tail: JournalTail, *, is_waiting: bool) -> None:
+    def _take_stacks(self, rank: int, tail: JournalTail, step: int, *, is_waiting: bool) -> None:
         """Ask a rank for its stacks, once in a wait; keep what it wrote when it has."""
         seen = self._seen[tail.directory]
         word = seen.word
@@ -268,7 +269,7 @@ class HangWatch:
         if seen.num_looks:
             seen.num_looks += 1
             if seen.num_looks <= MAX_STACK_LOOKS:
-                self._keep_stacks(rank, tail, word, is_last=seen.num_looks == MAX_STACK_LOOKS)
+                self._keep_stacks(rank, tail, word, step, is_last=seen.num_looks == MAX_STACK_LOOKS)
         elif is_waiting:
             seen.num_looks = 1
             pid = tail.identity.pid
@@ -280,7 +281,9 @@ class HangWatch:
             elif program := shutil.which("py-spy"):
                 self._spawn("vitals-agent-stacks", lambda: _dump(program, pid, path))
 
-    def _keep_stacks(self, rank: int, tail: JournalTail, word: Heartbeat, *, is_last: bool) -> None:
+    def _keep_stacks(
+        self, rank: int, tail: JournalTail, word: Heartbeat, step: int, *, is_last: bool
+    ) -> None:
         raw = b""
         with contextlib.suppress(OSError, VitalsError):
             raw = read_own(tail.directory / STACKS_FILE, max_bytes=8 << 20)
@@ -296,7 +299,7 @@ class HangWatch:
             collectives=_collectives(tail.directory),
             detail=why,
         )
-        self._run.node_source.say(event, step=word.step, attempt=tail.last.attempt)
+        self._run.node_source.say(event, step=step, attempt=tail.last.attempt)
 
 
 MAX_STACK_LOOKS = 6

@@ -101,6 +101,8 @@ def test_a_rank_that_is_behind_and_blocked_is_told_and_both_give_their_stacks(wo
     stacks = [row.event for row in world.events() if isinstance(row.event, StacksTaken)]
     assert {0, 1} == {event.rank for event in stacks}
     assert all("in load" in event.stacks for event in stacks)
+    rows = [r for r in world.events() if isinstance(r.event, FindingRaised | StacksTaken)]
+    assert {60} == {row.step for row in rows}
     train(agent, ranks, 3.0)
     over = [row.event for row in world.events() if isinstance(row.event, Note)]
     assert "wait_over" in [note.code for note in over]

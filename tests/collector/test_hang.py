@@ -1,11 +1,13 @@
 """A hang across nodes: no node sees all ranks, the collector does; and what an agent found."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.collector.alerting import Job
 from tests.collector.rows import Writer
+from tests.collector.test_cli_read import leave, vitals
 from trainvitals.detect.hang import HangConfig, WaitHistory
 from trainvitals.records import (
     Finding,
@@ -166,3 +168,33 @@ def test_a_rank_that_was_killed_is_why_the_others_failed(job: Job, how, seconds,
     (alert,) = [alert for alert in job.place.alerts() if alert.name == "RunFailed"]
     assert is_first == alert.summary.startswith("rank 1 (pid 100 on node-a) ended without")
     assert "Connection closed by peer" in alert.summary
+
+
+def test_show_lists_who_was_waited_for_and_why_where_each_rank_stood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    agent = Writer("node:a")
+    reason = "Rank 1 is blocked in data.py:33 (load); rank 0 waits for it (for 6 s)"
+    findings = [
+        Finding(kind=kind, level="advisory", step=5, detector="hang", reason=reason, rank=1)
+        for kind in ("waiting", "hang")
+    ]
+    stacks = StacksTaken(
+        rank=1,
+        stacks='Thread 0x1 (most recent call first):\n  File "data.py", line 33 in load\n',
+        collectives=("group 0 #19: all_reduce(4) scheduled",),
+    )
+    leave(
+        tmp_path,
+        Writer().steps(range(5), loss=1.0),
+        agent.events(*(FindingRaised(finding=finding) for finding in findings), step=5),
+        agent.events(stacks, step=5),
+    )
+    assert 0 == vitals("show", tmp_path)
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["no", "yes"] == [line[3] for line in shown if "blocked" in line]
+    assert 0 == vitals("why", tmp_path, 5)
+    text = capsys.readouterr().out
+    assert 1 == " ".join(text.split()).count("Rank 1 is blocked in data.py:33")
+    assert "Rank 1, last collective group 0 #19: all_reduce(4) scheduled:" in text
+    assert 'File "data.py", line 33 in load' in text

@@ -38,6 +38,11 @@ def test_the_rank_that_has_begun_fewer_collectives_is_the_one_waited_for():
     assert told.text == "Rank 1 is blocked in train.py:33 (load); ranks 0, 2 wait for it (for 8 s)"
 
 
+def test_the_step_is_the_one_that_the_others_wait_in():
+    """A stopped rank's last word may be ten steps old."""
+    assert 15 == verdict(a_rank(0, step=15), a_rank(1, 9, process="stopped")).step
+
+
 def test_a_wait_is_shown_first_and_pages_only_beyond_the_phases_limit():
     ranks = a_rank(0), a_rank(1, 9)
     assert verdict(*(replace(r, still_seconds=2.9) for r in ranks)) is None

@@ -317,7 +317,8 @@ class _Judge:
             pages=seconds >= limit,
             culprits=tuple(sorted(rank.rank for rank in culprits)),
             reason=reason,
-            step=max((rank.step for rank in culprits or self._living), default=-1),
+            # Not the culprit's own: what it said last may be half a second, and ten steps, old.
+            step=max(rank.step for rank in self._ranks),
             seconds=seconds,
             limit=limit,
             text=f"{text} (for {humanize_seconds(seconds)})",

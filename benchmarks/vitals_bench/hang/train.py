@@ -65,7 +65,7 @@ class Faults:
             if number % 100_000 == 0:
                 try:
                     os.read(self._pipe, 1)
-                except BlockingIOError:
+                except BlockingIOError:  # not yet
                     continue
                 return
 

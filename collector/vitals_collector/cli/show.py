@@ -16,6 +16,7 @@ from trainvitals.views import (
     DecisionView,
     EventsQuestion,
     FindingsQuestion,
+    FindingView,
     RunDetail,
     RunQuestion,
     RunSummary,
@@ -123,6 +124,7 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
             ("step", "decision", "rule", "rank", "done", "reason"),
             [_decided(view) for view in ledger],
         ),
+        *_waited(findings),
         *_held(episodes(view.finding for view in findings)),
         (
             ("checkpoint", "step", "state", "where", "bytes"),
@@ -160,6 +162,21 @@ def _decided(view: DecisionView) -> tuple[object, ...]:
 
 
 Table = tuple[Sequence[str], Sequence[Sequence[object]]]
+
+
+def _waited(findings: Sequence[FindingView]) -> list[Table]:
+    """Return the table of waits for one rank, and of hangs; none where the run had none."""
+    waits = [view for view in findings if view.finding.kind in ("waiting", "hang")]
+    rows = [
+        (
+            moment(v.time_unix_ns),
+            v.finding.step,
+            "yes" if v.finding.kind == "hang" else "no",
+            v.finding.reason,
+        )
+        for v in waits[-MAX_EVENTS:]
+    ]
+    return [(("time", "step", "paged", "who was waited for"), rows)] if rows else []
 
 
 def _held(alerts: Sequence[Episode]) -> list[Table]:
