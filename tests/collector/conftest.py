@@ -1,6 +1,7 @@
 """Stores of both kinds, and a collector behind its HTTP interface."""
 
 import contextlib
+import functools
 import shutil
 import subprocess
 import tempfile
@@ -14,6 +15,7 @@ import httpx
 import pytest
 import sqlalchemy
 import uvicorn
+from alembic.script import ScriptDirectory
 
 from tests.small_disks import small_file_system
 from trainvitals.io.client import CollectorAddress, CollectorClient, client_of, read_tokens
@@ -22,6 +24,7 @@ from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app
 from vitals_collector.api.auth import PatientProtocol
 from vitals_collector.api.certificate import own_certificate, tell_clients
 from vitals_collector.api.serve import ListenSettings, bind, url_of
+from vitals_collector.storage.migrate import migration_config
 from vitals_collector.storage.schema import metadata
 from vitals_collector.storage.store import Store, open_data_store, open_store
 
@@ -154,6 +157,12 @@ def lake_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store
         empty(opened)
 
 
+@functools.cache
+def newest_version() -> str:
+    """Return what a database of this version says, whatever a test has written there."""
+    return str(ScriptDirectory.from_config(migration_config()).get_current_head())
+
+
 def empty(store: Store) -> None:
     """Remove what is in the PostgreSQL of a closed store, the catalogue of its lake too."""
     with store.engine.begin() as connection:
@@ -161,7 +170,10 @@ def empty(store: Store) -> None:
         own = {*metadata.tables, "alembic_version"}
         if own == set(sqlalchemy.inspect(connection).get_table_names()):  # no lake's catalogue
             names = ", ".join(metadata.tables)
-            statements = [f"TRUNCATE {names} RESTART IDENTITY CASCADE"]
+            statements = [
+                f"TRUNCATE {names} RESTART IDENTITY CASCADE",
+                f"UPDATE alembic_version SET version_num = '{newest_version()}'",
+            ]
         else:
             statements = ["DROP SCHEMA public CASCADE", "CREATE SCHEMA public"]
         for statement in statements:

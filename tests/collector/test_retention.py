@@ -147,9 +147,9 @@ def test_a_disk_with_hardly_any_room_is_freed_of_a_run_that_is_much_larger(
         store = open_data_store(disk / "data")
         writers = a_run(store)
         rng = np.random.default_rng(1)
-        for start in range(100, 50_100, 10_000):
-            steps = range(start, start + 10_000)
-            losses = rng.normal(size=(2, 10_000))
+        for start in range(100, 50_100, 5_000):
+            steps = range(start, start + 5_000)
+            losses = rng.normal(size=(2, 5_000))
             write_steps(
                 store,
                 writers,

@@ -401,7 +401,7 @@ def test_an_incident_leads_to_the_curves_around_it(page, address):
     expect = pytest.importorskip("playwright.sync_api").expect
     page.goto(run_page(address))
     page.wait_for_selector(CHART)
-    page.get_by_role("link", name="Incidents").click()
+    page.get_by_role("link", name="Incidents", exact=True).click()
     page.locator(".st-key-incident_title").wait_for()
     told = page.locator(".st-key-facts_incident").inner_text()
     onset, last = (int(step) for step in re.findall(r"\d+", told)[:2])

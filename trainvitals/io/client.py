@@ -368,7 +368,6 @@ def url_in(data: Path) -> str:
 
     Raises:
         InsecurePathError: another user could have written it.
-        UsageError: that collector is reached by plain HTTP alone.
     """
     file = read_collector_file(data)
     if file is None:
@@ -384,18 +383,7 @@ def url_in(data: Path) -> str:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_loopback = host == "localhost"
-    if is_loopback and not (is_here and _is_alive(file.pid)):
-        return ""
-    if file.url.startswith("http://"):
-        version = f"Vitals {file.version}" if file.version else "an older Vitals"
-        raise UsageError(
-            f"the collector on {data} ({version}, process {file.pid} on {file.node or 'this node'})"
-            " is reached by plain HTTP alone: it cannot prove that it is the collector",
-            hint="stop it, and start it with this version on the same folder: "
-            f"`vitals collector --data {data}`; what it stored stays. One with --allow-plain is "
-            "reached through its TLS proxy: give that address with --collector",
-        )
-    return file.url
+    return file.url if not is_loopback or (is_here and _is_alive(file.pid)) else ""
 
 
 def read_collector_file(data: Path) -> CollectorFile | None:

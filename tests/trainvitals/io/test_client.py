@@ -26,7 +26,6 @@ from trainvitals.io.client import (
     CollectorAddress,
     CollectorClient,
     Tokens,
-    collector_on,
     discover_collector,
 )
 from trainvitals.views import (
@@ -321,14 +320,6 @@ def test_a_control_token_reads_too() -> None:
     collector = CollectorAddress(url="https://127.0.0.1:5", tokens=Tokens(control="c"))
     with client_module.client_of(collector) as reader:
         assert "Bearer c" == reader._headers["Authorization"]
-
-
-def test_the_data_folder_of_a_collector_of_before_tls_says_how_to_update_it(tmp_path: Path) -> None:
-    """It holds no certificate and no socket: giving the folder again would not help."""
-    write_data(tmp_path, url="http://127.0.0.1:5")
-    with pytest.raises(UsageError, match=r"an older Vitals, process \d+ on this node") as caught:
-        collector_on(tmp_path)
-    assert f"`vitals collector --data {tmp_path}`; what it stored stays" in caught.value.hint
 
 
 def test_the_environment_comes_first(tmp_path: Path) -> None:
