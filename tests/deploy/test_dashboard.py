@@ -452,8 +452,8 @@ class TestRealCollector:
         }
         pages = by_legend.pop("pages")
         assert pages == int(pages)
+        assert by_legend.pop("runs") in (0, 2), "after minutes of silence they are lost"
         assert {
-            "runs": 2,
             "updates skipped": 2,
             "rollbacks": 1,
             "steps lost": 14,

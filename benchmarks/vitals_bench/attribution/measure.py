@@ -184,7 +184,7 @@ def _by_fault(all_: Sequence[Named], default: Sequence[Named]) -> Grid:
             )
         )
     return Grid(
-        title="What moved first, by fault",
+        title="Origins named, by fault",
         columns=("fault", "loud", "right", "right, no signal opted in", "said instead"),
         rows=tuple(rows),
         note="On four ranks over gloo, by the real library's rows, asked 5 to 30 steps later "
