@@ -129,7 +129,8 @@ class Host:
     """The part of a host step that the columns read."""
 
     duration_seconds = 0.5
-    flops = None
+    flops = max_norm = weight_decay = None
+    clip_unknown = False
 
 
 def columns(*, scale=math.nan, loss=2.0, losses=(2.0,), tokens=None, overflow=False, on=None):
