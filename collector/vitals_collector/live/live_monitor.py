@@ -421,7 +421,7 @@ class FollowedRun:
         newest = connection.execute(
             select(events.c.attempt, events.c.body)
             .where(events.c.run_id == self.run_id, events.c.kind == TrainingPaused.__name__)
-            .order_by(events.c.time_unix_ns.desc())
+            .order_by(events.c.time_unix_ns.desc(), events.c.seq.desc())
             .limit(1)
         ).first()
         was_paused, self._is_paused = self._is_paused, False
