@@ -192,7 +192,9 @@ def test_show_lists_who_was_waited_for_and_why_where_each_rank_stood(
     )
     assert 0 == vitals("show", tmp_path)
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["no", "yes"] == [line[3] for line in shown if "blocked" in line]
+    (cause,) = [line for line in shown if line[:1] == ["cause"]]
+    assert 1 == cause.count("blocked"), "told once, though it was shown and then paged"
+    assert ["no", "yes"] == [line[3] for line in shown if "blocked" in line and line != cause]
     assert 0 == vitals("why", tmp_path, 5)
     text = capsys.readouterr().out
     assert 1 == " ".join(text.split()).count("Rank 1 is blocked in data.py:33")

@@ -153,7 +153,7 @@ def ending(facts: VerdictFacts) -> str:
 
 def cause(facts: VerdictFacts) -> str:
     """Say what went wrong, on which rank, at which steps; then what came before it, if asked."""
-    sentences = _causes(facts)
+    sentences = list(dict.fromkeys(_causes(facts)))  # a wait that pages is told by two
     if not sentences:
         texts = [alert.summary for alert in facts.alerts] + [e.text for e in facts.events]
         sentences = [f"{_capital(text.rstrip('.'))}." for text in texts[:1]] or ["Not recorded."]
