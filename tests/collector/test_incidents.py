@@ -295,11 +295,12 @@ def test_a_step_lost_twice_is_counted_once():
         d("rollback", 52, rollback_to_step=40, decided_at_step=53, new_attempt=2),
         d("skip_step", 52, attempt=2),
         d("skip_step", 70, acted=False),
+        d("halt", 80, attempt=2, skipped=True),
     ]
     from trainvitals.views import DecisionView
 
     views = [DecisionView(run_id=RUN, time_unix_ns=0, decision=one) for one in ledger]
-    assert [(1, 40, 53), (2, 52, 52)] == lost_spans(views)
+    assert [(1, 40, 53), (2, 52, 52), (2, 80, 80)] == lost_spans(views)
 
 
 def test_many_incidents_are_bounded_and_the_gravest_are_told_whole(monkeypatch):

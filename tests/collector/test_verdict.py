@@ -13,7 +13,15 @@ from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_cli_read import leave, vitals
 from tests.collector.test_query import query
 from trainvitals.errors import ConfigError
-from trainvitals.records import Decision, Finding, FindingRaised, RunEnded, RunInfo, RunStarted
+from trainvitals.records import (
+    AttemptStarted,
+    Decision,
+    Finding,
+    FindingRaised,
+    RunEnded,
+    RunInfo,
+    RunStarted,
+)
 from trainvitals.views import (
     AlertView,
     DecisionView,
@@ -304,6 +312,30 @@ def test_tokens_of_lost_steps_are_counted_once(store: Store):
     ingest(store, writer.events(*made, step=9))
     told = query(store).ask(VerdictQuestion(run_id=RUN)).verdict
     assert (3, 300) == (told.lost.steps, told.lost.tokens)
+
+
+def test_a_rollback_behind_its_attempt_s_beginning_costs_steps_of_both(store: Store):
+    writer = Writer()
+    first, second = (
+        AttemptStarted(id=1, parent=None, fork_step=0, reason="start"),
+        AttemptStarted(id=2, parent=1, fork_step=20, reason="rollback"),
+    )
+    ingest(store, writer.events(first, second))
+    for attempt, steps in ((1, range(30)), (2, range(20, 40))):
+        seen = [100 * (step + 1) for step in steps]
+        took = [float(attempt)] * len(steps)
+        ingest(
+            store,
+            writer.steps(
+                steps, attempt=attempt, loss=1.0, tokens_seen=seen, step_duration_seconds=took
+            ),
+        )
+    back = decision(
+        "rollback", 39, attempt=2, rollback_to_step=10, decided_at_step=39, new_attempt=3
+    )
+    ingest(store, writer.events(back, step=39, attempt=2))
+    lost = query(store).ask(VerdictQuestion(run_id=RUN)).verdict.lost
+    assert (30, 10 * 1.0 + 20 * 2.0, 3_000) == (lost.steps, lost.seconds, lost.tokens)
 
 
 def test_a_run_without_trouble_says_so(store: Store):

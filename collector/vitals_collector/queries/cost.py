@@ -1,5 +1,6 @@
 """What an incident cost: steps, batches, tokens, time, GPU-hours, and money by a set price."""
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
@@ -8,9 +9,11 @@ import numpy as np
 from sqlalchemy import Connection, func, select
 
 from trainvitals.errors import ConfigError
+from trainvitals.records import is_skip
 from trainvitals.views import DecisionView, LostWork
-from vitals_collector.numbers.interface import NumbersReader, Span
-from vitals_collector.queries.series import behind
+from vitals_collector.numbers.interface import AttemptRow, NumbersReader, Span, lineage
+from vitals_collector.queries.series import attempt_rows, behind
+from vitals_collector.queries.top_changes import ancestry
 from vitals_collector.storage.schema import sources
 from vitals_collector.storage.store import Moment
 
@@ -59,7 +62,8 @@ def lost_work(
     steps = sum(high - low + 1 for _, low, high in spans)
     if not is_timed or not spans:
         return LostWork(steps=steps, batches=batches, seconds=None if spans else 0.0)
-    seconds, tokens = _measured(moment.numbers, run_id, spans)
+    attempts = attempt_rows(moment.sql, run_id)
+    seconds, tokens = _measured(moment.numbers, run_id, spans, attempts)
     num_gpus = _num_gpus(moment.sql, run_id)
     hours = seconds * num_gpus / _SECONDS_AN_HOUR if seconds is not None and num_gpus else None
     return LostWork(
@@ -96,11 +100,9 @@ def lost_spans(decided: Iterable[DecisionView]) -> list[Lost]:
     spans: list[Lost] = []
     for view in decided:
         decision = view.decision
-        if not decision.acted:
-            continue
-        if decision.action == "rollback" and decision.rollback_to_step >= 0:
+        if decision.acted and decision.action == "rollback" and decision.rollback_to_step >= 0:
             spans.append((decision.attempt, decision.rollback_to_step, decision.decided_at_step))
-        if decision.action == "skip_step":
+        if is_skip(decision):
             spans.append((decision.attempt, decision.step, decision.step))
     merged: list[Lost] = []
     for attempt, low, high in sorted(spans):
@@ -112,7 +114,7 @@ def lost_spans(decided: Iterable[DecisionView]) -> list[Lost]:
 
 
 def _measured(
-    numbers: NumbersReader, run_id: str, spans: Sequence[Lost]
+    numbers: NumbersReader, run_id: str, spans: Sequence[Lost], attempts: Sequence[AttemptRow]
 ) -> tuple[float | None, int | None]:
     """Return the seconds that rank 0 took for the steps, and the tokens that the run consumed."""
     seconds, num, tokens, num_counted = 0.0, 0, 0, 0
@@ -120,7 +122,12 @@ def _measured(
         # One step more: tokens are counted up, so those of a step are what it added.
         span = Span(run_id, "steps", ("rank:0",), from_step=low - 1, to_step=behind(high))
         rows = numbers.scan(span, ["step", "attempt", "step_duration_seconds", "tokens_seen"])
-        steps, is_own = rows["step"].values, rows["attempt"].values == attempt
+        steps = rows["step"].values
+        # A rollback may go back behind the step at which its attempt began.
+        bounds = lineage(ancestry(attempts, attempt)) | {attempt: math.inf}
+        is_own = np.zeros(len(steps), dtype=bool)
+        for own, bound in bounds.items():
+            is_own |= (rows["attempt"].values == own) & (steps < bound)
         took, is_missing = rows["step_duration_seconds"]
         took = took.astype(np.float64)
         is_there = np.isfinite(took) & ~is_missing & is_own & (steps >= low)
