@@ -33,11 +33,14 @@ test: $(STAMP) ## lint, and every test except the slow ones, on all cores
 # one thread for torch, or they would wait for each other. In the order of the folders, so that
 # files with few tests but long ones do not come last. Hundreds of processes are started: compiled
 # once, where the environment has Python write no bytecode by itself. So are the tests as pytest
-# rewrites them, which is more than half of what each worker would do to collect them.
+# rewrites them, which is more than half of what each worker would do to collect them. What failed
+# is tried once more, alone: a timeout on a machine that was held up fails no build, a fault does.
 pytest: $(STAMP)
 	$(BIN)/python -m compileall -q $(CODE)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only $(ARGS) >/dev/null || true
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) \
+	|| { test $$? = 1 && echo "== Failed among the others, as told above. Once more, alone, up to the first that fails again:" \
+	&& OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -x; }
 
 test-fast: $(STAMP) ## tests that start no ranks, servers or browser
 	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)

@@ -305,7 +305,6 @@ class TestRealPrometheus:
 # --------------------------------------------------------- a real collector behind the Prometheus
 
 
-STARTED = time.time_ns() - 60 * 10**9
 COLUMNS = {
     metric.column: 0.5 for metric in CATALOG if metric.stream == "steps" and metric.dtype == "f8"
 }
@@ -391,8 +390,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """Start all of it, and let the first rollback of a run come behind its first scrape."""
     directory = tmp_path_factory.mktemp("live")
     settings = CollectorSettings(data=directory / "data", commit_seconds=0.0)
-    runs = [new_run_id(STARTED + i) for i in range(2)]
-    heads = [Writer(run=run, started=STARTED, world_size=1) for run in runs]
+    started = time.time_ns() - 60 * 10**9  # not when the file was read: minutes ago, in a suite
+    runs = [new_run_id(started + i) for i in range(2)]
+    heads = [Writer(run=run, started=started, world_size=1) for run in runs]
     with Served(settings) as served, agent(runs) as port:
         for head, name in zip(heads, (NAME, ""), strict=True):
             begun = AttemptStarted(id=1, parent=None, fork_step=0, reason="start")
