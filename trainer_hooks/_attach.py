@@ -31,6 +31,7 @@ from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step
 from trainer_hooks.step.reduce_vector import Verdict
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import UsageError
+from trainvitals.records import OnHang
 
 _PROBE_LINE = "attached.keep_batch(batch, loss_of) before each forward"
 
@@ -50,6 +51,7 @@ def attach(
     state: Mapping[str, Any] | None = None,
     signals: SignalSettings | None = None,
     loss_kind: LossKind = "minimize",
+    on_hang: OnHang = "alert",
 ) -> Attached:
     """Put ``optimizer.step()`` of a loop under guard. Call on all ranks, before the first step.
 
@@ -78,6 +80,7 @@ def attach(
         signals: what to measure beside what costs nothing, and how often. The noise scale needs the
             norm as it was before the clip, as the outliers' rule does.
         loss_kind: what the loss is good for, as in ``watch``.
+        on_hang: what is done about a hang, as in ``watch``.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -96,6 +99,7 @@ def attach(
         state=state,
         signals=signals,
         loss_kind=loss_kind,
+        on_hang=on_hang,
         owns_clip=max_norm is not None,
         owns_step=False,
         max_norm=max_norm,

@@ -43,7 +43,15 @@ from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
 from trainvitals.policy import Judge
 from trainvitals.policy.stopping import EarlyStopping
-from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInfo, RunStarted
+from trainvitals.records import (
+    AttemptStarted,
+    Event,
+    Note,
+    OnHang,
+    RankStarted,
+    RunInfo,
+    RunStarted,
+)
 
 
 def watch(
@@ -64,6 +72,7 @@ def watch(
     early_stopping: EarlyStopping | None = None,
     loss_kind: LossKind | None = None,
     scheduler_every: SchedulerEvery = "step",
+    on_hang: OnHang = "alert",
 ) -> Monitor:
     """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
 
@@ -106,6 +115,10 @@ def watch(
         scheduler_every: ``step`` steps the schedulers once per attempted step; ``epoch`` when
             ``monitor.batches`` has finished an epoch, or at ``monitor.end_epoch()`` in a loop over
             data of its own.
+        on_hang: ``restart`` has the node's agent end a job that hangs, once the page about it has
+            held for a minute, so that its launcher (``torchrun --max-restarts``) starts it again;
+            at most 3 times a day, where all ranks are on one node. ``alert`` only pages, and so
+            does ``observe``.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -132,6 +145,7 @@ def watch(
         early_stopping=early_stopping,
         loss_kind=loss_kind or ("adversarial" if isinstance(whole, Models) else "minimize"),
         scheduler_every=scheduler_every,
+        on_hang=on_hang,
     )
     made = set_up(given)
     if made is None:
@@ -207,6 +221,10 @@ def set_up(given: Arguments) -> Made | None:
             controller.terminal.started(_resumed(restored))
         for code, text in device.warnings:
             controller.warn(code, text, step=controller.first_step)
+        if given.on_hang == "restart" and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+            text = "on_hang='restart' ends a hung job, and torchrun does not start it again"
+            hint = "torchrun --max-restarts 3 does"
+            controller.warn("no_max_restarts", f"{text}; {hint}", step=controller.first_step)
         if place.is_first:
             _start_agent(controller, place, environ)
         undo.pop_all()
@@ -310,6 +328,7 @@ def _controller(
         log=StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0),
         attempt=place.attempt,
         evaluations=_evaluations(given.early_stopping, ranks, emitter, recovery),
+        on_hang=given.on_hang,
         owns_clip=given.owns_clip,
         state_check=_state_check(given, recovery, faults),
         turn_names=tuple(turn.name for turn in device.turns),

@@ -27,6 +27,7 @@ from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
 from trainvitals.policy.stopping import EarlyStopping
+from trainvitals.records import OnHang
 
 Mode = Literal["off", "observe", "guard", "heal"]
 _MODES = ("off", "observe", "guard", "heal")
@@ -54,6 +55,7 @@ class Arguments:
     early_stopping: EarlyStopping | None = None
     loss_kind: LossKind = "minimize"
     scheduler_every: SchedulerEvery = "step"
+    on_hang: OnHang = "alert"
     names: tuple[str, ...] = ()
     """Of the optimizers, where they may take turns."""
     owns_clip: bool = True
@@ -87,6 +89,7 @@ class Arguments:
             _check_early_stopping(self.early_stopping)
             _check_loss_kind(self.loss_kind)
             _check_scheduler_every(self.scheduler_every)
+            _check_on_hang(self.on_hang)
             scaled = self.scaler is not None and self.scaler.is_enabled()
             mode = _mode(self.mode, environ, given, owns_step=self.owns_step)
             return mode, scaled, how, self.early_stopping, self.loss_kind
@@ -199,6 +202,14 @@ def _check_scheduler_every(given: object) -> None:
         raise UsageError(
             f"scheduler_every is {given!r}; it must be 'step' or 'epoch'",
             hint="'step' for schedulers that count updates, 'epoch' for those that count epochs",
+        )
+
+
+def _check_on_hang(given: object) -> None:
+    if given not in get_args(OnHang):
+        raise UsageError(
+            f"on_hang is {given!r}; it must be 'alert' or 'restart'",
+            hint="'restart' ends a job that hangs, so that torchrun --max-restarts starts it again",
         )
 
 

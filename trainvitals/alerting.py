@@ -359,6 +359,15 @@ ALERTS: tuple[AlertSpec, ...] = (
         to_do="`vitals why RUN STEP` shows the stacks of its node's ranks; then restart the job.",
     ),
     AlertSpec(
+        name="HungJobEnded",
+        severity="notify",
+        point=True,
+        did="ended the job, as `on_hang` is `restart`; its launcher starts it again.",
+        help="A hang had paged for a minute.",
+        to_do="Check that it trains again; `vitals why RUN STEP` has the cause. Three a day, then "
+        "a hang only pages.",
+    ),
+    AlertSpec(
         name="CheckpointOverdue",
         severity="notify",
         point=False,
@@ -490,6 +499,8 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]
         return ()  # it waits for a yes, which a finding tells, or the loop had ended
     if decision.action == "halt":
         return (_raise("TrainingHalted", run_id, reason, step),)
+    if decision.action == "restart":
+        return (_raise("HungJobEnded", run_id, reason, step, decision.cause),)
     if decision.action == "accept_level":
         return (_raise("LevelShiftAccepted", run_id, reason, step, decision.cause),)
     if decision.action == "skip_step":

@@ -24,7 +24,8 @@ Severity = Literal["page", "notify", "log"]
 """Of an alert: who must act. A person, now; nobody; nobody, and it need not be told."""
 SEVERITY_WORDS: dict[Severity, str] = {"page": "Page", "notify": "Notice", "log": "Info"}
 """What people read."""
-ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"]
+ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level", "restart"]
+"""``restart`` is the node's agent's: it ends a job that hangs, and its launcher starts it again."""
 
 
 BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
@@ -134,12 +135,14 @@ _DONE: dict[ActionName, str] = {
     "rollback": "rolled back",
     "halt": "training stopped",
     "accept_level": "new level accepted",
+    "restart": "hung job ended, to be restarted",
 }
 _NOT_DONE: dict[ActionName, str] = {
     "skip_step": "update would be skipped",
     "rollback": "would roll back",
     "halt": "training would be stopped",
     "accept_level": "new level would be accepted",
+    "restart": "hung job would be ended",
 }
 
 
@@ -212,6 +215,10 @@ Phase = Literal["data", "forward_backward", "exchange", "checkpoint", "evaluate"
 the wait for a batch counts as ``forward_backward``."""
 
 
+OnHang = Literal["alert", "restart"]
+"""``restart`` also ends a job that hangs, so that its launcher starts it again."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank's side thread says of its training thread, about twice a second.
 
@@ -241,6 +248,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """By process group the newest ones by number, where the flight recorder has told."""
     no_recorder: str = ""
     """Why torch's flight recorder does not tell."""
+    on_hang: OnHang = "alert"
+    """What the loop wants done about a hang that pages."""
 
 
 ProcessState = Literal["alive", "disk", "stopped", "traced", "gone", "ended"]

@@ -17,6 +17,7 @@ Part = Literal[
     "relay",
     "relay.refused",
     "release",
+    "restart",
     "sampler.gpu",
     "sampler.node",
     "sampler.process",

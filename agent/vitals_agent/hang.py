@@ -34,6 +34,7 @@ from trainvitals.records import (
     RanksStill,
     StacksTaken,
 )
+from vitals_agent.restart import HungJob, Process
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Spawn, on_a_thread
 from vitals_agent.tailer import JournalTail
@@ -121,8 +122,10 @@ class HangWatch:
         self._spawn = spawn
         self._seen: dict[Path, _Seen] = {}
         self._follower = HangFollower(config)
+        self._job = HungJob(run, self._follower.config, run.clock)
         self._sent_at: float | None = None
         self._is_told_of_recorder = False
+        self._is_told_of_nodes = False
 
     def look(self, now: float) -> None:
         """Look at every rank; say what is new. Call before the journals are copied.
@@ -143,6 +146,8 @@ class HangWatch:
         else:
             self._say(ranks, world_size)
             is_waiting = self._follower.verdict is not None
+        with self._run.faults.contained("restart"):
+            self._mind_restart(ranks, tails, world_size, now)
         step = max(rank.step for rank in ranks)
         for rank, tail in tails.items():
             with self._run.faults.contained("hang"):
@@ -185,6 +190,35 @@ class HangWatch:
         )
         self._run.node_source.say(event)
         self._sent_at = now if is_still else None
+
+    def _mind_restart(
+        self,
+        ranks: list[RankActivity],
+        tails: dict[int, JournalTail],
+        world_size: int,
+        now: float,
+    ) -> None:
+        """End a job that hangs, if all its ranks are here and want that."""
+        seen = {rank: self._seen[tail.directory] for rank, tail in tails.items()}
+        words = [each.word for each in seen.values() if each.word is not None]
+        if any(word.on_hang != "restart" for word in words):
+            return
+        if len(ranks) < world_size:
+            self._tell_of_nodes()
+            return
+        processes = [
+            Process(tails[rank].identity.pid, each.started, each.state)
+            for rank, each in seen.items()
+            if each.started and each.state not in ("gone", "ended")
+        ]
+        self._job.look(self._follower.verdict, ranks, processes, now)
+
+    def _tell_of_nodes(self) -> None:
+        """Say once that a job of several nodes is not ended by us."""
+        if not self._is_told_of_nodes:
+            self._is_told_of_nodes = True
+            text = "on_hang='restart' works where all ranks are on one node; here a hang only pages"
+            self._run.node_source.say(Note(code="no_restart", text=text, severity="warning"))
 
     # ----------------------------------------------------------------------------- what is seen
 

@@ -180,6 +180,11 @@ class ServedRun:
         return was_added
 
     @property
+    def clock(self) -> Clock:
+        """The agent's."""
+        return self._facts.clock
+
+    @property
     def faults(self) -> Faults:
         """The agent's."""
         return self._facts.faults

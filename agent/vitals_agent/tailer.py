@@ -45,6 +45,7 @@ class LastSeen:
     rollbacks: dict[str, int] = field(default_factory=dict)
     ended: str = ""
     acked_number: int = 0
+    ledger_seq: int = 0
     _newest: tuple[Schema, bytes] | None = None
     _integers: "_Integers | None" = None
 
@@ -83,6 +84,7 @@ class LastSeen:
             self.acked_number = max(self.acked_number, event.ack.number)
         elif isinstance(event, DecisionMade):
             decision = event.decision
+            self.ledger_seq = max(self.ledger_seq, decision.ledger_seq)
             if is_skip(decision):
                 self.skips = _counted(self.skips, acted_cause(decision.cause))
             if decision.acted and decision.action == "rollback":

@@ -50,6 +50,14 @@ ACTIONS: dict[ActionName, ActionLook] = {
         width=2.2,
         icon="\N{BLACK SQUARE}",
     ),
+    "restart": ActionLook(
+        word="job ended",
+        colour=VERMILLION,
+        symbol="rect",
+        line="dashed",
+        width=1.6,
+        icon="\N{CLOCKWISE OPEN CIRCLE ARROW}",
+    ),
     "accept_level": ActionLook(
         word="new level",
         colour=GREEN,

@@ -28,10 +28,10 @@ SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 3
 class Rank:
     """A rank whose process waits for its standard input, with the heartbeat that it would have."""
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: World, rank: int, *, prelude: str = "") -> None:
         folder = world.base.parent / f"stacks-{rank}"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RANK, str(folder), str(SIGNAL)],
+            [sys.executable, "-c", f"{prelude}\n{RANK}", str(folder), str(SIGNAL)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -63,9 +63,9 @@ def ranks(world: World) -> list[Rank]:
     return [Rank(world, 0), Rank(world, 1)]
 
 
-def train(agent, ranks: list[Rank], until: float) -> float:
+def train(agent, ranks: list[Rank], until: float, *, start: float = 0.0) -> float:
     """Let both make steps for so many seconds of the agent's clock."""
-    now = 0.0
+    now = start
     while now < until:
         for rank in ranks:
             rank.say(int(2 * now), step=int(2 * now))

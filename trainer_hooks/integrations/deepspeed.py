@@ -62,6 +62,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         state=options.get("state"),
         signals=options.get("signals"),
         loss_kind=options.get("loss_kind", "minimize"),
+        on_hang=options.get("on_hang", "alert"),
         owns_clip=False,
     )
     made = set_up(given)

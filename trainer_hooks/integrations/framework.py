@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from trainer_hooks.measures.settings import SignalSettings
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import MissingDependencyError
+from trainvitals.records import OnHang
 
 if TYPE_CHECKING:
     from trainer_hooks._attach import Attached
@@ -29,6 +30,7 @@ class Options(TypedDict, total=False):
     state: Mapping[str, Any] | None
     signals: SignalSettings | None
     loss_kind: LossKind
+    on_hang: OnHang
 
 
 def is_off(options: Options) -> bool:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from trainer_hooks.failopen import FaultCounter
 from trainvitals.io.heartbeat import COLLECTIVES_FILE, STACKS_FILE, HeartbeatWriter
 from trainvitals.io.private import open_private, replace_file
-from trainvitals.records import Heartbeat
+from trainvitals.records import Heartbeat, OnHang
 
 if TYPE_CHECKING:
     from trainer_hooks.measures.host import StepClock
@@ -55,6 +55,7 @@ class HeartbeatThread:
         clock: knows phase, announcement and step.
         left_out: our own process group, whose collectives a thread of ours makes too.
         faults: counts what fails here; the first failures end nothing.
+        on_hang: what the agent shall do about a hang that pages.
 
     Raises:
         OSError: the page cannot be had.
@@ -67,11 +68,13 @@ class HeartbeatThread:
         *,
         left_out: dist.ProcessGroup | None,
         faults: FaultCounter,
+        on_hang: OnHang = "alert",
     ) -> None:
         self._directory = directory
         self._clock = clock
         self._left_out = left_out
         self._faults = faults
+        self._on_hang = on_hang
         self._pid = os.getpid()
         self._writer = HeartbeatWriter(directory)
         self._ident = threading.get_ident()
@@ -134,6 +137,7 @@ class HeartbeatThread:
             stack_signal=_StackSignal.number(),
             last_collectives=self._recorder.newest,
             no_recorder=self._recorder.why_not,
+            on_hang=self._on_hang,
         )
         self._writer.write(word)
 

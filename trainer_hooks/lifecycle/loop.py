@@ -75,7 +75,12 @@ class Loop:
             return None
         with controller.faults.fail_open("heartbeat"):
             return HeartbeatThread(
-                directory, clock, left_out=controller.ranks.side, faults=controller.faults
+                directory,
+                clock,
+                left_out=controller.ranks.side,
+                faults=controller.faults,
+                # Who only observes ends nothing.
+                on_hang="alert" if controller.mode == "observe" else controller.on_hang,
             )
         return None
 

@@ -60,6 +60,7 @@ from trainvitals.records import (
     Decision,
     DecisionMade,
     Note,
+    OnHang,
     RunEnded,
     StepRecord,
     TrainingPaused,
@@ -98,6 +99,8 @@ class StepController:
     attempt: int
     evaluations: Evaluations | None
     """Of early stopping; None without it."""
+    on_hang: OnHang
+    """What the node's agent shall do about a hang that pages."""
     owns_clip: bool
     """Whether gradients are measured before any clip; else a finite norm is the loop's to give."""
     loss_evaluations: LossEvaluations = field(default_factory=LossEvaluations)

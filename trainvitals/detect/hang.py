@@ -18,7 +18,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from trainvitals.config import Settings
+from trainvitals.config import AtLeastOne, Settings
 from trainvitals.records import Finding, HangLimits, Phase, RankActivity
 from trainvitals.units import humanize_seconds
 
@@ -45,6 +45,10 @@ class HangConfig(Settings, frozen=True, kw_only=True):
     """One that computes pages after this long: an evaluation of rank 0 alone looks the same."""
     computing_ratio: Annotated[float, Meta(ge=1.0)] = 5.0
     """And after this multiple of the longest such wait that ended by itself."""
+    restart_seconds: Annotated[float, Meta(ge=0.0)] = 60.0
+    """With ``on_hang="restart"`` the job is ended once a page has held for this long."""
+    max_restarts: AtLeastOne = 3
+    """Jobs of one run that are ended within a day; then it only pages."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +130,22 @@ def decide(
         or (None if len(ranks) < world_size else judge.of_order() or judge.of_sequences())
         or (None if len(ranks) < world_size else judge.of_all())
     )
+
+
+def may_end(verdict: Verdict, ranks: Sequence[RankActivity]) -> bool:
+    """Return whether a job that pages may be ended: never one that a rank may still go on with.
+
+    A rank that computes, reads, writes or waits for a disk may evaluate or save for longer than it
+    ever did; what stands in a debugger has somebody's eyes on it; and where a rank has finished
+    training, a restart would only train its end again.
+    """
+    if not verdict.pages or verdict.reason in ("computing", "debugged", "ended"):
+        return False
+    living = [rank for rank in ranks if rank.process not in ("gone", "ended", "stopped")]
+    # Those who wait may spin, as NCCL does; only who is waited for can be at work.
+    waited_for = [rank for rank in living if not verdict.culprits or rank.rank in verdict.culprits]
+    is_at_work = any(rank.is_active or rank.is_announced for rank in waited_for)
+    return not is_at_work and not any(rank.is_debugged for rank in living)
 
 
 class HangFollower:

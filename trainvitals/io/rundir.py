@@ -5,6 +5,7 @@
         command.key    0600; signs commands, and the files that are read back
         HALTED         the ladder stopped this run; a relaunch stops before training
         plan.jsonl     what no restore may give back: budgets, attempts, commands applied
+        restarts.json  when jobs that hung were ended
         checkpoints/   agents/<node>/   commands/
 
 The disk is often NFS or Lustre: files are appended and fsynced or replaced whole, never mapped.
@@ -19,7 +20,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -55,9 +56,13 @@ _COMMAND_FILE = re.compile(r"\d{1,19}\.json\Z")
 _KEY_BYTES = 32
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SHARES = {"": 0, "none": 0, "group": 0o050}
-_OURS = ("run.json", "command.key", "HALTED", "plan.jsonl", "checkpoints", "agents", "commands")
+_OURS = (
+    *("run.json", "command.key", "HALTED", "plan.jsonl", "restarts.json"),
+    *("checkpoints", "agents", "commands"),
+)
 _MAX_PLAN_BYTES = 64 << 20
 _MAC = "mac"
+_RESTARTS = "restarts.json"
 
 
 class HaltMarker(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,6 +321,25 @@ class RunDir:
         """Take the mark away: a person said that the run may go on."""
         (self.path / "HALTED").unlink(missing_ok=True)
         sync_folder(self.path)
+
+    # ---------------------------------------------------------------------------- restarts
+
+    def restarts(self) -> list[int]:
+        """Return when a job of this run was ended as it hung, in nanoseconds since the epoch.
+
+        Raises:
+            FormatError: the file is damaged; a guess would give the budget back.
+            InsecurePathError: it is a link, or another user's.
+        """
+        try:
+            raw = self._read(_RESTARTS)
+            return [] if raw is None else msgspec.json.decode(raw, type=list[int])
+        except UNREADABLE as error:
+            raise FormatError(f"{self.path / _RESTARTS} is damaged: {error}") from error
+
+    def write_restarts(self, times_unix_ns: Sequence[int]) -> None:
+        """Keep when jobs were ended; durable when this returns. Call before the deed."""
+        replace_file(self.path / _RESTARTS, msgspec.json.encode(list(times_unix_ns)), mode=0o600)
 
     # ------------------------------------------------------------------------------- plan
 

@@ -27,6 +27,7 @@ _T = TypeVar("_T")
 
 _DONE = {
     "halt": "Halted",
+    "restart": "Ended as it hung",
     "rollback": "Rolled back",
     "skip_step": "Skipped",
     "accept_level": "New level accepted",

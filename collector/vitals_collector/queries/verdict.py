@@ -320,6 +320,9 @@ def _did_once(decision: Decision) -> str:
         return (
             f"Halted the run at step {decision.decided_at_step:,}: {decision.reason.rstrip('.')}."
         )
+    if decision.action == "restart":
+        left = _num(decision.budget_left, "restart")
+        return f"Ended the hung job at step {decision.step:,}, to be restarted; {left} left today."
     return f"Accepted a new level at step {decision.step:,}."
 
 

@@ -57,6 +57,7 @@ _DONE: dict[ActionName, str] = {
     "rollback": "rolled back",
     "halt": "run halted",
     "accept_level": "new level accepted",
+    "restart": "hung job ended, to be restarted by its launcher",
     "continue": "none",
 }
 _NOT_DONE: dict[ActionName, str] = {
@@ -64,6 +65,7 @@ _NOT_DONE: dict[ActionName, str] = {
     "rollback": "none (observe mode); would have rolled back",
     "halt": "none (observe mode); would have halted the run",
     "accept_level": "none (observe mode); would have accepted a new level",
+    "restart": "none; would have ended the hung job",
     "continue": "none",
 }
 

@@ -78,6 +78,7 @@ KINDS = {
     "rollback": ("R", "rollback"),
     "skip_step": ("s", "step skipped"),
     "accept_level": ("a", "new level accepted"),
+    "restart": ("e", "hung job ended"),
     "continue": ("c", "reported only"),
     "observed": ("o", "observed, not done"),
 }

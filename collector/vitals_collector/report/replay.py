@@ -214,7 +214,9 @@ class _Replayer:
         self._refs: dict[tuple[str, str], CheckpointRef] = {}
         self._saved: list[_Saved] = []
         every = [entry for page in pages for entry in page]
-        self.recorded = [e.event.decision for e in every if isinstance(e.event, DecisionMade)]
+        made = [e.event.decision for e in every if isinstance(e.event, DecisionMade)]
+        # The agent's own, about processes: no ladder makes it again.
+        self.recorded = [decision for decision in made if decision.action != "restart"]
         self.judgements: list[Judgement] = []
         self.other_limits: list[int] = []
         self._waiting: deque[StepRecord] = deque()

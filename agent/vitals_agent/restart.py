@@ -1,0 +1,164 @@
+"""Ends a job that hangs, where its loop asked for that, so that its launcher starts it again.
+
+By signals, and only to the processes that were looked at: SIGTERM first, at which ranks with
+checkpoints save what they have; SIGKILL once nobody else is left to save, or after a time of grace.
+Never before a page has held for a while, seen at every look until then; never more often than the
+budget allows; and never without an entry in the ledger, which is written first.
+"""
+
+import os
+import signal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from trainvitals.clock import Clock
+from trainvitals.detect.hang import HangConfig, Verdict, may_end
+from trainvitals.records import Decision, DecisionMade, Note, ProcessState, RankActivity
+from trainvitals.units import humanize_seconds
+from vitals_agent.run import ServedRun
+
+GRACE_SECONDS = 30.0
+"""Between SIGTERM and SIGKILL; torchrun gives its ranks as long."""
+MAX_GAP_SECONDS = 5.0
+"""Between two looks: after a longer one it was the machine that stood still, or the agent."""
+_DAY_NS = 24 * 3600 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A rank's process: no other that has its number by now."""
+
+    pid: int
+    started: int
+    """In clock ticks since the boot."""
+    state: ProcessState
+
+    def send(self, number: int) -> None:
+        """Send a signal, if it is still that process."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return
+        try:
+            # The descriptor is of whoever has the number now, and stays with that process.
+            if started(self.pid) == self.started:
+                signal.pidfd_send_signal(fd, number)
+        except ProcessLookupError:
+            return
+        finally:
+            os.close(fd)
+
+
+def started(pid: int) -> int:
+    """Return when a process began, in clock ticks since the boot; 0 where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[19]) if fields[0] not in "ZX" else 0
+
+
+class HungJob:
+    """The job of one run on this node, whose ranks are all here.
+
+    Args:
+        run: whose job it is, and where is said what was done.
+        config: for how long a page must have held, and the budget.
+        clock: stamps the budget.
+    """
+
+    def __init__(self, run: ServedRun, config: HangConfig, clock: Clock) -> None:
+        self._run = run
+        self._config = config
+        self._clock = clock
+        self._key: object = None
+        self._held_since = 0.0
+        self._looked_at = 0.0
+        self._kill_at: float | None = None
+        self._ended: frozenset[tuple[int, int]] = frozenset()
+        """The processes that were sent SIGTERM, or for which the budget was used up."""
+
+    def look(
+        self,
+        verdict: Verdict | None,
+        ranks: Sequence[RankActivity],
+        processes: Collection[Process],
+        now: float,
+    ) -> None:
+        """End the job if it is time to; go on with an end that has begun.
+
+        Args:
+            verdict: of this look.
+            ranks: what it was made of.
+            processes: the job's, as they are at this look.
+            now: monotonic seconds.
+        """
+        if self._kill_at is not None:
+            self._insist(processes, now)
+            return
+        gap, self._looked_at = now - self._looked_at, now
+        present = frozenset((process.pid, process.started) for process in processes)
+        if verdict is None or not may_end(verdict, ranks) or present <= self._ended:
+            self._key = None
+            return
+        if (verdict.key, present) != self._key or gap > MAX_GAP_SECONDS:
+            self._key, self._held_since = (verdict.key, present), now
+        if now - self._held_since >= self._config.restart_seconds:
+            self._ended = present
+            self._end(verdict, processes, now)
+
+    def _end(self, verdict: Verdict, processes: Collection[Process], now: float) -> None:
+        budget, time_ns = self._config.max_restarts, self._clock.time_ns()
+        recent = [t for t in self._run.run_dir.restarts() if t > time_ns - _DAY_NS]
+        if len(recent) >= budget:
+            text = (
+                f"This hang is left to a person: {len(recent)} of {budget} restarts of a day are "
+                f"used up. {verdict.text}"
+            )
+            self._run.node_source.say(
+                Note(code="restart_budget", text=text, severity="warning"),
+                step=verdict.step,
+                attempt=self._attempt(),
+            )
+            return
+        # Before the deed, as all budgets: an agent that dies in between gives none back.
+        self._run.run_dir.write_restarts([*recent, time_ns])
+        self._enter(verdict, budget - len(recent) - 1)
+        for process in processes:
+            process.send(signal.SIGTERM)
+        self._kill_at = now + GRACE_SECONDS
+
+    def _enter(self, verdict: Verdict, budget_left: int) -> None:
+        """Write the ledger's entry."""
+        held = humanize_seconds(self._config.restart_seconds)
+        tails = self._run.tails.values()
+        decision = Decision(
+            ledger_seq=1 + max((tail.last.ledger_seq for tail in tails), default=0),
+            action="restart",
+            step=verdict.step,
+            decided_at_step=verdict.step,
+            attempt=self._attempt(),
+            reason=f"{verdict.text}; the page held for {held}, and on_hang is 'restart'",
+            rule="hang",
+            cause=f"hang_{verdict.reason}",
+            rank=verdict.culprits[0] if len(verdict.culprits) == 1 else -1,
+            value=verdict.seconds,
+            limit=verdict.limit,
+            budget_left=budget_left,
+        )
+        event = DecisionMade(decision=decision)
+        self._run.node_source.say(event, step=decision.step, attempt=decision.attempt)
+
+    def _insist(self, processes: Collection[Process], now: float) -> None:
+        """Kill what is left: once only stopped ones are, or at the end of the grace."""
+        assert self._kill_at is not None
+        left = [each for each in processes if (each.pid, each.started) in self._ended]
+        if now < self._kill_at and any(each.state != "stopped" for each in left):
+            return
+        for process in left:
+            process.send(signal.SIGKILL)
+        self._kill_at = None
+
+    def _attempt(self) -> int:
+        return max((tail.last.attempt for tail in self._run.tails.values()), default=0)
