@@ -165,11 +165,12 @@ def decision_text(decision: Decision) -> str:
 
 CommandAction = Literal[
     "halt", "rollback", "skip", "lr", "accept", "lr_factor", "checkpoint", "approve",
-    "veto", "pause", "resume", "profile",
+    "veto", "pause", "resume", "profile", "stacks",
 ]  # fmt: skip
 COMMAND_CODES: dict[str, int] = {
     "halt": 1, "rollback": 2, "skip": 3, "lr": 4, "accept": 5, "lr_factor": 6, "checkpoint": 7,
     "approve": 8, "veto": 9, "pause": 10, "resume": 11, "profile": 12,
+    "stacks": 13,
 }  # fmt: skip
 
 
@@ -463,6 +464,8 @@ class StacksTaken(_Event, frozen=True, kw_only=True):
     """The last ones it had begun, the oldest first."""
     detail: str = ""
     """Why there are no stacks."""
+    command_number: int = 0
+    """Of the person's command that they answer; 0 where they were taken in a wait."""
 
 
 class RunEnded(_Event, frozen=True, kw_only=True):

@@ -416,11 +416,13 @@ class StacksView(msgspec.Struct, frozen=True, kw_only=True):
     """The last ones that it had begun, the oldest first."""
     detail: str
     """Why there are no stacks."""
+    command_number: int = 0
+    """Of the person's command that they answer; 0 where they were taken in a wait."""
 
 
 @route("GET", "/v1/runs/{run_id}/stacks")
 class StacksQuestion(Question[tuple[StacksView, ...]], frozen=True, kw_only=True):
-    """Stacks of ranks that were taken while the job waited for one of them; the newest, by time."""
+    """Stacks of ranks that were taken in a wait or for a person; the newest, by time."""
 
     run_id: str
 
@@ -466,7 +468,7 @@ MAX_TTL_SECONDS = 3_600.0
 MAX_REASON = 500
 OFFERED: tuple[CommandAction, ...] = (
     "halt", "rollback", "accept", "skip", "lr", "lr_factor", "checkpoint", "approve", "veto",
-    "pause", "resume", "profile",
+    "pause", "resume", "profile", "stacks",
 )  # fmt: skip
 
 

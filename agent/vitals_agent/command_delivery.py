@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from trainvitals.clock import Clock
 from trainvitals.errors import TransportError, VitalsError
 from trainvitals.io.control_key import verify_order
-from trainvitals.io.mailbox import Mailbox, sign_command, verify_command
+from trainvitals.io.mailbox import Mailbox, check_order, sign_command, verify_command
 from trainvitals.question import Question
 from trainvitals.records import Command, Note
 from trainvitals.views import CommandsQuestion
@@ -18,6 +18,8 @@ from vitals_agent.run import ServedRun
 
 A = TypeVar("A")
 POLL_SECONDS = 1.0
+ELSEWHERE_SECONDS = 4.0
+"""So often nodes without rank 0 look whether a person wants to know where their ranks stand."""
 _MAX_REFUSED = 64
 
 
@@ -43,11 +45,15 @@ class _Desk:
     delivered: set[int] = field(default_factory=set)
     refused: dict[int, Command] = field(default_factory=dict)
     """Those that were not genuine: said once, and no bar to what comes after."""
-    polled_at: float = -POLL_SECONDS
+    polled_at: float = -ELSEWHERE_SECONDS
+    stacks: int = 0
+    """Number of the newest command that asked for stacks: it is the agent's, and waits for none."""
 
 
 class CommandDelivery:
     """Brings commands from the collector, and from files in the run directory, to rank 0.
+
+    One that asks for stacks is the agent's own to answer, on every node.
 
     Whoever answers as the collector is not believed: what comes from it must carry the signature of
     a person's control key, and only then it is signed here with the run's key. A file must carry
@@ -83,17 +89,21 @@ class CommandDelivery:
 
         Where no collector is ``reachable``, only files are looked for.
         """
-        if not run.holds_mailbox:
+        is_here = run.holds_mailbox
+        if not (is_here or run.num_living):
             return
         desk = self._desks.setdefault(run.run_id, _Desk())
+        if now - desk.polled_at >= (POLL_SECONDS if is_here else ELSEWHERE_SECONDS):
+            desk.polled_at = now
+            self._collect(run, desk, now, reachable=reachable)
+        if not is_here:
+            desk.waiting.clear()  # they are for rank 0, whose agent has them as well
+            return
         if desk.in_mailbox is not None:
             answered = run.acked_number() >= desk.in_mailbox.number
             if not answered and self._clock.time_ns() < desk.in_mailbox.expires_unix_ns:
                 return
             desk.in_mailbox = None
-        if now - desk.polled_at >= POLL_SECONDS:
-            desk.polled_at = now
-            self._collect(run, desk, now, reachable=reachable)
         while desk.waiting and desk.in_mailbox is None:
             command, must_be_signed = desk.waiting.popleft()
             self._deliver(run, desk, command, must_be_signed=must_be_signed)
@@ -103,7 +113,9 @@ class CommandDelivery:
         self._desks.pop(run_id, None)
 
     def _collect(self, run: ServedRun, desk: _Desk, now: float, *, reachable: bool) -> None:
-        commands = [(command, True) for command in run.run_dir.take_commands()]
+        # Of one folder that all nodes see, one agent takes the files.
+        files = run.run_dir.take_commands() if run.holds_mailbox else []
+        commands = [(command, True) for command in files]
         if self._client is not None and reachable and self._backoff.due(now):
             pending = CommandsQuestion(run_id=run.run_id, status="pending")
             try:
@@ -117,7 +129,40 @@ class CommandDelivery:
                 asked = error.retry_after_seconds if isinstance(error, TransportError) else 0.0
                 self._backoff.failed(now, retry_after=asked)
                 self._faults.record("relay", error)
-        desk.waiting.extend(sorted(commands, key=lambda item: item[0].number))
+        for command, must_be_signed in sorted(commands, key=lambda item: item[0].number):
+            if command.action == "stacks":
+                self._want_stacks(run, desk, command, must_be_signed=must_be_signed)
+            elif all(command.number != waiting.number for waiting, _ in desk.waiting):
+                desk.waiting.append((command, must_be_signed))
+
+    def _want_stacks(
+        self, run: ServedRun, desk: _Desk, command: Command, *, must_be_signed: bool
+    ) -> None:
+        """Have the ranks here asked for their stacks; a job that hangs reads no mailbox."""
+        if command.number <= desk.stacks:
+            return
+        desk.stacks = command.number
+        try:
+            now_ns = self._clock.time_ns()
+            if must_be_signed:
+                key = run.run_dir.command_key()
+                verify_command(command, key, run_id=run.run_id, now_unix_ns=now_ns, last_number=0)
+            else:
+                verify_order(command, self._keys)
+                check_order(command, run.run_id, now_ns)
+        except VitalsError as error:
+            self._refused(run, desk, command, error)
+            return
+        self.num_delivered += 1
+        run.stacks_wanted.append(command.number)
+
+    def _refused(self, run: ServedRun, desk: _Desk, command: Command, error: VitalsError) -> None:
+        if len(desk.refused) >= _MAX_REFUSED:
+            desk.refused.clear()
+        desk.refused[command.number] = command
+        self._faults.record("relay.refused", error)
+        text = f"command {command.number} ({command.action}) was not delivered: {error.text}"
+        run.node_source.say(Note(code="command_refused", text=text, severity="warning"))
 
     def _deliver(
         self, run: ServedRun, desk: _Desk, command: Command, *, must_be_signed: bool
@@ -143,14 +188,7 @@ class CommandDelivery:
                     mailbox.put(signed)
                     self.num_delivered += 1
             except VitalsError as error:
-                if len(desk.refused) >= _MAX_REFUSED:
-                    desk.refused.clear()
-                desk.refused[command.number] = command
-                self._faults.record("relay.refused", error)
-                text = (
-                    f"command {command.number} ({command.action}) was not delivered: {error.text}"
-                )
-                run.node_source.say(Note(code="command_refused", text=text, severity="warning"))
+                self._refused(run, desk, command, error)
                 return
         desk.newest = command.number
         desk.in_mailbox = signed

@@ -9,9 +9,7 @@ is never sent any.
 import contextlib
 import os
 import select
-import shutil
 import signal
-import subprocess
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -19,12 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from trainvitals.detect.hang import HangConfig, HangFollower
-from trainvitals.errors import UNREADABLE, VitalsError
-from trainvitals.io.heartbeat import COLLECTIVES_FILE, STACKS_FILE, read_heartbeat
-from trainvitals.io.private import open_private, read_own
+from trainvitals.errors import VitalsError
+from trainvitals.io.heartbeat import read_heartbeat
 from trainvitals.records import (
     FindingRaised,
     Heartbeat,
@@ -32,11 +27,11 @@ from trainvitals.records import (
     ProcessState,
     RankActivity,
     RanksStill,
-    StacksTaken,
 )
 from vitals_agent.restart import HungJob, Process
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Spawn, on_a_thread
+from vitals_agent.stacks import StackTaker
 from vitals_agent.tailer import JournalTail
 
 ACTIVE_SECONDS = 2.0
@@ -49,9 +44,6 @@ MUTE_SECONDS = 3.0
 STILL_SECONDS = 2.0
 """Without progress for this long, other nodes are told."""
 RESEND_SECONDS = 2.0
-MAX_STACKS = 16 << 10
-"""Bytes of a rank's stacks that are kept: the main thread's are the last."""
-MAX_COLLECTIVES = 20
 ALL_ACTIVE_SHARE = 0.2
 """The same for all threads of the process together: backward may run on another one."""
 MAX_GAP_SECONDS = 3600.0
@@ -95,8 +87,8 @@ class _Seen:
     work: deque[_Work] = field(default_factory=deque)
     state: ProcessState = "alive"
     exit: str = ""
-    num_looks: int = 0
-    """Since it was asked for its stacks, in this wait; 0: it was not."""
+    was_asked: bool = False
+    """For its stacks, in this wait."""
 
 
 class HangWatch:
@@ -119,7 +111,7 @@ class HangWatch:
     ) -> None:
         self._run = run
         self._exits = exits
-        self._spawn = spawn
+        self._stacks = StackTaker(run, spawn=spawn)
         self._seen: dict[Path, _Seen] = {}
         self._follower = HangFollower(config)
         self._job = HungJob(run, self._follower.config, run.clock)
@@ -149,9 +141,26 @@ class HangWatch:
         with self._run.faults.contained("restart"):
             self._mind_restart(ranks, tails, world_size, now)
         step = max(rank.step for rank in ranks)
-        for rank, tail in tails.items():
+        self._take_stacks(tails, world_size, step, is_waiting=is_waiting)
+
+    def _take_stacks(
+        self, tails: dict[int, JournalTail], world_size: int, step: int, *, is_waiting: bool
+    ) -> None:
+        """Ask the ranks for their stacks, once in a wait or as a person wants; keep them."""
+        number = self._run.stacks_wanted.popleft() if self._run.stacks_wanted else 0
+        if number:
+            self._stacks.begin(number, num_here=len(tails), num_ranks=world_size)
+        for tail in tails.values():
+            seen = self._seen[tail.directory]
+            if seen.word is None or not (number or (is_waiting and not seen.was_asked)):
+                continue
+            seen.was_asked |= is_waiting
             with self._run.faults.contained("hang"):
-                self._take_stacks(rank, tail, step, is_waiting=is_waiting)
+                # Of a wait all are kept at one step, the finding's.
+                at = seen.word.step if number else step
+                self._stacks.ask(tail, seen.word, seen.state, step=at, number=number)
+        with self._run.faults.contained("hang"):
+            self._stacks.look()
 
     # ----------------------------------------------------------------------------- what is said
 
@@ -271,7 +280,7 @@ class HangWatch:
             if before is not None and is_usual and not seen.was_stopped and gap < MAX_GAP_SECONDS:
                 self._follower.history.add(before.phase, gap)
             seen.moved, seen.moved_at, seen.was_stopped = moved, now, False
-            seen.num_looks = 0
+            seen.was_asked = False
 
     def _read_process(self, tail: JournalTail, seen: _Seen, now: float) -> None:
         assert seen.word is not None
@@ -291,53 +300,6 @@ class HangWatch:
         # Gone: the journal says whether it had said goodbye. Nobody has buried it yet.
         seen.state = "ended" if tail.closed or tail.removed else "gone"
         seen.exit = tail.exit = self._exits.of(pid)
-
-    # ------------------------------------------------------------------------------- stacks
-
-    def _take_stacks(self, rank: int, tail: JournalTail, step: int, *, is_waiting: bool) -> None:
-        """Ask a rank for its stacks, once in a wait; keep what it wrote when it has."""
-        seen = self._seen[tail.directory]
-        word = seen.word
-        if word is None or seen.state in ("gone", "ended", "stopped", "traced"):
-            return
-        if seen.num_looks:
-            seen.num_looks += 1
-            if seen.num_looks <= MAX_STACK_LOOKS:
-                self._keep_stacks(rank, tail, word, step, is_last=seen.num_looks == MAX_STACK_LOOKS)
-        elif is_waiting:
-            seen.num_looks = 1
-            pid = tail.identity.pid
-            path = tail.directory / STACKS_FILE
-            if word.stack_signal:
-                os.close(open_private(path, os.O_WRONLY | os.O_TRUNC))
-                # The look before this line saw that it is the process that it was.
-                os.kill(pid, word.stack_signal)
-            elif program := shutil.which("py-spy"):
-                self._spawn("vitals-agent-stacks", lambda: _dump(program, pid, path))
-
-    def _keep_stacks(
-        self, rank: int, tail: JournalTail, word: Heartbeat, step: int, *, is_last: bool
-    ) -> None:
-        raw = b""
-        with contextlib.suppress(OSError, VitalsError):
-            raw = read_own(tail.directory / STACKS_FILE, max_bytes=8 << 20)
-        if not raw and not is_last:
-            return
-        self._seen[tail.directory].num_looks = MAX_STACK_LOOKS
-        why = "" if raw else "it did not answer its signal"
-        if not raw and not word.stack_signal:
-            why = "no signal was free for its stacks, and py-spy is not installed"
-        event = StacksTaken(
-            rank=rank,
-            stacks=raw[-MAX_STACKS:].decode(errors="replace"),
-            collectives=_collectives(tail.directory),
-            detail=why,
-        )
-        self._run.node_source.say(event, step=step, attempt=tail.last.attempt)
-
-
-MAX_STACK_LOOKS = 6
-"""So many looks after it was asked, a rank that wrote nothing is given up."""
 
 
 def _newest(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
@@ -396,33 +358,6 @@ def _is_active(work: Sequence[_Work], now: float) -> bool:
         # In a call to a disk: a save that waits for it looks the same as one that is lost.
         or any(each.state == "D" for each in work)
     )
-
-
-def _collectives(directory: Path) -> tuple[str, ...]:
-    """Return the last collectives that the rank wrote down, as lines."""
-    try:
-        calls = msgspec.json.decode(read_own(directory / COLLECTIVES_FILE), type=list[_Collective])
-    except (OSError, VitalsError, *UNREADABLE):
-        return ()
-    return tuple(
-        f"group {each.group} #{each.number}: {each.call} {each.state}".rstrip() for each in calls
-    )[-MAX_COLLECTIVES:]
-
-
-class _Collective(msgspec.Struct, frozen=True):
-    group: str
-    number: int
-    call: str
-    state: str = ""
-
-
-def _dump(program: str, pid: int, path: Path) -> None:
-    """Have py-spy write the stacks; where it may not look at the process, nothing is written."""
-    done = subprocess.run(
-        [program, "dump", "--pid", str(pid)], capture_output=True, timeout=10.0, check=False
-    )
-    with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-        file.write(done.stdout)
 
 
 # ------------------------------------------------------------------------- how processes ended

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainvitals.clock import Clock
 from trainvitals.detect.hang import HangConfig, Verdict, may_end
@@ -52,8 +53,7 @@ class Process:
 def started(pid: int) -> int:
     """Return when a process began, in clock ticks since the boot; 0 where there is none."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return 0
     return int(fields[19]) if fields[0] not in "ZX" else 0

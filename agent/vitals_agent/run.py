@@ -3,6 +3,7 @@
 import logging
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,8 @@ class ServedRun:
         self.keeps_history = keeps_history
         self.is_disk_full = False
         """Whether the spool's disk was full when something was last to be added."""
+        self.stacks_wanted: deque[int] = deque(maxlen=8)
+        """Numbers of a person's commands to say where the ranks stand; any thread may add."""
         self._lock = threading.Lock()
         self._num_copied = 0
         self._dirty = False

@@ -3,18 +3,26 @@
 import json
 import os
 import signal
+import sys
 import time
 
 import pytest
 
 from tests.agent.builders import World
-from tests.agent.test_hang import Rank, ranks, train  # noqa: F401 - the fixture
+from tests.agent.test_hang import Rank, train
 from trainvitals.detect.hang import HangConfig
 from trainvitals.records import DecisionMade, Note
 from vitals_agent.restart import GRACE_SECONDS, Process, started
 
 HELD = 10.0
 CONFIG = HangConfig(computing_seconds=10.0, restart_seconds=HELD)
+
+
+@pytest.fixture
+def ranks(world: World) -> list[Rank]:
+    if sys.platform != "linux":
+        pytest.skip("needs /proc")
+    return [Rank(world, 0), Rank(world, 1)]
 
 
 def stand(

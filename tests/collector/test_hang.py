@@ -18,9 +18,9 @@ from trainvitals.records import (
     RunEnded,
     StacksTaken,
 )
-from trainvitals.views import EventsQuestion, RunQuestion, StacksQuestion
+from trainvitals.views import EventsQuestion, RunQuestion, StacksQuestion, StacksView
 from vitals_collector.queries.query import Query
-from vitals_collector.queries.why import stood
+from vitals_collector.queries.why import standing, stood
 from vitals_collector.storage.store import Store
 
 LIMITS = WaitHistory().limits(HangConfig())
@@ -200,3 +200,33 @@ def test_show_lists_who_was_waited_for_and_why_where_each_rank_stood(
     assert 1 == " ".join(text.split()).count("Rank 1 is blocked in data.py:33")
     assert "Rank 1, last collective group 0 #19: all_reduce(4) scheduled:" in text
     assert 'File "data.py", line 33 in load' in text
+
+
+def asked(rank: int, *calls: str, step: int = 7, detail: str = "", **fields: Any) -> StacksView:
+    stacks = "".join(f"{call}\n" for call in calls)
+    stacks = f"Current thread 0x1 (most recent call first):\n{stacks}" if stacks else ""
+    given = {"time_unix_ns": 1, "attempt": 1, "collectives": (), "command_number": 7} | fields
+    return StacksView(rank=rank, step=step, stacks=stacks, detail=detail, **given)
+
+
+def test_ranks_at_one_place_are_shown_together_the_odd_one_first():
+    waits = ('  File "dist.py", line 9 in all_reduce', '  File "train.py", line 3 in <module>')
+    views = [asked(rank, *waits, collectives=("group 0 #9: all_reduce(4)",)) for rank in (0, 1, 3)]
+    views += [asked(2, '  File "data.py", line 33 in load', step=6)]
+    views += [asked(4, detail="its process is stopped (SIGSTOP)")]
+    shown = standing(views, 8).splitlines()
+    assert [
+        "Rank 4 did not answer: its process is stopped (SIGSTOP)",
+        "Ranks 5 to 7 did not answer: no answer from its node's agent",
+        "Rank 2, step 6:",
+        '  File "data.py", line 33 in load',
+        "Ranks 0, 1, 3, step 7, last collective group 0 #9: all_reduce(4):",
+    ] == shown[:5]
+    assert [*waits] == shown[5:]
+
+
+def test_why_leaves_out_what_a_person_asked_for(job: Job):
+    wait = asked(1, '  File "a.py", line 1 in f', command_number=0)
+    later = asked(1, '  File "b.py", line 2 in g')
+    assert "a.py" in stood([wait, later], 7)
+    assert "b.py" not in stood([wait, later], 7)

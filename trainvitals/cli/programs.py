@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "agent": ("agent",),
     "collector": (
         *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
-        *("replay", "alerts", "command", "store", "export", "sql", "token"),
+        *("replay", "alerts", "command", "stacks", "store", "export", "sql", "token"),
     ),
     "dashboard": ("dashboard",),
     "checkpoints": ("checkpoints",),

@@ -224,14 +224,24 @@ def verify_command(
             hint="the agent signs what a control key has signed, and `vitals command` what the"
             " run's owner leaves in its folder, both with command.key",
         )
-    if command.run_id != run_id:
-        raise UsageError(f"command {command.number} is for run {command.run_id}, not {run_id}")
+    check_order(command, run_id, now_unix_ns)
     if command.number <= last_number:
         raise UsageError(
             f"command {command.number} is not newer than {last_number}, the last one accepted"
         )
-    check_time(command, now_unix_ns)
     return command
+
+
+def check_order(command: Command, run_id: str, now_unix_ns: int) -> None:
+    """Refuse a command that is another run's, or whose time is over.
+
+    Raises:
+        UsageError: another run's.
+        ExpiredError: as ``check_time``.
+    """
+    if command.run_id != run_id:
+        raise UsageError(f"command {command.number} is for run {command.run_id}, not {run_id}")
+    check_time(command, now_unix_ns)
 
 
 def check_time(command: Command, now_unix_ns: int) -> None:

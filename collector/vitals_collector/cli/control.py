@@ -5,7 +5,7 @@ import getpass
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,14 +28,18 @@ from trainvitals.views import (
     CommandsQuestion,
     CommandView,
     EndSilenceRequest,
+    RunQuestion,
     RunSummary,
     SilenceRequest,
     SilencesQuestion,
     SilenceView,
+    StacksQuestion,
+    StacksView,
 )
 from vitals_collector.cli.opening import as_folder, choose_run
 from vitals_collector.cli.replay import folder_here
 from vitals_collector.queries.open import Reader, find_run, open_folder, open_reader
+from vitals_collector.queries.why import standing
 
 Run = Annotated[str, typer.Argument(help="Run id or its beginning, name, or the run's folder.")]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
@@ -91,6 +95,7 @@ def register(app: typer.Typer) -> None:
         'Example: vitals command my-run lr x0.5 --reason "loss is noisy"\n\n'
         'Example: vitals command my-run accept 4200 --reason "a new task begins there"',
     )(command)
+    app.command("stacks", epilog="Example: vitals stacks my-run")(stacks)
     commands: Commands = {
         "list": (list_alerts, "vitals alerts list --state firing"),
         "ack": (ack, "vitals alerts ack 3f2a9c0d11e4b877"),
@@ -173,6 +178,70 @@ def command(
     _write_commands((view,), form)
     if view.status in ("refused", "expired", "invalid"):
         raise typer.Exit(1)
+
+
+def stacks(
+    run: Run,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the ranks.", min=1.0)] = 15.0,
+    folder: Dir = None,
+    collector: Collector = "",
+    token_file: TokenFile = None,
+    form: Form = Format.TABLE,
+) -> None:
+    """Show where all ranks of a live run stand now, also where it hangs.
+
+    Ranks that stand at the same place are shown together, the fewest first; who does not answer is
+    named. It needs what `vitals command` needs; training goes on meanwhile. The other formats have
+    the stacks of all threads.
+    """
+    folder, run = as_folder(run, folder)
+    folder = folder or _default_folder(collector)
+    request = CommandRequest(action="stacks", reason=f"asked for by {_user()}", ttl_seconds=wait)
+    if folder is not None:
+        sent = _leave(folder, run, request)
+
+        def look() -> tuple[tuple[StacksView, ...], int]:
+            with open_reader(folder) as opened:
+                return _stacks(opened.reader, sent)
+
+        views, world_size = _until_all(look, wait, pause=1.0)
+    else:
+        keys = control_folder(os.environ, token_file, collector)
+        with _control(collector, token_file, needs="control") as client:
+            summary = find_run(client, run)
+            _check_open(summary)
+            sent = client.send_command(summary.run_id, request, issued_by=_user(), keys=keys)
+            views, world_size = _until_all(lambda: _stacks(client, sent), wait, pause=_LOOK_SECONDS)
+    if form is Format.JSON:
+        write_json(views)
+    elif form is Format.CSV:
+        header = ("rank", "step", "stacks", "collectives", "detail")
+        rows = [(v.rank, v.step, v.stacks, "; ".join(v.collectives), v.detail) for v in views]
+        write_rows(header, rows, Format.CSV)
+    else:
+        typer.echo(standing(views, world_size))
+    if not any(view.stacks for view in views):
+        raise typer.Exit(1)
+
+
+def _stacks(reader: Reader, sent: CommandView) -> tuple[tuple[StacksView, ...], int]:
+    """Return what the ranks said to a question so far, and how many ranks there are."""
+    run_id, number = sent.command.run_id, sent.command.number
+    views = reader.ask(StacksQuestion(run_id=run_id))
+    world_size = reader.ask(RunQuestion(run_id=run_id)).summary.world_size
+    return tuple(view for view in views if view.command_number == number), world_size
+
+
+def _until_all(
+    look: Callable[[], tuple[tuple[StacksView, ...], int]], wait: float, *, pause: float
+) -> tuple[tuple[StacksView, ...], int]:
+    """Look until each rank has said something, at most for so many seconds."""
+    give_up = time.monotonic() + wait
+    while True:
+        views, world_size = look()
+        if len({view.rank for view in views}) >= world_size or time.monotonic() >= give_up:
+            return views, world_size
+        time.sleep(pause)
 
 
 def _number(value: str, action: Action) -> float | None:

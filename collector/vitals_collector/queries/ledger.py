@@ -239,6 +239,7 @@ def stacks_of(connection: Connection, run_id: str) -> tuple[StacksView, ...]:
                     stacks=taken.stacks,
                     collectives=taken.collectives,
                     detail=taken.detail,
+                    command_number=taken.command_number,
                 )
             )
     return tuple(views)

@@ -1,0 +1,186 @@
+"""Asks ranks for their stacks: once in each wait, and when a person wants them.
+
+By a signal that the rank said it serves (Python's faulthandler writes them, also while C code holds
+the interpreter), else by py-spy where that is installed. A process that is stopped, or that may be
+another one by now, is never sent any.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trainvitals.errors import UNREADABLE, VitalsError
+from trainvitals.io.heartbeat import COLLECTIVES_FILE, STACKS_FILE
+from trainvitals.io.private import open_private, read_own
+from trainvitals.records import (
+    CommandAck,
+    CommandAcknowledged,
+    Heartbeat,
+    ProcessState,
+    StacksTaken,
+)
+from vitals_agent.run import ServedRun
+from vitals_agent.sampling import Spawn
+from vitals_agent.tailer import JournalTail
+
+MAX_STACKS = 16 << 10
+"""Bytes of a rank's stacks that are kept: the main thread's are the last."""
+MAX_COLLECTIVES = 20
+MAX_LOOKS = 6
+"""So many looks after it was asked, a rank that wrote nothing is given up."""
+MORE_NODES_LOOKS = 16
+"""So many later a person is told that all is there: other nodes hear of a question later."""
+_CANNOT: dict[ProcessState, str] = {
+    "stopped": "its process is stopped (SIGSTOP)",
+    "traced": "its process is stopped by a debugger",
+    "gone": "its process is gone",
+    "ended": "it has finished training",
+}
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A rank that was sent its signal and has not answered yet."""
+
+    tail: JournalTail
+    word: Heartbeat
+    step: int
+    number: int = 0
+    """The person's question; 0 where it was asked in a wait."""
+    num_looks: int = 0
+
+
+@dataclass(slots=True)
+class _Question:
+    """What a person wants to know, until all that can be said has been."""
+
+    number: int
+    num_here: int
+    num_ranks: int
+    num_answered: int = 0
+    num_looks: int = 0
+
+
+class StackTaker:
+    """The stacks of one run's ranks on this node. For the agent's main thread.
+
+    Args:
+        run: whose ranks they are, and where is said where they stand.
+        spawn: begins what may hang.
+    """
+
+    def __init__(self, run: ServedRun, *, spawn: Spawn) -> None:
+        self._run = run
+        self._spawn = spawn
+        self._asked: dict[Path, _Asked] = {}
+        self._question: _Question | None = None
+
+    def begin(self, number: int, *, num_here: int, num_ranks: int) -> None:
+        """Take up a person's question; ``ask`` each rank then.
+
+        Args:
+            number: of the command.
+            num_here: ranks on this node.
+            num_ranks: ranks of the job.
+        """
+        self._question = _Question(number, num_here, num_ranks)
+
+    def ask(
+        self, tail: JournalTail, word: Heartbeat, state: ProcessState, *, step: int, number: int = 0
+    ) -> None:
+        """Ask a rank where it stands; the look before saw that it is the process that it was."""
+        asked = _Asked(tail, word, step, number)
+        if state in _CANNOT:
+            if number:
+                self._say(asked, "", _CANNOT[state])
+            return
+        if (before := self._asked.get(tail.directory)) is not None:
+            before.number = before.number or number
+            return
+        self._asked[tail.directory] = asked
+        pid, path = tail.identity.pid, tail.directory / STACKS_FILE
+        if word.stack_signal:
+            os.close(open_private(path, os.O_WRONLY | os.O_TRUNC))
+            os.kill(pid, word.stack_signal)
+        elif program := shutil.which("py-spy"):
+            self._spawn("vitals-agent-stacks", lambda: _dump(program, pid, path))
+
+    def look(self) -> None:
+        """Keep what ranks wrote since; give up those that write nothing."""
+        for directory, asked in list(self._asked.items()):
+            asked.num_looks += 1
+            is_last = asked.num_looks > MAX_LOOKS
+            raw = b""
+            with contextlib.suppress(OSError, VitalsError):
+                raw = read_own(directory / STACKS_FILE, max_bytes=8 << 20)
+            if asked.num_looks == 1 or (not raw and not is_last):
+                continue  # it may be writing still
+            del self._asked[directory]
+            why = "" if raw else "it did not answer its signal"
+            if not raw and not asked.word.stack_signal:
+                why = "no signal was free for its stacks, and py-spy is not installed"
+            text = raw[-MAX_STACKS:].decode(errors="replace")
+            self._say(asked, text, why)
+        self._acknowledge()
+
+    def _say(self, asked: _Asked, text: str, why: str) -> None:
+        tail, question = asked.tail, self._question
+        if question is not None and question.number == asked.number:
+            question.num_answered += bool(text)
+        event = StacksTaken(
+            rank=tail.identity.rank,
+            stacks=text,
+            # The file is of its last standstill, which may be over.
+            collectives=_collectives(tail.directory) if asked.word.last_collectives else (),
+            detail=why,
+            command_number=asked.number,
+        )
+        self._run.node_source.say(event, step=asked.step, attempt=tail.last.attempt)
+
+    def _acknowledge(self) -> None:
+        """Answer the person's command, on rank 0's node, once all has been said."""
+        question = self._question
+        if question is None:
+            return
+        question.num_looks += 1
+        is_all_here = question.num_here >= question.num_ranks
+        is_over = question.num_looks >= MORE_NODES_LOOKS
+        if any(each.number for each in self._asked.values()) or not (is_all_here or is_over):
+            return
+        self._question = None
+        if self._run.holds_mailbox:
+            detail = f"{question.num_answered} of {question.num_here} ranks of this node answered"
+            ack = CommandAck(number=question.number, status="done", step=-1, detail=detail)
+            self._run.node_source.say(CommandAcknowledged(ack=ack))
+
+
+def _collectives(directory: Path) -> tuple[str, ...]:
+    """Return the last collectives that the rank wrote down, as lines."""
+    try:
+        calls = msgspec.json.decode(read_own(directory / COLLECTIVES_FILE), type=list[_Collective])
+    except (OSError, VitalsError, *UNREADABLE):
+        return ()
+    return tuple(
+        f"group {each.group} #{each.number}: {each.call} {each.state}".rstrip() for each in calls
+    )[-MAX_COLLECTIVES:]
+
+
+class _Collective(msgspec.Struct, frozen=True):
+    group: str
+    number: int
+    call: str
+    state: str = ""
+
+
+def _dump(program: str, pid: int, path: Path) -> None:
+    """Have py-spy write the stacks; where it may not look at the process, nothing is written."""
+    done = subprocess.run(
+        [program, "dump", "--pid", str(pid)], capture_output=True, timeout=10.0, check=False
+    )
+    with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(done.stdout)
