@@ -38,6 +38,7 @@ from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
 from trainer_hooks.step.gradients import Models, unwrap
+from trainer_hooks.step.profiling import Slowdowns
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
@@ -311,6 +312,9 @@ def _controller(
         rewind=lambda: device.shadow.buffers.put_back(torch.ones((), device=norms.device)),
     )
     columns = RootColumns(utilization, sampler, ranks.world_size)
+    log = StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0)
+    if ranks.rank == 0 and mode != "observe" and signals.profile_slowdowns:
+        log.slowdowns = Slowdowns(place.run_dir.profiles_dir)
     return StepController(
         mode=mode,
         ranks=ranks,
@@ -325,7 +329,7 @@ def _controller(
         clock=clock,
         sampler=sampler,
         probe=probe,
-        log=StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0),
+        log=log,
         attempt=place.attempt,
         evaluations=_evaluations(given.early_stopping, ranks, emitter, recovery),
         on_hang=given.on_hang,

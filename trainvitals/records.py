@@ -6,7 +6,7 @@ An event is msgpack in the rows of the ``events`` stream; a long one takes sever
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -197,6 +197,27 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """By the control key; "" where the run's owner left it in the run's own folder."""
     signature: str = ""
     """By the run's key, over everything else."""
+
+
+class Profiled(NamedTuple):
+    """What a profile is ordered of: the argument of its command, which is one number."""
+
+    num_steps: int
+    rank: int = -1
+    """-1: the slowest rank and a typical one."""
+    by_itself: bool = False
+    """Whether the run ordered it, as it got slower."""
+
+    @property
+    def argument(self) -> float:
+        """The number: exact in a float64 up to 2**44 ranks."""
+        return float(self.num_steps | self.by_itself << 7 | self.rank + 1 << 8)
+
+    @classmethod
+    def of(cls, argument: float) -> Profiled:
+        """Return what a number stands for."""
+        bits = int(argument)
+        return cls(bits & 127, (bits >> 8) - 1, bool(bits & 128))
 
 
 class CommandAck(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from trainvitals.records import (
     CommandAction,
     Decision,
     Finding,
+    Profiled,
     RunInfo,
     Severity,
 )
@@ -466,6 +467,7 @@ CommandStatus = Literal["pending", "delivered", "done", "refused", "expired", "i
 _MAX_AHEAD_US = 3_600 * 1_000_000
 MAX_TTL_SECONDS = 3_600.0
 MAX_REASON = 500
+MAX_RANKS = 2**20
 OFFERED: tuple[CommandAction, ...] = (
     "halt", "rollback", "accept", "skip", "lr", "lr_factor", "checkpoint", "approve", "veto",
     "pause", "resume", "profile", "stacks",
@@ -530,6 +532,8 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     argument: float | None = None
     """What ``COMMAND_ARGUMENTS`` says of the action, where it takes one."""
     ttl_seconds: float = 60.0
+    rank: int = -1
+    """Of a profile; -1 is the slowest rank and a typical one."""
 
     def check(self) -> None:
         """Refuse what no run could be asked, whatever its state.
@@ -551,6 +555,10 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise UsageError(
                 f"ttl_seconds is {self.ttl_seconds}; it must be above 0 and at most "
                 f"{MAX_TTL_SECONDS:g}"
+            )
+        if self.rank != -1 and not (self.action == "profile" and 0 <= self.rank < MAX_RANKS):
+            raise UsageError(
+                f"rank is {self.rank} for {self.action}; only profile takes one, from 0 on"
             )
         if self.checkpoint_id and self.action != "rollback":
             raise UsageError(f"checkpoint_id was given; {self.action} takes none")
@@ -590,8 +598,38 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             issued_unix_ns=now_unix_ns,
             expires_unix_ns=now_unix_ns + int(self.ttl_seconds * 1e9),
             checkpoint_id=self.checkpoint_id,
-            argument=float(self.argument or 0.0),
+            argument=self._argument(),
         )
+
+    def _argument(self) -> float:
+        if self.action == "profile" and self.argument:
+            return Profiled(int(self.argument), self.rank).argument
+        return float(self.argument or 0.0)
+
+    @classmethod
+    def of(cls, command: Command) -> CommandRequest:
+        """Return what a command asks for, whose bounds are to be checked."""
+        takes_argument = command.argument or command.action == "accept"
+        argument, rank = command.argument if takes_argument else None, -1
+        if command.action == "profile" and argument is not None:
+            wanted = Profiled.of(argument)
+            argument, rank = float(wanted.num_steps), wanted.rank
+        return cls(
+            action=command.action,
+            reason=command.reason,
+            checkpoint_id=command.checkpoint_id,
+            argument=argument,
+            rank=rank,
+            ttl_seconds=(command.expires_unix_ns - command.issued_unix_ns) / 1e9,
+        )
+
+    @property
+    def text(self) -> str:
+        """What it asks for, in a few words."""
+        if self.action == "lr_factor":
+            return f"lr x{self.argument:g}"
+        words = f"{self.action} {self.argument:.12g}" if self.argument else self.action
+        return f"{words} of rank {self.rank}" if self.rank >= 0 else words
 
 
 class DeliveredRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

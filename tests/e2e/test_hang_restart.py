@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -92,17 +92,24 @@ class Job:
         return [v.verdict for v in verdicts if v.verdict is not None and v.verdict.pages]
 
     def close(self) -> None:
-        for run in self.agent.runs.values():
-            for tail in run.tails.values():
-                if tail.process.alive():
-                    os.kill(tail.identity.pid, signal.SIGKILL)
+        ranks = _children(self.process.pid)
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)  # first: it would start them again
         self.process.wait(30.0)
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._ending.set()
         self._thread.join(30.0)
         self.agent.stop()
         self._log.close()
+
+
+def _children(pid: int) -> list[int]:
+    """Return the ranks of a launcher: each is a session of its own, and may be stopped."""
+    if not (children := Path(f"/proc/{pid}/task/{pid}/children")).exists():
+        return []
+    return [int(child) for child in children.read_text().split()]
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
 import torch
@@ -29,9 +28,10 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import Meta, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.state import StateCheck
-from trainer_hooks.step.beside import StepProfile, paused_round
+from trainer_hooks.step.beside import paused_round
 from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
 from trainer_hooks.step.gradients import no_gradients
+from trainer_hooks.step.profiling import Profiling
 from trainer_hooks.step.reduce_vector import (
     NUM_FIGURES,
     Derived,
@@ -61,6 +61,7 @@ from trainvitals.records import (
     DecisionMade,
     Note,
     OnHang,
+    Profiled,
     RunEnded,
     StepRecord,
     TrainingPaused,
@@ -139,7 +140,7 @@ class StepController:
     """Commands that this loop cannot carry out, and why; equal on all ranks."""
     times: StepClock = field(init=False)
     """What the step's time is made of."""
-    _profile: StepProfile | None = None
+    _profiling: Profiling = field(init=False)
     _begun: set[int] = field(default_factory=set)
     """Turns that have brought a step."""
     _was_announced: bool = False
@@ -149,6 +150,9 @@ class StepController:
 
     def __post_init__(self) -> None:
         self.times = StepClock(self.clock)
+        self._profiling = Profiling(
+            self.run_dir.profiles_dir, self.ranks, self.log.lateness, self.faults, self._profiled
+        )
         self._tell_pause()
         if self.recovery is None:
             self.lacks["checkpoint"] = "the run makes no checkpoints: watch(checkpoints=...) does"
@@ -222,7 +226,7 @@ class StepController:
         """
         inbox = self.inbox
         if inbox is None:
-            return None
+            return self._own_order()
         with self.faults.fail_open("mailbox"):
             refusal = inbox.poll(step=step)
             if refusal is not None:
@@ -231,7 +235,15 @@ class StepController:
                 self.acknowledge(refusal, step=step)
         if inbox.waiting is not None and inbox.waiting.number <= self.judge.facts.last_command:
             inbox.waiting = None
-        return inbox.waiting
+        return inbox.waiting or self._own_order()
+
+    def _own_order(self) -> Command | None:
+        """Return the profile that the run orders by itself, as it got slower, if any."""
+        slowdowns = self.log.slowdowns
+        if slowdowns is None:
+            return None
+        newest, now_ns = self.judge.facts.last_command, self.clock.monotonic_ns()
+        return slowdowns.command(self.run_dir.run_id, newest=newest, now_ns=now_ns)
 
     def holds_evaluated(self, step: int) -> bool:
         """Return whether this rank has a copy of the state that was evaluated before ``step``."""
@@ -513,30 +525,22 @@ class StepController:
             self.recovery.promote(self.last_step, self.judge.last_unhealthy_step)
         elif order.action in ("pause", "resume"):
             self._pause(order.action == "pause", "manual command")
-        elif order.action == "profile" and self.is_rank0:
-            with self.faults.fail_open("profile"):
-                self._end_profile()
-                self._profile = StepProfile(
-                    self.run_dir.path / "profiles",
-                    first_step=now_step + 1,
-                    num_steps=int(order.argument),
-                    done=self._profiled,
-                    failed=lambda error: self.faults.count("profile", error),
-                )
-                self.has_work_beside = True
+        elif order.action == "profile":
+            wanted = Profiled.of(order.argument)
+            self._profiling.order(now_step + 1, wanted)
+            self.has_work_beside = True
+            if wanted.by_itself and self.log.slowdowns is not None:
+                text = f"Vitals profiles {wanted.num_steps} steps: {self.log.slowdowns.reason}"
+                self._note("profile_begun", text, now_step, "info")
 
-    def _profiled(self, path: Path) -> None:
-        text = f"the profile is {path}; open it with Perfetto or chrome://tracing"
-        self._note("profile_written", text, self.last_step, "info")
-
-    def _end_profile(self) -> None:
-        if self._profile is not None:
-            self._profile.close()
-            self._profile = None
+    def _profiled(self, text: str) -> None:
+        """Say where this rank's trace is; called by a thread of its own."""
+        note = Note(code="profile_written", text=text)
+        self.emitter.event(note, step=self.last_step, attempt=self.attempt)
 
     def _pause(self, is_paused: bool, reason: str) -> None:
         self.is_paused = is_paused
-        self.has_work_beside = is_paused or self._profile is not None
+        self.has_work_beside = is_paused or self._profiling.has_work
         self._tell_pause()
         event = TrainingPaused(is_paused=is_paused, reason=reason)
         self.emitter.of_run(event, step=self.last_step, attempt=self.attempt)
@@ -557,11 +561,8 @@ class StepController:
             step: the one that was just made.
             device: where tensors of the ranks' group lie.
         """
-        if self._profile is not None:
-            with self.faults.fail_open("profile"):
-                if not self._profile.stepped():
-                    self._profile = None
-        self.has_work_beside = self._profile is not None or self.is_paused
+        self._profiling.work(device)
+        self.has_work_beside = self._profiling.has_work or self.is_paused
         while self.is_paused:
             words = self._command_words(step) if self.is_rank0 else (0.0, 0.0, 0.0)
             (number, code, argument), stops = paused_round(
@@ -731,7 +732,7 @@ class StepController:
     def close_profile(self) -> None:
         """Write a profile that has not come to its end."""
         with self.faults.fail_open("profile"):
-            self._end_profile()
+            self._profiling.close()
 
     def stopping_state(self) -> dict[str, Any] | None:
         """Return the state of early stopping; None without it."""

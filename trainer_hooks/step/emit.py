@@ -19,6 +19,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import Sampler, Samples
 from trainer_hooks.step.gradients import ALL
+from trainer_hooks.step.profiling import Lateness, Slowdowns
 from trainer_hooks.step.reduce_vector import Derived, Reduced
 from trainvitals.catalog import (
     LAYERS_SCHEMA,
@@ -396,6 +397,9 @@ class StepLog:
         self._faults = faults
         self._is_rank0 = is_rank0
         self.tokens = TokenCount()
+        self.lateness = Lateness()
+        self.slowdowns: Slowdowns | None = None
+        """What orders a profile where the run gets slower; on rank 0, where that is wanted."""
 
     def write(
         self,
@@ -430,6 +434,10 @@ class StepLog:
                     extra["tokens_seen"] = self.tokens.seen
                     extra["tokens_trained"] = self.tokens.trained
         emitter, step, attempt = self._emitter, measured.step, measured.attempt
+        self.lateness.add(extra, measured.data_wait_seconds)
+        if self.slowdowns is not None and of_run:
+            with self._faults.fail_open("slowdowns"):
+                self.slowdowns.add(step, attempt, extra, measured.duration_seconds)
         if name:
             if self._is_rank0:
                 emitter.scalars(_by_name(record, name), step=step, attempt=attempt)

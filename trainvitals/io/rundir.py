@@ -6,7 +6,7 @@
         HALTED         the ladder stopped this run; a relaunch stops before training
         plan.jsonl     what no restore may give back: budgets, attempts, commands applied
         restarts.json  when jobs that hung were ended
-        checkpoints/   agents/<node>/   commands/
+        checkpoints/   agents/<node>/   commands/   profiles/
 
 The disk is often NFS or Lustre: files are appended and fsynced or replaced whole, never mapped.
 Others may write the folder around it, a lab's group say: what is read back is checked
@@ -58,7 +58,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SHARES = {"": 0, "none": 0, "group": 0o050}
 _OURS = (
     *("run.json", "command.key", "HALTED", "plan.jsonl", "restarts.json"),
-    *("checkpoints", "agents", "commands"),
+    *("checkpoints", "agents", "commands", "profiles"),
 )
 _MAX_PLAN_BYTES = 64 << 20
 _MAC = "mac"
@@ -195,6 +195,11 @@ class RunDir:
         """
         path = self.path / "checkpoints"
         return path if path.is_symlink() else self._folder(path.name)
+
+    @property
+    def profiles_dir(self) -> Path:
+        """Where traces of ``torch.profiler`` lie."""
+        return self.path / "profiles"
 
     def agent_path(self, node: str) -> Path:
         """Return where the folder of one node's agent is, or will be."""

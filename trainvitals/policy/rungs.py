@@ -37,7 +37,7 @@ from trainvitals.policy.state import (
     level_of,
     lr_factor_at,
 )
-from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
+from trainvitals.records import CommandAck, Decision, Finding, Profiled, StateRead, StepRecord
 
 RULES: dict[str, str] = {
     "nonfinite": "a loss or gradient that is NaN or infinite",
@@ -792,9 +792,10 @@ def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
     elif command.action == "resume":
         detail = f"training goes on with step {first}"
     elif command.action == "profile":
-        last = first + int(argument) - 1
-        detail = f"steps {first} to {last} of rank 0 are profiled; the trace comes into the run's "
-        detail += "folder, below profiles"
+        wanted = Profiled.of(argument)
+        whose = "the slowest rank and a typical one" if wanted.rank < 0 else f"rank {wanted.rank}"
+        detail = f"steps {first} to {first + wanted.num_steps - 1} of {whose} are profiled; the "
+        detail += "traces come into the run's folder, below profiles"
     elif command.action == "veto" and facts.waiting is not None:
         detail = f"the rollback {facts.waiting.number} is not done; the same is asked again after "
         detail += f"{case.config.ask_steps} steps at the earliest"
@@ -872,7 +873,10 @@ def _refusal(verdict: Verdict, command: Proposal, case: Case) -> str:
         return f"this step already leads to a rollback: {own.reason}"
     if command.action in case.lacks:
         return case.lacks[command.action]
-    if command.action in ("skip", "profile"):
+    if command.action == "profile":
+        num_steps = Profiled.of(command.argument).num_steps
+        return "" if num_steps >= 1 else "it takes a number of steps above 0"
+    if command.action == "skip":
         return "" if 1 <= command.argument <= FOREVER else "it takes a number of steps above 0"
     if command.action in ("approve", "veto"):
         return _not_asked(verdict.state.facts.waiting, command)

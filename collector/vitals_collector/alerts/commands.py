@@ -60,7 +60,7 @@ def issue(
             a clock that differs, or too many commands that still wait.
     """
     verify_order(command, keys)
-    request = _request_of(command)
+    request = CommandRequest.of(command)
     request.check()
     check_run_id(run_id)
     if command.run_id != run_id:
@@ -82,18 +82,6 @@ def issue(
             store, run_id, command.number, by="this collector", now_unix_ns=now_unix_ns
         )
     return view
-
-
-def _request_of(command: Command) -> CommandRequest:
-    """Return what it asks for, whose bounds are to be checked."""
-    takes_argument = command.argument or command.action == "accept"
-    return CommandRequest(
-        action=command.action,
-        reason=command.reason,
-        checkpoint_id=command.checkpoint_id,
-        argument=command.argument if takes_argument else None,
-        ttl_seconds=(command.expires_unix_ns - command.issued_unix_ns) / 1e9,
-    )
 
 
 def check_step(request: CommandRequest, last_step: int) -> None:

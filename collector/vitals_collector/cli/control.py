@@ -18,7 +18,6 @@ from trainvitals.errors import UsageError
 from trainvitals.io.client import CollectorClient, client_of
 from trainvitals.io.control_key import control_folder
 from trainvitals.io.lookup import known_collector
-from trainvitals.records import Command
 from trainvitals.views import (
     AckRequest,
     AlertsQuestion,
@@ -132,6 +131,10 @@ def command(
         str, typer.Option(help="Checkpoint to roll back to [default: the newest healthy one].")
     ] = "",
     steps: Annotated[int, typer.Option(help="For profile: number of steps, at most 100.")] = 10,
+    rank: Annotated[
+        int,
+        typer.Option(help="For profile: of which rank [default: the slowest and a typical one]."),
+    ] = -1,
     ttl: Annotated[float, typer.Option(help="Seconds until the command expires.")] = 60.0,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait for the run's answer; through a collector.")
@@ -164,6 +167,7 @@ def command(
         checkpoint_id=checkpoint,
         argument=_number(value.removeprefix("x") if by_factor else value, action),
         ttl_seconds=ttl,
+        rank=rank,
     )
     request.check()
     if folder is not None:
@@ -173,6 +177,7 @@ def command(
         with _control(collector, token_file, needs="control") as client:
             summary = find_run(client, run)
             _check_open(summary)
+            _check_rank(rank, summary.world_size)
             view = client.send_command(summary.run_id, request, issued_by=_user(), keys=keys)
             view = _answer(client, view, wait)
     _write_commands((view,), form)
@@ -280,6 +285,7 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
         summary = choose_run(opened, run)
         announced = opened.reader.ask(CheckpointsQuestion(run_id=summary.run_id))
     _check_open(summary)
+    _check_rank(request.rank, summary.world_size)
     check_checkpoint(request.checkpoint_id, [(c.checkpoint_id, c.state) for c in announced])
     check_step(request, summary.last_step)
     path = folder.absolute()
@@ -299,6 +305,11 @@ def _check_open(run: RunSummary) -> None:
         )
 
 
+def _check_rank(rank: int, world_size: int) -> None:
+    if rank >= world_size:
+        raise UsageError(f"--rank is {rank}; the run has ranks 0 to {world_size - 1}")
+
+
 def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
     if form is Format.JSON:
         write_json(views)
@@ -306,7 +317,7 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
     rows = [
         (
             v.command.number,
-            _asked(v.command),
+            CommandRequest.of(v.command).text,
             v.status,
             v.step if v.step >= 0 else None,
             v.command.reason,
@@ -316,12 +327,6 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
         for v in views
     ]
     write_rows(("number", "action", "status", "step", "reason", "answer", "expires"), rows, form)
-
-
-def _asked(command: Command) -> str:
-    if command.action == "lr_factor":
-        return f"lr x{command.argument:g}"
-    return f"{command.action} {command.argument:.12g}" if command.argument else command.action
 
 
 # --------------------------------------------------------------------------------------- alerts
