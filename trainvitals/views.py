@@ -385,6 +385,9 @@ class CheckpointsQuestion(Question[tuple[CheckpointView, ...]], frozen=True, kw_
     run_id: str
 
 
+_PROFILED = " [profile_written]"
+
+
 class EventView(msgspec.Struct, frozen=True, kw_only=True):
     """Any other event, as a line for people."""
 
@@ -394,6 +397,12 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     kind: str
     text: str
+
+    @property
+    def profile(self) -> str:
+        """Where a trace of ``torch.profiler`` lies, if that is what it says; else ""."""
+        is_one = self.kind == "Note" and self.text.endswith(_PROFILED)
+        return self.text.removesuffix(_PROFILED) if is_one else ""
 
 
 @route("GET", "/v1/runs/{run_id}/events")
@@ -419,6 +428,15 @@ class StacksView(msgspec.Struct, frozen=True, kw_only=True):
     """Why there are no stacks."""
     command_number: int = 0
     """Of the person's command that they answer; 0 where they were taken in a wait."""
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """Those of the rank's main thread, the innermost first; empty where none are known.
+
+        The thread that was asked last is the main one; the others wait for work.
+        """
+        main = self.stacks.rstrip().rpartition("(most recent call first):\n")[2]
+        return tuple(main.splitlines())
 
 
 @route("GET", "/v1/runs/{run_id}/stacks")

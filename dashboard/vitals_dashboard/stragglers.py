@@ -110,5 +110,28 @@ def _sentence(straggler: Straggler, kind: str) -> str:
     )
 
 
+def waited_for(cells: heatmap.Floats, rows: Sequence[str], steps: Sequence[int]) -> str:
+    """Return for whom the ranks wait: whoever waits least, in most of the steps.
+
+    Args:
+        cells: (ranks, steps) seconds that each waited.
+        rows: the ranks.
+        steps: the steps.
+    """
+    whole = cells[:, np.isfinite(cells).all(axis=0)]
+    if len(rows) < 2 or not whole.size:
+        return "Too few ranks or steps to say who waits for whom."
+    lost = np.median(whole, axis=0) - whole if len(rows) > 2 else whole.max(axis=0) - whole
+    least = whole.argmin(axis=0)
+    rank = int(np.bincount(least, minlength=len(rows)).argmax())
+    share = float(np.mean(least == rank))
+    seconds = float(np.median(lost[rank]))
+    span = f"in {share:.0%} of the columns from step {steps[0]:,} to {steps[-1]:,}"
+    if seconds <= 0.0 or share <= max(0.5, 1.5 / len(rows)):
+        return f"No rank is waited for: the first to be waited for changes ({span})."
+    name = rows[rank].replace(":", " ", 1)
+    return f"The others wait for {name} {span}, about {_time(seconds)} a step."
+
+
 def _time(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

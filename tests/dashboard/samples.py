@@ -24,6 +24,7 @@ from trainvitals.views import (
     RunSummary,
     SeriesReply,
     SourceView,
+    StacksView,
 )
 
 NOW_NS = 1_790_000_000_000_000_000
@@ -53,6 +54,7 @@ class SampleRun:
     findings: list[FindingView] = field(default_factory=list)
     events: list[EventView] = field(default_factory=list)
     commands: list[CommandView] = field(default_factory=list)
+    stacks: list[StacksView] = field(default_factory=list)
 
 
 def summary(number: int, *, name: str = "", now_ns: int = NOW_NS, **changes: object) -> RunSummary:

@@ -13,6 +13,7 @@ from trainvitals.errors import UsageError
 from trainvitals.io.rundir import RunDir, is_run_id
 from trainvitals.views import (
     DecisionsQuestion,
+    EventsQuestion,
     FindingsQuestion,
     RunQuestion,
     RunsQuestion,
@@ -126,6 +127,7 @@ def why(
         FOLLOWING,
         explain,
         loss_of,
+        profiles_near,
         stood,
         with_kept_samples,
     )
@@ -135,6 +137,7 @@ def why(
         ledger = opened.reader.ask(DecisionsQuestion(run_id=summary.run_id))
         detail = opened.reader.ask(RunQuestion(run_id=summary.run_id))
         findings = opened.reader.ask(FindingsQuestion(run_id=summary.run_id))
+        notes = opened.reader.ask(EventsQuestion(run_id=summary.run_id, kind="Note"))
         incidents = opened.reader.ask(VerdictQuestion(run_id=summary.run_id)).incidents
         stacks: tuple[StacksView, ...] = ()
         if any(entry.finding.kind == "waiting" for entry in view.findings):
@@ -176,8 +179,9 @@ def why(
                     f"Part of an incident: vitals postmortem {summary.run_id} "
                     f"--incident {line.incident_id}"
                 )
-        if where := stood(stacks, step):
-            typer.echo(where)
+        for part in (stood(stacks, step), profiles_near(notes, step)):
+            if part:
+                typer.echo(part)
 
 
 def tail(

@@ -15,6 +15,7 @@ from trainvitals.views import (
     DecisionsQuestion,
     DecisionView,
     EventsQuestion,
+    EventView,
     FindingsQuestion,
     FindingView,
     RunDetail,
@@ -125,6 +126,7 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
             [_decided(view) for view in ledger],
         ),
         *_waited(findings),
+        *_profiled(events),
         *_held(episodes(view.finding for view in findings)),
         (
             ("checkpoint", "step", "state", "where", "bytes"),
@@ -177,6 +179,12 @@ def _waited(findings: Sequence[FindingView]) -> list[Table]:
         for v in waits[-MAX_EVENTS:]
     ]
     return [(("time", "step", "paged", "who was waited for"), rows)] if rows else []
+
+
+def _profiled(events: Sequence[EventView]) -> list[Table]:
+    """Return the table of traces; none where nothing was profiled."""
+    rows = [(e.source, e.step, e.profile) for e in events if e.profile]
+    return [(("profiled", "until step", "trace"), rows[-MAX_EVENTS:])] if rows else []
 
 
 def _held(alerts: Sequence[Episode]) -> list[Table]:

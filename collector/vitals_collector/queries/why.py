@@ -26,6 +26,7 @@ from trainvitals.records import (
 )
 from trainvitals.views import (
     DecisionView,
+    EventView,
     FindingView,
     RunSummary,
     SeriesReply,
@@ -141,6 +142,19 @@ def without_waits(views: Sequence[FindingView]) -> list[FindingView]:
     ]
 
 
+_NEAR = 100
+"""Steps from a step within which a trace may tell of it."""
+
+
+def profiles_near(events: Sequence[EventView], step: int) -> str:
+    """Return where traces of about this step lie, a line each."""
+    near = [e for e in events if e.profile and abs(e.step - step) <= _NEAR]
+    lines = [
+        f"{_capital(e.source.replace(':', ' '))}, until step {e.step}: {e.profile}" for e in near
+    ]
+    return "\n".join(map(printable, lines))
+
+
 MAX_FRAMES = 12
 """Calls of one rank that are shown, the innermost first."""
 
@@ -153,18 +167,9 @@ def stood(stacks: Sequence[StacksView], step: int) -> str:
         calls = view.collectives[-1:]
         parts += [
             f"Rank {rank}" + (f", last collective {calls[0]}:" if calls else ":"),
-            *(_shown(main_calls(view)) or [f"  {view.detail}"]),
+            *(_shown(view.calls) or [f"  {view.detail}"]),
         ]
     return "\n".join(map(printable, parts))
-
-
-def main_calls(view: StacksView) -> tuple[str, ...]:
-    """Return the calls of the rank's main thread, the innermost first; empty where none are known.
-
-    The thread that was asked last is the main one; the others wait for work.
-    """
-    main = view.stacks.rstrip().rpartition("(most recent call first):\n")[2]
-    return tuple(main.splitlines())
 
 
 def _shown(calls: Sequence[str]) -> list[str]:
@@ -182,7 +187,7 @@ def standing(stacks: Sequence[StacksView], world_size: int) -> str:
     groups: dict[tuple[str, ...], list[StacksView]] = {}
     mute: dict[str, list[int]] = {}
     for view in sorted(stacks, key=lambda view: view.rank):
-        if calls := main_calls(view):
+        if calls := view.calls:
             groups.setdefault((*calls, *view.collectives[-1:]), []).append(view)
         else:
             mute.setdefault(view.detail, []).append(view.rank)
@@ -195,7 +200,7 @@ def standing(stacks: Sequence[StacksView], world_size: int) -> str:
         last = same[0].collectives[-1:]
         in_call = f", last collective {last[0]}" if last else ""
         parts.append(f"{_capital(_named([v.rank for v in same]))}, {at}{in_call}:")
-        parts += _shown(main_calls(same[0]))
+        parts += _shown(same[0].calls)
     return "\n".join(map(printable, parts))
 
 

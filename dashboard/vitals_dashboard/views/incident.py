@@ -18,6 +18,7 @@ from vitals_dashboard import (
     charts,
     commands,
     formatting,
+    hangs,
     heatmap_page,
     layout,
     tables,
@@ -67,6 +68,7 @@ def _body(source: Source, run: RunSummary) -> None:
         _story(chosen)
     with right:
         _curves(source, detail, chosen, steps)
+    hangs.draw(source, chosen)
     _tables(chosen, run)
     _maps(source, run, detail, steps)
     movers(source, run, chosen.onset_step)

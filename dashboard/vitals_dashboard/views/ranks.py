@@ -24,6 +24,8 @@ CHOICES = (
     Choice(word="power", metric="gpu.power_watts", title="Power of each GPU"),
     Choice(word="host memory", metric="node.memory_used_bytes", title="Memory of each node"),
 )
+WAITS = ("steps.gradient_wait_seconds", "steps.communication_seconds")
+"""What tells how long a rank waits for the others, the best first."""
 LAST_STEPS = 200
 """Over which stragglers are named: a column a step, so that no peak stands for a rank's pace."""
 ABOUT_MACHINES = kinds_about("machine")
@@ -36,8 +38,15 @@ def render() -> None:
 
 def _body(source: Source, run: RunSummary) -> None:
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
-    chosen, shade, steps = heatmap_page.controls(CHOICES, key="ranks", shade="value")
+    waits = next((metric for metric in WAITS if metric in detail.metrics), "")
+    choices = [choice for choice in CHOICES if choice.metric != waits]
+    if waits:
+        title = "Wait of each rank for the others; the one that waits least is waited for"
+        choices.insert(1, Choice(word="wait for others", metric=waits, title=title))
+    chosen, shade, steps = heatmap_page.controls(choices, key="ranks", shade="value")
     _stragglers(source, run, detail, steps)
+    if chosen.metric == waits:
+        _waited_for(source, run, steps, waits)
     reply = heatmap_page.ask(source, run, chosen.metric, steps)
     if reply is None:
         st.caption(_why_nothing(chosen))
@@ -88,6 +97,16 @@ def _stragglers(
         for line in sentences:
             st.text(formatting.plain(line, 300))
         st.caption(f"Medians of the steps {first:,} to {last:,}.")
+
+
+def _waited_for(
+    source: Source, run: RunSummary, steps: tuple[int | None, int | None], metric: str
+) -> None:
+    """Say which rank the others wait for, in the steps that are drawn."""
+    reply = heatmap_page.ask(source, run, metric, steps, points=LAST_STEPS, branch="lineage")
+    if reply is not None:
+        said = stragglers.waited_for(heatmap.cells_of(reply), reply.rows, reply.step)
+        st.text(formatting.plain(said, 300))
 
 
 def _findings(source: Source, run: RunSummary) -> None:

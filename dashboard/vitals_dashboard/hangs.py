@@ -1,0 +1,110 @@
+"""A hang as an incident's page shows it: who was where, since when, who was not there."""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from trainvitals.views import IncidentView, StacksQuestion, StacksView
+from vitals_dashboard import formatting, layout, tables
+from vitals_dashboard.source import Source
+
+MAX_GROUPS = 8
+"""Places whose calls can be folded out; the table has every rank."""
+
+
+def draw(source: Source, incident: IncidentView) -> None:
+    """Draw who waited for whom; nothing where no rank was waited for."""
+    waits = [view for view in incident.findings if view.finding.kind in ("waiting", "hang")]
+    if not waits:
+        return
+    stacks = of_incident(
+        source.client.ask(StacksQuestion(run_id=incident.run_id)),
+        {view.finding.step for view in waits},
+    )
+    st.markdown("### Who waited for whom")
+    for line in told(incident):
+        st.text(formatting.plain(line, 400))
+    layout.table(
+        rank_rows(stacks, {view.finding.rank for view in waits}),
+        "No stacks were taken: they are asked of ranks on nodes with an agent.",
+        key="hang_ranks",
+        height=260,
+    )
+    for same in at_one_place(stacks)[:MAX_GROUPS]:
+        with st.expander(formatting.plain(f"Where {names(same)} stood", 120)):
+            st.code("\n".join(formatting.plain(call, 300) for call in same[0].calls), language=None)
+
+
+def of_incident(stacks: Sequence[StacksView], steps: set[int]) -> list[StacksView]:
+    """Return the newest stacks of each rank that were taken in these waits, by rank."""
+    mine = (view for view in stacks if view.step in steps and not view.command_number)
+    return [view for _, view in sorted({view.rank: view for view in mine}.items())]
+
+
+def told(incident: IncidentView) -> list[str]:
+    """Return what was seen and done, by time: a line each, what is new in it once."""
+    lines = [
+        (
+            view.time_unix_ns,
+            f"{'Paged: ' if view.finding.kind == 'hang' else ''}{view.finding.reason}",
+        )
+        for view in incident.findings
+        if view.finding.kind in ("waiting", "hang")
+    ]
+    lines += [
+        (view.time_unix_ns, "Vitals ended the job, to be restarted.")
+        for view in incident.decisions
+        if view.decision.action == "restart" and view.decision.acted
+    ]
+    lines += [
+        (event.time_unix_ns, event.text.rpartition(" [")[0])
+        for event in incident.events
+        if event.text.endswith(("[wait_over]", "[restart_budget]", "[rank_gone]"))
+    ]
+    first = min(
+        (v for v in incident.findings if v.finding.kind == "waiting"),
+        default=None,
+        key=lambda view: view.time_unix_ns,
+    )
+    if first is not None and first.finding.value is not None:
+        began = first.time_unix_ns - int(first.finding.value * 1e9)
+        lines.append((began, f"The last progress, in step {first.finding.step:,}."))
+    shown = []
+    for time, text in sorted(lines):
+        at = tables.moment(time)
+        shown.append(f"{'' if at is None else f'{at:%H:%M:%S}  '}{text}")
+    return shown
+
+
+def rank_rows(stacks: Sequence[StacksView], culprits: set[int]) -> list[tables.Row]:
+    """Return a row for each rank: what it had begun last, and where it stood."""
+    return [
+        {
+            "Rank": view.rank,
+            "": "waited for" if view.rank in culprits else "waits",
+            "Last collective it began": formatting.plain("".join(view.collectives[-1:]), 120),
+            "Stood in": formatting.plain(place(view), 160),
+            "Seen": tables.moment(view.time_unix_ns),
+        }
+        for view in stacks
+    ]
+
+
+def place(view: StacksView) -> str:
+    """Return the innermost call, or why there is none."""
+    return view.calls[0].strip() if view.calls else f"no stacks: {view.detail}"
+
+
+def at_one_place(stacks: Sequence[StacksView]) -> list[list[StacksView]]:
+    """Return the ranks with the same calls together, the fewest first."""
+    groups: dict[tuple[str, ...], list[StacksView]] = {}
+    for view in stacks:
+        if view.calls:
+            groups.setdefault(view.calls, []).append(view)
+    return sorted(groups.values(), key=lambda same: (len(same), same[0].rank))
+
+
+def names(same: Sequence[StacksView]) -> str:
+    """Return ``rank 3``, or ``ranks 0, 1, 2``."""
+    ranks = ", ".join(str(view.rank) for view in same)
+    return f"rank{'' if len(same) == 1 else 's'} {ranks}"
