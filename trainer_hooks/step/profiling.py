@@ -37,6 +37,7 @@ AUTO_PER_RUN = 3
 AUTO_EVERY_NS = 3600 * 10**9
 _WAITS = ("gradient_wait_seconds", "communication_seconds")
 """Columns of the time in which a rank waits for the others: whoever waits least is the slowest."""
+_PROFILER: Any = autograd_profiler
 _BY_ITSELF = "auto"
 """How the name of a trace begins that nobody asked for."""
 
@@ -88,7 +89,8 @@ class StepProfile:
     ) -> None:
         from torch.profiler import ProfilerActivity, profile
 
-        if torch.autograd._profiler_enabled():
+        autograd: Any = torch.autograd
+        if autograd._profiler_enabled():
             raise UsageError("a torch.profiler of the loop's own runs; two end the process")
         self._guard = _Guard(self.close)
         self._path = path
@@ -146,7 +148,7 @@ class _Guard:
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
-        self._theirs: Any = getattr(autograd_profiler, "_prepare_profiler", None)
+        self._theirs: Any = getattr(_PROFILER, "_prepare_profiler", None)
         if self._theirs is None:
             raise UsageError(f"torch {torch.__version__} does not say when a profiler starts")
 
@@ -158,12 +160,12 @@ class _Guard:
             return self._theirs(*given, **named)
 
         self._ours = prepare
-        autograd_profiler._prepare_profiler = prepare
+        _PROFILER._prepare_profiler = prepare
 
     def end(self) -> None:
         """Watch no more."""
-        if getattr(autograd_profiler, "_prepare_profiler", None) is self._ours:
-            autograd_profiler._prepare_profiler = self._theirs
+        if getattr(_PROFILER, "_prepare_profiler", None) is self._ours:
+            _PROFILER._prepare_profiler = self._theirs
 
 
 def _forget_oldest(path: Path) -> None:
@@ -268,11 +270,12 @@ class Slowdowns:
         self, step: int, attempt: int, columns: Mapping[str, Value], seconds: float | None
     ) -> None:
         """Take in a step: of rank 0, whose steps take as long as all others'."""
+        rate = columns.get("tokens_per_second")
         merged = MergedStep(
             step=step,
             attempt=attempt,
             time_unix_ns=0,
-            run={"tokens_per_second": columns.get("tokens_per_second")},
+            run={"tokens_per_second": rate if isinstance(rate, float) else None},
             ranks={"step_duration_seconds": (seconds,)},
         )
         for finding in self._watcher.update(merged):
