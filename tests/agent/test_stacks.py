@@ -100,7 +100,7 @@ def test_an_agent_of_a_node_without_rank_0_answers_and_leaves_other_commands_alo
     world, ranks, stub, client
 ):
     ranks[0].end()
-    os.rename(ranks[0].journal.directory, world.base / "elsewhere")
+    ranks[0].journal.directory.rename(world.base / "elsewhere")
     agent = world.agent(client=client)
     now = cycle(agent, ranks[1:], 3.0)
     stub.commands = pending(
