@@ -630,8 +630,8 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         takes_argument = command.argument or command.action == "accept"
         argument, rank = command.argument if takes_argument else None, -1
         if command.action == "profile" and argument is not None:
-            wanted = Profiled.of(argument)
-            argument, rank = float(wanted.num_steps), wanted.rank
+            profiled = Profiled.of(argument)
+            argument, rank = float(profiled.num_steps), profiled.rank
         return cls(
             action=command.action,
             reason=command.reason,

@@ -526,11 +526,11 @@ class StepController:
         elif order.action in ("pause", "resume"):
             self._pause(order.action == "pause", "manual command")
         elif order.action == "profile":
-            wanted = Profiled.of(order.argument)
-            self._profiling.order(now_step + 1, wanted)
+            profiled = Profiled.of(order.argument)
+            self._profiling.order(now_step + 1, profiled)
             self.has_work_beside = True
-            if wanted.by_itself and self.log.slowdowns is not None:
-                text = f"Vitals profiles {wanted.num_steps} steps: {self.log.slowdowns.reason}"
+            if profiled.by_itself and self.log.slowdowns is not None:
+                text = f"Vitals profiles {profiled.num_steps} steps: {self.log.slowdowns.reason}"
                 self._note("profile_begun", text, now_step, "info")
 
     def _profiled(self, text: str) -> None:

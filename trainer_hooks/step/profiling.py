@@ -205,9 +205,9 @@ class Profiling:
         """Whether ``work`` has anything to do."""
         return self._order is not None or self._profile is not None
 
-    def order(self, first_step: int, wanted: Profiled) -> None:
+    def order(self, first_step: int, profiled: Profiled) -> None:
         """Have steps profiled, from this one on; on all ranks alike."""
-        self._order = (first_step, wanted)
+        self._order = (first_step, profiled)
 
     def work(self, device: torch.device) -> None:
         """End a step's profile, begin the next. After a step, and where one was ordered collective.
@@ -221,8 +221,8 @@ class Profiling:
                     self._profile = None
         if self._order is None:
             return
-        (first_step, wanted), self._order = self._order, None
-        chosen = (wanted.rank,) if wanted.rank >= 0 else self._choose(device)
+        (first_step, profiled), self._order = self._order, None
+        chosen = (profiled.rank,) if profiled.rank >= 0 else self._choose(device)
         if self._ranks.rank not in chosen:
             return
         with self._faults.fail_open("profile"):
@@ -230,8 +230,8 @@ class Profiling:
             name = f"step-{first_step:06d}-rank{self._ranks.rank}.json.gz"
             self._profile = StepProfile(
                 ensure_private_dir(self._folder)
-                / (f"{_BY_ITSELF}-{name}" if wanted.by_itself else name),
-                num_steps=wanted.num_steps,
+                / (f"{_BY_ITSELF}-{name}" if profiled.by_itself else name),
+                num_steps=profiled.num_steps,
                 done=self._say,
                 failed=lambda error: self._faults.count("profile", error),
             )

@@ -792,9 +792,11 @@ def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
     elif command.action == "resume":
         detail = f"training goes on with step {first}"
     elif command.action == "profile":
-        wanted = Profiled.of(argument)
-        whose = "the slowest rank and a typical one" if wanted.rank < 0 else f"rank {wanted.rank}"
-        detail = f"steps {first} to {first + wanted.num_steps - 1} of {whose} are profiled; the "
+        profiled = Profiled.of(argument)
+        whose = (
+            "the slowest rank and a typical one" if profiled.rank < 0 else f"rank {profiled.rank}"
+        )
+        detail = f"steps {first} to {first + profiled.num_steps - 1} of {whose} are profiled; the "
         detail += "traces come into the run's folder, below profiles"
     elif command.action == "veto" and facts.waiting is not None:
         detail = f"the rollback {facts.waiting.number} is not done; the same is asked again after "

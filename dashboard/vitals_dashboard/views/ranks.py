@@ -105,8 +105,8 @@ def _waited_for(
     """Say which rank the others wait for, in the steps that are drawn."""
     reply = heatmap_page.ask(source, run, metric, steps, points=LAST_STEPS, branch="lineage")
     if reply is not None:
-        said = stragglers.waited_for(heatmap.cells_of(reply), reply.rows, reply.step)
-        st.text(formatting.plain(said, 300))
+        sentence = stragglers.waited_for(heatmap.cells_of(reply), reply.rows, reply.step)
+        st.text(formatting.plain(sentence, 300))
 
 
 def _findings(source: Source, run: RunSummary) -> None:
