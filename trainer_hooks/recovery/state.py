@@ -176,6 +176,8 @@ class TrainingState:
 
     def trains_one_model(self, world_size: int) -> bool:
         """Return whether the ranks train one model together: whole, or each its part of it."""
+        if self._trains_apart():
+            return False
         is_cut = any(hasattr(p, "to_local") for p in self._params.values())
         is_flat = any(hasattr(m, "_handle") for m in self._wrapped.modules())
         return is_cut or is_flat or (self._is_ddp and bool(self._alike_on_all_ranks(world_size)))

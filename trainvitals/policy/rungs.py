@@ -451,7 +451,8 @@ def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Findi
     elif any(-1 in (who, rank) or who == rank for _, who in before):
         when = facts.clock - before[-1][0]
         where = f"on rank {rank}" if rank >= 0 else "and two replicas cannot tell whose fault it is"
-        text = f"{reason}; it is there again {when} steps after a rollback, {where}: a persistent fault"
+        text = f"{reason}; it is there again {when} steps after a rollback, {where}"
+        text += ": a persistent fault"
         return halt(state, text, kind, finding, case)
     elif len(spent_causes(facts, config)) >= config.max_causes:
         note = f"the rollback budget is used up ({config.max_causes} causes)"
