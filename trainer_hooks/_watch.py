@@ -386,8 +386,10 @@ def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restor
     if recovery is not None:
         meta = restored.meta if restored is not None else controller.snapshot_meta(None)
         recovery.first(attempt.fork_step, place.attempt, meta)
-    if controller.replicas is not None:
-        controller.replicas.begin(attempt.fork_step, place.attempt, controller.emitter)
+    if (replicas := controller.replicas) is not None:
+        drops = replicas.begin(attempt.fork_step, place.attempt, controller.emitter)
+        if drops and recovery is not None:
+            recovery.compare_anew()
     return restored
 
 

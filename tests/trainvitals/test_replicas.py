@@ -119,6 +119,13 @@ def test_settings_that_differ_are_told_and_what_follows_from_them_is_not() -> No
     assert run.state.last_unhealthy_step == 201
 
 
+def test_what_settings_left_behind_is_told_once_they_agree_again() -> None:
+    run = Run()
+    assert [] == run.feed("settings", *["ok"] * 120, "apart")
+    assert ["settings_differ", "replica_corrupted"] == [f.kind for f in run.told]
+    assert "other settings from step 200 on" in run.told[1].reason
+
+
 def test_a_skip_of_the_same_step_is_part_of_the_rollback_s_entry() -> None:
     run = Run()
     run.feed("ok", "nan")

@@ -285,7 +285,9 @@ def fingerprint_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     columns = [_lanes(tensor).to(device, non_blocking=True) for tensor in tensors]
     flat = columns[0] if len(columns) == 1 else torch.cat(columns)
-    mixed = (flat + _places(flat.numel(), device)) * _signed(0x9E3779B97F4A7C15)
+    # Made anew each time: one that is kept would be another stream's, which nobody waits for.
+    places = torch.arange(1, flat.numel() + 1, device=device) * _signed(0xD1B54A32D192ED03)
+    mixed = (flat + places) * _signed(0x9E3779B97F4A7C15)
     mixed ^= mixed >> 32
     mixed *= _signed(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> 29
@@ -311,18 +313,6 @@ def _lanes(tensor: Tensor) -> Tensor:
     if odd.numel():
         parts.append(odd.to(torch.int64))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-_PLACES: dict[torch.device, Tensor] = {}
-
-
-def _places(size: int, device: torch.device) -> Tensor:
-    """Return another large number for each place."""
-    kept = _PLACES.get(device)
-    if kept is None or kept.numel() < size:
-        count = torch.arange(1, max(size, _PRIME_LANES) + 1, dtype=torch.int64, device=device)
-        kept = _PLACES[device] = count * _signed(0xD1B54A32D192ED03)
-    return kept[:size]
 
 
 def word_of(fingerprint: Tensor) -> Tensor:

@@ -1111,7 +1111,7 @@ class RecoveryManager:
         if differ and is_sound:
             if not is_shared:
                 self._stop_sharing(differ, step, attempt)
-                self._ring.forget_plans()
+                self.compare_anew()
             self._ring.commit(step, ok=False, why=f"replicas differ: {shown(differ)}")
         else:
             self._ring.commit(step, ok=is_sound)
@@ -1124,6 +1124,10 @@ class RecoveryManager:
         self._time_is_up = self._time_is_up or (due and not self._was_due)
         self._was_due = due
         self._saved(int(reduced.root["saved_step"]), int(reduced.root["saved_attempt"]))
+
+    def compare_anew(self) -> None:
+        """Take in that something is compared no more."""
+        self._ring.forget_plans()
 
     def _saved(self, step: int, attempt: int) -> None:
         """Put a checkpoint that is complete now among those to go back to."""
@@ -1231,7 +1235,7 @@ class RecoveryManager:
     # ------------------------------------------------------------------------------- the end
 
     def save_now(self, step: int, attempt: int, meta: Meta) -> str:
-        """Write the live state and wait for it; where it is not sound, the newest healthy one.
+        """Write the live state and wait for it; where it is unsound or not equal, a healthy one.
 
         Collective: for a run that is told to stop. Returns the id, empty where nothing newer than
         what is on disk could be written.
@@ -1239,10 +1243,7 @@ class RecoveryManager:
         self._store.wait(None)
         self._ring.saves_ended()
         wrong, differ = self._take_now(step, attempt, meta)
-        if differ and not wrong:
-            self._stop_sharing(differ, step, attempt)
-            wrong, _ = self._take_now(step, attempt, meta)
-        bad = bool(wrong)
+        bad = bool(wrong or differ)
         self._ring.commit(step, ok=not bad)
         last = self._ring.newest_healthy() if bad else self._ring.newest_committed()
         if last is None or any(

@@ -137,6 +137,7 @@ class Replicas:
         self._is_member = any(ranks.rank in group for group in groups)
         self._params = list(keys)
         self._dropped: set[str] = set()
+        self._split = state.split_optimizers
         self._apart: tuple[str, ...] = ()
         """What was found to differ, and is looked at again once a round."""
         self.unresolved: tuple[int, ...] = ()
@@ -168,15 +169,15 @@ class Replicas:
             return None
         keys: list[str] = []
         group: tuple[int, ...] = ()
-        failure, together = "", False
+        failure, together, place = "", False, node
         try:
             if state is None:
                 raise LookupError("the state of this training cannot be read")
             group, keys = _own_group(state.holders(ranks.world_size))
             together = state.trains_one_model(ranks.world_size)
+            place = f"{node}, {_device_name(state.device)}"
         except Exception as error:  # noqa: BLE001 - told to all ranks, which then compare nothing
             failure = f"{type(error).__name__}: {error}"
-        place = node if state is None else f"{node}, {_device_name(state.device)}"
         digest = zlib.crc32("\n".join(keys).encode())
         offers = ranks.gather(_Offer(group, digest, together, failure, place))
         groups, why = _agreed(offers)
@@ -213,33 +214,39 @@ class Replicas:
             and live[key].device == state.device
         }
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The parameters that are compared."""
+        return tuple(self._params)
+
     def compares(self, key: str) -> bool:
         """Return whether the tensor of that name must be the same on the ranks of the group."""
         if key in self._dropped:
             return False
         if key.startswith("optim."):
             _, number, rest = key.split(".", 2)
-            name, _, kind = rest.rpartition(".")
-            is_whole = int(number) not in self._state.split_optimizers
-            return (
-                is_whole and f"model.{name}" in self._compared and f".{kind}" not in self._dropped
-            )
+            name = rest.rpartition(".")[0]
+            return int(number) not in self._split and f"model.{name}" in self._compared
         return key in self._compared or key in self._averages
 
-    def begin(self, step: int, attempt: int, emitter: Emitter) -> None:
-        """Leave out what differs before the first step, and say so once. Collective."""
+    def begin(self, step: int, attempt: int, emitter: Emitter) -> bool:
+        """Leave out what differs before the first step, and say so once. Collective.
+
+        Returns whether there is any.
+        """
         self._first = step
         mine = self._fingerprints(("model.", "extra."))
         everyone = self._ranks.gather(mine)
         differing = _differing(everyone, self.groups)[0]
         if not differing:
-            return
+            return False
         self._drop(differing)
         text = (
             f"{_listed(differing)} differ between ranks before the first step, so they are not "
             "compared: each rank is taken to train its own"
         )
         emitter.note("replicas_not_alike", text, "warning", step=step, attempt=attempt)
+        return True
 
     def _drop(self, keys: Sequence[str]) -> None:
         self._dropped |= set(keys)
@@ -336,7 +343,7 @@ class Replicas:
             at: the step that is trained next from the live state.
         """
         if not self._may_meet:
-            text = f"{shown(by_words.suspects)} differed in the last step; the loop had ended"
+            text = f"{self._who(by_words)} differed in the last step, and the loop has ended"
             return Difference(kind="state", vote=by_words, text=text)
         made_of = self._made_of(step)
         settings = snapshot = None
@@ -358,10 +365,10 @@ class Replicas:
         everyone = self._ranks.gather(self._fingerprints())
         differing, by_state = _differing(everyone, self.groups)
         was_apart, self._apart = bool(self._apart), tuple(differing)
-        self.unresolved = by_state.apart
+        self.unresolved = by_state.apart or by_words.apart if differing else ()
         if not differing:
             by_copy = vote([0 if s is None else s or 1 for s in snapshots], self.groups)
-            if by_copy.apart or was_apart:
+            if by_copy.apart:
                 text = f"the copies of {shown(by_copy.suspects)} differ, the state does not"
                 return Difference(kind="snapshot", vote=by_copy, text=text)
             text = f"{self._who(by_words)} differed in one step, and does so no longer"
@@ -474,6 +481,8 @@ class Replicas:
         """Begin anew from an equal state; what was found is held against what is trained again."""
         self._apart, self.unresolved, self._is_again = (), (), False
         self._settings_differ = False
+        if not self._recent:  # no rollback: the loop begins here, from a state of its own
+            self._first = step
         self._recent.clear()
         self._replayed = None
         self._went_back = self._evidence is not None and step < self._evidence.step

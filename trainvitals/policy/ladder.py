@@ -592,7 +592,7 @@ def _look_at_replicas(verdict: Verdict, case: Case) -> Verdict:
             onset_step=since,
             cause="settings_differ",
         )
-        state = replace(verdict.state, settings_since=since)
+        state = replace(verdict.state, settings_since=since, settings_told=record.step)
         verdict = verdict._replace(state=state, findings=(*verdict.findings, finding))
     decision = verdict.decision
     if not record.replicas_differ or (decision and decision.action in ("rollback", "halt")):

@@ -439,9 +439,11 @@ def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Findi
         (when, who) for when, who in facts.corrupted if when > facts.clock - config.budget_window
     )
     target: CheckpointRef | None = None
+    if state.settings_since >= 0 and onset - state.settings_told <= 2 * _TELL_AGAIN:
+        return Verdict(state)  # it follows from that, which is told
     if state.settings_since >= 0:
-        return Verdict(state)  # that was told, and explains it
-    if record.replayed_alike:
+        note = f"ranks had other settings from step {state.settings_since} on, which explains it"
+    elif record.replayed_alike:
         note = (
             "the same difference came again after a rollback, bit for bit: the software, or a "
             "fault that repeats itself"

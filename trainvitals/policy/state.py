@@ -320,6 +320,8 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     replicas_since: int = -1
     settings_since: int = -1
     """First step of this branch at which ranks had other settings; -1: none."""
+    settings_told: int = -1
+    """The newest such step."""
     num_missed: int = 0
     """Snapshots that could not be taken."""
     spent: bool = False
@@ -386,6 +388,7 @@ def in_turn(ladder: LadderState, before: LadderState, turn: int) -> LadderState:
         replicas_told=before.replicas_told,
         replicas_since=before.replicas_since,
         settings_since=before.settings_since,
+        settings_told=before.settings_told,
         num_missed=before.num_missed,
     )
 
