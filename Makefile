@@ -16,7 +16,7 @@ CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks te
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest test-fast test-slow chaos soak fuzz test-oldest test-integrations lint bench bench-hang bench-judgement docs site screenshot lock sbom licences clean
+.PHONY: help setup demo test pytest test-fast test-slow chaos soak fuzz test-oldest test-integrations lint bench bench-hang bench-corruption bench-judgement docs site screenshot lock sbom licences clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ bench: $(STAMP) ## what Vitals costs on this machine, beside others; writes docs
 
 bench-hang: $(STAMP) ## real jobs that hang in known ways: who is named, and how soon (half an hour)
 	$(BIN)/python -m vitals_bench hang --page docs/benchmarks.md $(ARGS)
+
+bench-corruption: $(STAMP) ## trainings of 2 to 4 ranks in which a bit flips: seen, named, healed (ten minutes)
+	$(BIN)/python -m vitals_bench corruption --page docs/benchmarks.md $(ARGS)
 
 bench-judgement: $(STAMP) ## small trainings, healthy and damaged, with the library in their loops: hours (ARGS="--jobs 4")
 	$(BIN)/python -m vitals_bench judgement --page docs/benchmarks.md $(ARGS)

@@ -33,7 +33,8 @@ from trainer_hooks.probe.probe import Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
-from trainer_hooks.recovery.state import StateCheck
+from trainer_hooks.recovery.replicas import Replicas
+from trainer_hooks.recovery.state import StateCheck, TrainingState
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
@@ -258,6 +259,8 @@ def _recovery(
     plan: PlanJournal,
     emitter: Emitter,
     clock: Clock,
+    state: TrainingState | None,
+    replicas: Replicas | None,
 ) -> RecoveryManager | None:
     """Lay out snapshots and checkpoints, where they are kept. Collective."""
     settings, stopping = given.checkpoint_settings(place.run_dir), given.early_stopping
@@ -271,6 +274,8 @@ def _recovery(
         plan=plan,
         emitter=emitter,
         clock=clock,
+        state=state,
+        replicas=replicas,
         keep_evaluated=stopping is not None and stopping.keep_best,
     )
 
@@ -291,7 +296,16 @@ def _controller(
     plan = PlanJournal(
         plan=place.plan, run_dir=place.run_dir, is_rank0=ranks.rank == 0, faults=faults
     )
-    recovery = _recovery(given, ranks, device, place, plan, emitter, clock)
+    state = _state(given, device) if ranks.world_size > 1 else None
+    replicas = Replicas.make(
+        state,
+        ranks=ranks,
+        optimizers=given.optimizers,
+        node=place.node,
+        emitter=emitter,
+        faults=faults,
+    )
+    recovery = _recovery(given, ranks, device, place, plan, emitter, clock, state, replicas)
     config = msgspec.structs.replace(place.judge, loss_kind=given.loss_kind)
     judge = Judge(config, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
     norms, sampler = device.norms, device.sampler
@@ -321,6 +335,7 @@ def _controller(
         layout=device.packer.layout,
         judge=judge,
         recovery=recovery,
+        replicas=replicas,
         emitter=emitter,
         inbox=open_inbox(place, ranks, environ, clock),
         run_dir=place.run_dir,
@@ -337,6 +352,20 @@ def _controller(
         state_check=_state_check(given, recovery, faults),
         turn_names=tuple(turn.name for turn in device.turns),
     )
+
+
+def _state(given: Arguments, device: Device) -> TrainingState | None:
+    """Return the state of a rank among others; None where it is of a kind that cannot be read."""
+    try:
+        return TrainingState(
+            given.model,
+            device.optimizers,
+            device.schedulers,
+            scaler=device.scaler,
+            extra=device.extra,
+        )
+    except Exception:  # noqa: BLE001 - where it is needed it is made again, and raises there
+        return None
 
 
 def _state_check(
@@ -380,6 +409,10 @@ def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restor
     if recovery is not None:
         meta = restored.meta if restored is not None else controller.snapshot_meta(None)
         recovery.first(attempt.fork_step, place.attempt, meta)
+    if (replicas := controller.replicas) is not None:
+        drops = replicas.begin(attempt.fork_step, place.attempt, controller.emitter)
+        if drops and recovery is not None:
+            recovery.compare_anew()
     return restored
 
 

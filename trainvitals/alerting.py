@@ -164,6 +164,26 @@ ALERTS: tuple[AlertSpec, ...] = (
         "ignored: snapshots go on with it.",
     ),
     AlertSpec(
+        name="ReplicaCorrupted",
+        severity="page",
+        point=True,
+        did="did not roll back; training goes on, and no snapshot or checkpoint is made.",
+        help="Parameters, optimizer state or averages that must be equal on several ranks are not, "
+        "and Vitals did not roll back (mode `guard` or `observe`, the budget, or the same "
+        "difference came again bit for bit). The finding names rank, node, GPU and tensor.",
+        to_do="Restart from a checkpoint of before, without the named node; `vitals why RUN STEP` "
+        "shows the elements. Where the loop itself writes on one rank alone, mend the loop.",
+    ),
+    AlertSpec(
+        name="SettingsDiffer",
+        severity="page",
+        point=True,
+        help="Ranks that train one model have other settings: a learning rate, a weight decay, a "
+        "`max_norm`. Their parameters drift apart.",
+        to_do="`vitals why RUN STEP` names rank and setting; give all ranks the same and restart "
+        "from a checkpoint of before.",
+    ),
+    AlertSpec(
         name="NonFiniteStreak",
         severity="page",
         point=True,

@@ -30,10 +30,12 @@ ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"
 
 BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
 WITHHELD, CLIPS, NONFINITE_STATE, SNAPSHOT_MISSED, COMMANDED = 64, 128, 256, 512, 1024
+REPLICAS_DIFFER, SETTINGS_DIFFER, REPLAYED_ALIKE = 2048, 4096, 8192
 """Bits of the column ``steps.verdict``. The first two, OVERFLOW and WITHHELD keep the update from
 being applied; a finite outlier alone does not. CLIPS: the loop clips what an outlier brings.
 NONFINITE_STATE, SNAPSHOT_MISSED: what the ranks said of their state where they looked at it.
-COMMANDED: an operator had the update skipped."""
+COMMANDED: an operator had the update skipped. REPLICAS_DIFFER, SETTINGS_DIFFER: ranks do not hold
+alike what they must; REPLAYED_ALIKE: bit for bit as before a rollback."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +59,15 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The rank, where it is one."""
     snapshots_missed: int = 0
     """Ranks that could not take the snapshot that was due."""
+    replicas_differ: int = 0
+    """Ranks whose parameters, optimizer state or averages may be the wrong ones, where ranks that
+    must hold the same do not."""
+    replica_rank: int = -1
+    """The rank that is wrong, where it is known; of settings too."""
+    settings_differ: bool = False
+    """Whether ranks that train one model have other settings, such as the learning rate."""
+    replayed_alike: bool = False
+    """Whether the same difference came again after a rollback, bit for bit."""
     skipped: bool = False
     commanded: bool = False
     """Whether an operator had the update skipped."""

@@ -109,7 +109,8 @@ class TestMakefile:
     def test_bare_make_lists_every_target_with_a_line(self):
         shown = [line.split()[1] for line in self.make().splitlines()]
         targets = "setup demo test test-fast test-slow chaos soak fuzz test-oldest"
-        targets += " test-integrations lint bench bench-hang bench-judgement"
+        targets += " test-integrations lint bench bench-hang bench-corruption"
+        targets += " bench-judgement"
         targets += " docs site screenshot lock sbom licences clean"
         assert targets.split() == shown
 

@@ -21,12 +21,15 @@ from trainer_hooks.step.reduce_vector import (
     judge_on_device,
     step_record,
 )
+from trainvitals.detect.replicas import Vote, vote
 from trainvitals.records import BAD_GRADIENTS, BAD_LOSS, RANK_FAILED
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
 DIGEST = 0xFFFFFFFF
 """The largest there is: sums of it must be exact."""
+WORD = float(2**52 - 1)
+"""The largest that replicas are compared by; of each rank it must come as it was."""
 NO_ROW = torch.zeros((), dtype=torch.float64)
 SIZES = (1500, 2048, 4096, 16384)
 """Of the first, some ranks share a slot and some have one to themselves."""
@@ -37,7 +40,8 @@ def pack_of(rank, world_size, *, squares=(1.0, 3.0), loss=2.0, **given):
     layout = PackLayout.of(2, Ranks(rank, world_size, 0, None))
     packer = ReduceVector(layout, CPU)
     packer.squares.copy_(torch.tensor(squares, dtype=torch.float64) / world_size)
-    fields = {"weight": 1.0, "num_gradients": 2, "digest": DIGEST, "probe_ready": True, **given}
+    fields = {"weight": 1.0, "num_gradients": 2, "digest": DIGEST, "probe_ready": True}
+    fields |= {"replicas": WORD, **given}
     tensor = None if loss is None else torch.tensor(loss, dtype=torch.float64)
     root = Rank0Values() if rank == 0 else None
     packer.fill(RankContribution(loss=tensor, **fields), root)
@@ -172,6 +176,18 @@ def test_a_count_of_what_is_wrong_names_its_rank_and_is_counted_once_a_rank(worl
 
 
 @pytest.mark.parametrize("world_size", SIZES)
+def test_one_replica_that_differs_is_named_whoever_it_is(world_size):
+    everyone = [range(world_size)]
+    assert vote(reduced_with(world_size, {})[2].words(), everyone) == Vote()
+    for rank in ranks_of(world_size):
+        for word in (WORD - 1, one(WORD - 1)):
+            words = reduced_with(world_size, {rank: {"replicas": word}})[2].words()
+            assert vote(words, everyone).rank == rank
+        silent = reduced_with(world_size, {rank: {"replicas": None}})[2].words()
+        assert vote(silent, everyone) == Vote()
+
+
+@pytest.mark.parametrize("world_size", SIZES)
 def test_one_digest_that_differs_is_seen_whoever_it_is(world_size):
     for rank in ranks_of(world_size):
         for digest in (0, DIGEST - 1):
@@ -220,6 +236,7 @@ def test_up_to_1024_ranks_a_pack_is_the_slots_and_nothing_more(world_size):
             "digest": float(DIGEST),
             "terminating": 1.0,
             "probe_ready": 1.0,
+            "replicas": WORD,
         }
         slots = pack[2 + len(ROOT_FIELDS) :].view(world_size, len(RANK_FIELDS))
         assert slots[rank].tolist() == list(expected.values())

@@ -12,6 +12,9 @@ FIRST = CheckpointRef(id="first", step=0)
 REFS = (FIRST, CheckpointRef(id="s100", step=100), CheckpointRef(id="s150", step=150))
 
 
+REPLICAS = ("apart", "either", "again", "settings")
+
+
 class Run:
     """A ladder driven step by step; ``attempt`` 1 begins at ``step``."""
 
@@ -42,10 +45,11 @@ class Run:
         evaluation: float | None = None,
     ) -> list[Decision]:
         """Take one step per word: "ok", a finding's cause, what was said of a snapshot ("state",
-        "missed"); return the new decisions."""
+        "missed"), of replicas ("apart" on rank 3, "either", "again", "settings"); return the new
+        decisions."""
         start = len(self.ledger)
         for kind in kinds:
-            bad = kind not in ("ok", "state", "missed")
+            bad = kind not in ("ok", "state", "missed", *REPLICAS)
             finite = kind == "outlier"
             withheld = finite and bool(self.state.row or not self.clips)
             record = StepRecord(
@@ -59,6 +63,10 @@ class Run:
                 nonfinite_state=int(kind == "state"),
                 nonfinite_state_rank=3 if kind == "state" else -1,
                 snapshots_missed=int(kind == "missed"),
+                replicas_differ={"apart": 1, "again": 1, "either": 2}.get(kind, 0),
+                replica_rank=3 if kind in ("apart", "again", "settings") else -1,
+                replayed_alike=kind == "again",
+                settings_differ=kind == "settings",
             )
             verdict = decide(
                 self.state,
@@ -84,7 +92,7 @@ class Run:
         return self.ledger[start:]
 
     def _findings(self, kind: str, value: float) -> list[Finding]:
-        if kind in ("ok", "state", "missed"):
+        if kind in ("ok", "state", "missed", *REPLICAS):
             return []
         names = {"params": "nonfinite_params", "nan": "nonfinite", "outlier": "spike"}
         return [

@@ -16,8 +16,8 @@ CORE = Path(trainvitals.__file__).parent
 BY_DECISION = {"nonfinite", "nonfinite_params", "rank_failed", "level_shift"}
 """Kinds without an alert: a skip, a rollback or an accepted level tells of them."""
 
-ONLY_SHOWN = {"waiting"}
-"""Kinds without an alert: nobody is told of a wait that may be an evaluation."""
+ONLY_SHOWN = {"waiting", "replica_named"}
+"""Kinds without an alert: a wait may be an evaluation; what a replay says comes after its cause."""
 
 
 def kinds_in_code() -> set[str]:
@@ -45,6 +45,7 @@ def test_every_detector_has_its_row_those_of_the_loop_in_their_order() -> None:
     watchers = set(FleetDetectors().state_dict()["watchers"]) | {"stalled", "checkpoint_overdue"}
     assert watchers <= set(DETECTORS)
     of_others = {"hang", "outlier", "probe", "evaluation", "snapshots", "policy", "rule", "loop"}
+    of_others.add("replicas")
     assert set(DETECTORS) == {*fed, *watchers, *of_others}
 
 

@@ -337,6 +337,8 @@ class Loop:
         self._closed = True
         controller = self._controller
         controller.probe.close()  # its forwards are collectives, and this rank may end alone
+        if controller.replicas is not None:
+            controller.replicas.close()
         try:
             self._take_in_what_is_left(patience_seconds=2.0)
         finally:

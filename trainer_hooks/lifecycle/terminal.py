@@ -18,6 +18,10 @@ from trainvitals.printable import LineFormatter
 from trainvitals.records import ActionName, Decision, Finding, RunInfo, decision_text
 
 _LOG = logging.getLogger("trainvitals")
+_UNPROTECTED = (
+    "nonfinite_state", "snapshot_missed", "replica_corrupted", "settings_differ", "replica_named",
+)  # fmt: skip
+"""Kinds of findings that a person is told of where nothing is done about them."""
 SECONDS_BETWEEN_LINES = 1.0
 """Of one kind: a fast loop with many bad steps must not fill the terminal."""
 
@@ -142,7 +146,7 @@ class Terminal:
             if finding.kind == "nonfinite_state":
                 self._last_hidden = finding.step
             is_new = finding.onset_step in (-1, finding.step)
-            if is_new and finding.kind in ("nonfinite_state", "snapshot_missed"):
+            if is_new and finding.kind in _UNPROTECTED:
                 _LOG.warning(
                     "vitals: step %d: %s; details: vitals show %s",
                     finding.step,

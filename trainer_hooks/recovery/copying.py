@@ -264,30 +264,55 @@ def fingerprint_on_device(pairs: Sequence[Pair], device: torch.device) -> Tensor
     Like ``CopyPlan``'s it sees every single flipped bit; their values are not the same. What lies
     on the CPU is read at once, the rest without waiting.
     """
-    on_host = 0
     total = torch.zeros((), dtype=torch.int64, device=device)
-    weights = torch.from_numpy(_LANE_WEIGHTS).to(device, non_blocking=True)
     for pair in pairs:
-        if pair.unit < 0:
-            continue
-        if pair.source.device.type == "cpu":
-            on_host += _sum_of_bits(bytes_of(pair.source)) * _odd(pair.unit, 0)
-        else:
-            total += _device_sum(pair.source, weights) * _signed(_odd(pair.unit, 0))
-    return total + _signed(on_host)
+        if pair.unit >= 0 and pair.source.numel():
+            total += fingerprint_of([pair.source], device) * _signed(_odd(pair.unit, 0))
+    return total
 
 
-def _device_sum(source: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as int64, by column as ``_sum_of_bits`` takes it."""
-    raw = source.detach().view(-1).view(torch.uint8)
-    is_aligned = raw.storage_offset() % 8 == 0
-    end = raw.numel() // 8 * 8 if is_aligned else 0
-    words = raw[:end].view(torch.int64)
-    whole = words.numel() // _LANES * _LANES
-    columns = words[:whole].view(-1, _LANES).sum(0)
-    rest, odd = words[whole:], raw[end:].to(torch.int64)
-    tail = (odd * (2 * torch.arange(odd.numel(), device=raw.device) + 1)).sum()
-    return (columns * weights).sum() + 3 * (rest * weights[: rest.numel()]).sum() + 5 * tail
+_PRIME_LANES = 4093
+"""Words of 8 bytes are summed by their place modulo this. A prime: rows are as wide as powers of
+two, and what changed places among them does not land in the lane it came from."""
+
+
+@torch.no_grad()
+def fingerprint_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return an int64 on the device that depends on every bit of the tensors and on its place.
+
+    A wrap-around sum of each lane's words, mixed before the lanes are added: a linear sum would not
+    see two flips of the highest bit of two words, whatever its weights. No value reaches the host.
+    """
+    columns = [_lanes(tensor).to(device, non_blocking=True) for tensor in tensors]
+    flat = columns[0] if len(columns) == 1 else torch.cat(columns)
+    # Made anew each time: one that is kept would be another stream's, which nobody waits for.
+    places = torch.arange(1, flat.numel() + 1, device=device) * _signed(0xD1B54A32D192ED03)
+    mixed = (flat + places) * _signed(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> 32
+    mixed *= _signed(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> 29
+    return mixed.sum()
+
+
+def _lanes(tensor: Tensor) -> Tensor:
+    """Return the sums of a tensor's words by lane, at most ``_PRIME_LANES`` int64 of them."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    raw = tensor.contiguous().view(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()  # the same words wherever it lies
+    end = raw.numel() // 8 * 8
+    words, odd = raw[:end].view(torch.int64), raw[end:]
+    whole = words.numel() // _PRIME_LANES * _PRIME_LANES
+    parts = [words[whole:]]
+    if whole:
+        lanes = words[:whole].view(-1, _PRIME_LANES).sum(0)
+        lanes[: words.numel() - whole] += parts[0]
+        parts = [lanes]
+    if odd.numel():
+        parts.append(odd.to(torch.int64))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def word_of(fingerprint: Tensor) -> Tensor:

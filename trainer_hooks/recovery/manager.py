@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,12 +47,14 @@ from trainer_hooks.recovery.node_memory import (
     join_node,
 )
 from trainer_hooks.recovery.plan_journal import PlanJournal
+from trainer_hooks.recovery.replicas import Groups, Replicas
 from trainer_hooks.recovery.state import HostState, Spec, TrainingState
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.emit import Emitter
 from trainer_hooks.step.reduce_vector import Reduced
 from trainvitals.clock import Clock
 from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
+from trainvitals.detect.replicas import shown, vote
 from trainvitals.errors import CheckpointError, ConfigError
 from trainvitals.policy.state import CheckpointRef, CheckpointState
 from trainvitals.records import CheckpointChanged, Decision
@@ -122,6 +123,8 @@ class _Slot:
         self._copied: Callable[[], None] | None = None
         """Makes the host wait for a copy on the side."""
         self.owned = False
+        self.is_compared = False
+        """Whether any of it must be the same on other ranks."""
         self.being_saved = False
         """Of a shared one, whether some rank may be writing it to disk: agreed by all ranks."""
 
@@ -141,7 +144,11 @@ class _Slot:
         self._signature = []
 
     def prepare(
-        self, live: Mapping[str, Tensor], state: TrainingState, is_replica: IsReplica
+        self,
+        live: Mapping[str, Tensor],
+        state: TrainingState,
+        is_replica: IsReplica,
+        is_compared: IsReplica,
     ) -> None:
         """Have a target for each tensor, and know who copies it.
 
@@ -161,7 +168,13 @@ class _Slot:
             }
         own = {k: t for k, t in live.items() if k not in shared}
         targets = {k: self._buffer(k, t) for k, t in own.items()}
-        pairs = [Pair(targets[k], t, state.must_be_finite(k), k) for k, t in own.items()]
+        # Numbered behind what is shared: each counts with another weight.
+        units = {key: (1 << 20) + i for i, key in enumerate(filter(is_compared, own))}
+        pairs = [
+            Pair(targets[k], t, state.must_be_finite(k), k, units.get(k, -1))
+            for k, t in own.items()
+        ]
+        self.is_compared = bool(units) or self.region is not None
         if self.region is not None:
             layout, group = SharedLayout(shared), self.region.group
             targets |= self.region.views(layout, shared)
@@ -190,7 +203,7 @@ class _Slot:
     ) -> tuple[Tensor, Tensor, object]:
         """Copy on the side; return what was seen and what marks the end.
 
-        That is how many tensors that must be finite are not, and the fingerprint of what is shared.
+        That is how many tensors that must be finite are not, and the fingerprint of the replicas.
         Buffers are copied on the training's own stream: the next forward writes them. All else is
         counted where it is copied, so that no write comes between the two.
         """
@@ -208,7 +221,7 @@ class _Slot:
             _queue_copies(pairs, late)
             checked = [t for k, t in late.items() if must_be_finite(k)]
             wrong.add_(nonfinite_count(checked, device))
-            if self.region is not None:
+            if self.is_compared:
                 own = fingerprint_on_device(pairs, device)
                 fingerprint.copy_(own + extra)
 
@@ -327,12 +340,14 @@ class SnapshotRing:
         side: SideStream | None = None,
         joined: Joined | None = None,
         is_replica: IsReplica = lambda key: False,
+        is_compared: IsReplica = lambda key: False,
     ) -> None:
         """``overlap``: what the loop writes between two steps need not wait for a copy.
 
         ``side`` is where copies run; None is a GPU's own, and on the CPU there is none. ``joined``
         is memory shared with the node's other ranks, one region a slot and one more to lend, for
-        the tensors that ``is_replica`` names.
+        the tensors that ``is_replica`` names. ``is_compared`` names those that other ranks must
+        have the same, shared or not.
         """
         if num_slots < 2 or interval < 1 or healthy_after < 0:
             raise ConfigError(
@@ -348,6 +363,7 @@ class SnapshotRing:
         self._overlap = overlap
         self._joined = Joined(None, ()) if joined is None else joined
         self._is_replica = is_replica
+        self._is_compared = is_compared
         self._unused = list(self._joined.regions or ())
         self._generation = 0
         self._slots = [self._new_slot() for _ in range(num_slots)]
@@ -493,7 +509,7 @@ class SnapshotRing:
         self._slots = [*kept, _Slot(pinned=self._pinned)]
 
     def _copy(self, entry: Snapshot, slot: _Slot) -> tuple[Tensor, Tensor | None]:
-        """Fill the slot; return what is wrong, and the fingerprint of what is shared, if any is."""
+        """Fill the slot; return what is wrong, and the fingerprint of replicas, if any."""
         # Taken before anything can fail: of shared ones all ranks must see the same as taken.
         entry._slot, slot.owned = slot, True
         if slot.region is not None:
@@ -503,7 +519,7 @@ class SnapshotRing:
         with torch.inference_mode(False), torch.no_grad():
             entry.host = self._state.host_state()
             live = self._state.tensors()
-            slot.prepare(live, self._state, self._is_replica)
+            slot.prepare(live, self._state, self._is_replica, self._is_compared)
             device = self._state.device
             if self._side is None:
                 copied = slot.fill()
@@ -516,7 +532,7 @@ class SnapshotRing:
                 self._pending = PendingCopy(self._side, end)
                 if not self._overlap:
                     self.before_update()
-        return wrong, None if slot.region is None else fingerprint
+        return wrong, fingerprint if slot.is_compared else None
 
     def before_update(self) -> None:
         """Make the coming ``optimizer.step()`` wait, on the device, for a copy in flight."""
@@ -551,11 +567,16 @@ class SnapshotRing:
         """How many ranks share it."""
         return self._joined.num_ranks
 
-    def word(self) -> Tensor | None:
-        """Return what replicas of the newest snapshot are compared by, on the device.
+    @property
+    def fingerprint(self) -> Tensor | None:
+        """What replicas of the newest snapshot are compared by, an int64 on the device.
 
-        None where this rank shares no copy, or could not take it. Call after ``before_update``.
+        None where there are none, or it could not be taken. Ask after ``before_update``.
         """
+        return self._fingerprint
+
+    def word(self) -> Tensor | None:
+        """Return 52 bits of it."""
         return None if self._fingerprint is None else word_of(self._fingerprint)
 
     def stop_sharing(self) -> None:
@@ -597,9 +618,13 @@ class SnapshotRing:
         if not names or any(self._state.is_trained(name) for name in names):
             return False
         self._state.accept(names)
+        self.forget_plans()
+        return True
+
+    def forget_plans(self) -> None:
+        """Work out anew what must be finite, and what is compared."""
         for slot in self._slots:
             slot.forget_plan()
-        return True
 
     def nonfinite_names(self) -> list[str]:
         """Return what is not finite in the copy that was dropped as bad, before the next is taken.
@@ -788,7 +813,9 @@ class RecoveryManager:
         clock: Clock,
         *,
         lag: int = 1,
+        groups: Groups = (),
     ) -> None:
+        """``groups``: ranks whose replicas must be the same; none: all of them."""
         self.settings = settings
         self._ring = ring
         self._store = store
@@ -810,6 +837,7 @@ class RecoveryManager:
         self._is_saving = False
         """Whether rank 0 said, with the newest step, that it is saving."""
         self._lag = lag
+        self._groups = groups or (tuple(range(ranks.world_size)),)
         self._has_differed = False
         self._packs_before_save = 0
         """Packs that may have been filled before the newest save began: they say nothing of it."""
@@ -825,6 +853,8 @@ class RecoveryManager:
         plan: PlanJournal,
         emitter: Emitter,
         clock: Clock,
+        state: TrainingState | None = None,
+        replicas: Replicas | None = None,
         keep_evaluated: bool = False,
     ) -> Self:
         """Lay out the snapshots and the folder for checkpoints. Collective.
@@ -837,13 +867,15 @@ class RecoveryManager:
         from trainer_hooks.recovery.checkpoints.agreement import Agreement
         from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
-        state = TrainingState(
+        state = state or TrainingState(
             model, device.optimizers, device.schedulers, scaler=device.scaler, extra=device.extra
         )
         lag = device.readback.lag
         interval = settings.snapshot_every or settings.healthy_after + lag
         slots = num_slots(healthy_after=settings.healthy_after, lag=lag, interval=interval)
-        is_replica = state.replicas(ranks.world_size)
+        # What is shared is compared: each rank copies its part of what all are taken to hold.
+        num_alike = 1 if replicas is None else ranks.world_size
+        is_replica = state.replicas(num_alike)
         joined = join_node(
             ranks,
             num_regions=slots + 1,
@@ -859,6 +891,7 @@ class RecoveryManager:
             overlap=settings.overlap_copy,
             joined=joined,
             is_replica=is_replica,
+            is_compared=(lambda key: False) if replicas is None else replicas.compares,
         )
         agreement = Agreement(ranks)
         # Every rank signs its parts of a checkpoint, and its node may not see the run's folder.
@@ -896,7 +929,8 @@ class RecoveryManager:
             if ranks.rank == 0:
                 _LOG.warning("vitals: %s", text)
             emitter.note("snapshot_not_shared", text, "warning", step=0, attempt=0)
-        return cls(settings, ring, store, ranks, emitter, plan, clock, lag=lag)
+        groups = () if replicas is None else replicas.groups
+        return cls(settings, ring, store, ranks, emitter, plan, clock, lag=lag, groups=groups)
 
     def keepers(self) -> tuple[SnapshotRing, CheckpointStore]:
         """Return what keeps the best state that was evaluated: in memory, and on disk."""
@@ -965,7 +999,8 @@ class RecoveryManager:
         counts, words = zip(
             *self._ranks.gather((float(wrong), 0.0 if word is None else float(word))), strict=True
         )
-        return [rank for rank, count in enumerate(counts) if count], minority(words)
+        bad = [rank for rank, count in enumerate(counts) if count]
+        return bad, vote(words, self._groups).apart
 
     def _stop_sharing(self, differ: tuple[int, ...], step: int, attempt: int) -> None:
         """Say once that replicas are not equal; each rank keeps its own from now on."""
@@ -974,7 +1009,7 @@ class RecoveryManager:
             return
         self._has_differed = True
         text = (
-            f"parameters or optimizer state differ between ranks at step {step}: {_shown(differ)} "
+            f"parameters or optimizer state differ between ranks at step {step}: {shown(differ)} "
             "from the others; that snapshot was dropped, and from now on each rank keeps a whole "
             "copy of its own"
         )
@@ -1003,12 +1038,12 @@ class RecoveryManager:
         self._ring.before_update()  # it is counted where it is copied
         return self._wrong[1]
 
-    def word(self, step: int) -> Tensor | None:
+    def fingerprint(self, step: int) -> Tensor | None:
         """Return what replicas of ``step``'s snapshot are compared by; None: nothing to compare."""
         if self._wrong is None or self._wrong[0] != step:
             return None
         self._ring.before_update()
-        return self._ring.word()
+        return self._ring.fingerprint
 
     def missed(self, step: int) -> bool:
         """Return whether this rank could not take the snapshot that was due at ``step``."""
@@ -1052,15 +1087,32 @@ class RecoveryManager:
         """Have the next proven snapshot written. Call on all ranks with the same step's numbers."""
         self._time_is_up = True
 
-    def returned(self, reduced: Reduced, *, step: int, attempt: int) -> None:
-        """Take in what all ranks said with ``step``: of its snapshot, and rank 0 of the disk."""
+    def returned(
+        self,
+        reduced: Reduced,
+        *,
+        step: int,
+        attempt: int,
+        differ: tuple[int, ...] = (),
+        is_shared: bool = True,
+    ) -> None:
+        """Take in what all ranks said with ``step``: of its snapshot, and rank 0 of the disk.
+
+        Args:
+            reduced: the numbers of the step.
+            step: it.
+            attempt: its branch.
+            differ: ranks that did not hold alike, in this step, what they must.
+            is_shared: whether ranks may go on to share a copy all the same.
+        """
         # A rank that could not measure the step could not speak for its copy either.
         wrong = reduced.total("nonfinite_state") + reduced.total("snapshot_missed")
         is_sound = wrong + reduced.total("failed") == 0.0
-        differ = minority(reduced.words())
         if differ and is_sound:
-            self._stop_sharing(differ, step, attempt)
-            self._ring.commit(step, ok=False, why=f"replicas differ: {_shown(differ)}")
+            if not is_shared:
+                self._stop_sharing(differ, step, attempt)
+                self.compare_anew()
+            self._ring.commit(step, ok=False, why=f"replicas differ: {shown(differ)}")
         else:
             self._ring.commit(step, ok=is_sound)
         self._is_saving = bool(reduced.root["saving"])
@@ -1072,6 +1124,10 @@ class RecoveryManager:
         self._time_is_up = self._time_is_up or (due and not self._was_due)
         self._was_due = due
         self._saved(int(reduced.root["saved_step"]), int(reduced.root["saved_attempt"]))
+
+    def compare_anew(self) -> None:
+        """Take in that something is compared no more."""
+        self._ring.forget_plans()
 
     def _saved(self, step: int, attempt: int) -> None:
         """Put a checkpoint that is complete now among those to go back to."""
@@ -1179,7 +1235,7 @@ class RecoveryManager:
     # ------------------------------------------------------------------------------- the end
 
     def save_now(self, step: int, attempt: int, meta: Meta) -> str:
-        """Write the live state and wait for it; where it is not sound, the newest healthy one.
+        """Write the live state and wait for it; where it is unsound or not equal, a healthy one.
 
         Collective: for a run that is told to stop. Returns the id, empty where nothing newer than
         what is on disk could be written.
@@ -1187,10 +1243,7 @@ class RecoveryManager:
         self._store.wait(None)
         self._ring.saves_ended()
         wrong, differ = self._take_now(step, attempt, meta)
-        if differ and not wrong:
-            self._stop_sharing(differ, step, attempt)
-            wrong, _ = self._take_now(step, attempt, meta)
-        bad = bool(wrong)
+        bad = bool(wrong or differ)
         self._ring.commit(step, ok=not bad)
         last = self._ring.newest_healthy() if bad else self._ring.newest_committed()
         if last is None or any(
@@ -1229,23 +1282,6 @@ class RecoveryManager:
                 self._newest_saved = change.checkpoint_step, attempt
         for change in self._ring.take_changes() + stored:
             announce(self._emitter, change)
-
-
-def minority(words: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks whose word is not that of most; () where all that gave one agree.
-
-    Of two halves, the one with the lowest rank is taken to be right. 0 is no word.
-    """
-    given = [word for word in words if word]
-    if len(set(given)) < 2:
-        return ()
-    usual = Counter(given).most_common(1)[0][0]
-    return tuple(rank for rank, word in enumerate(words) if word not in (0.0, usual))
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    number = "rank" if len(ranks) == 1 else "ranks"
-    return f"{number} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
 def announce(emitter: Emitter, change: CheckpointChanged) -> None:

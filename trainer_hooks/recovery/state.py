@@ -11,11 +11,12 @@ Names: ``model.<parameter>``, ``buffer.<buffer>``, ``optim.<i>.<parameter>.<key>
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -23,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.guard import optimizer_state
+from trainer_hooks.guard.hook_memory import comm_hooks
 from trainer_hooks.recovery.checkpoints.shard_layout import Held, held_in
 from trainer_hooks.recovery.copying import wait_for_copies
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
@@ -134,7 +136,9 @@ class TrainingState:
         Parameters that it synchronises, and their optimizer state where each rank holds all of it.
         Not buffers, which forward writes from each rank's own batch.
         """
-        alike = self._alike_on_all_ranks(world_size) if self._is_ddp else frozenset()
+        alike: frozenset[str] = frozenset()
+        if self._is_ddp and not self._trains_apart():
+            alike = self._alike_on_all_ranks(world_size)
         split = self.split_optimizers
 
         def is_replica(key: str) -> bool:
@@ -145,6 +149,65 @@ class TrainingState:
             return kind == "model" and rest in alike
 
         return is_replica if alike and world_size > 1 else lambda key: False
+
+    def holders(self, world_size: int) -> dict[str, tuple[int, ...]]:
+        """Return, by the names of parameters, the ranks that must hold the same as this one.
+
+        All ranks where DDP keeps it equal, those along the replicated sides of a mesh for a DTensor
+        and along FSDP1's replicas. What is left out is this rank's own, or nothing is known of it.
+        """
+        everyone = tuple(range(world_size))
+        apart, flat = self._trains_apart(), _flat_holders(self._wrapped)
+        alike = frozenset() if apart else self._alike_on_all_ranks(world_size)
+        holders: dict[str, tuple[int, ...]] = {}
+        for name, param in self._params.items():
+            if id(param) in flat:
+                holders[f"model.{name}"] = flat[id(param)]
+            elif hasattr(param, "to_local"):
+                holders[f"model.{name}"] = _along_replicas(param)
+            elif name in alike:
+                holders[f"model.{name}"] = everyone
+        return {key: ranks for key, ranks in holders.items() if len(ranks) > 1}
+
+    def _trains_apart(self) -> bool:
+        """Return whether each rank trains by itself between two averages."""
+        hooks = comm_hooks(self._wrapped)
+        return any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook, _ in hooks)
+
+    def trains_one_model(self, world_size: int) -> bool:
+        """Return whether the ranks train one model together: whole, or each its part of it."""
+        if self._trains_apart():
+            return False
+        is_cut = any(hasattr(p, "to_local") for p in self._params.values())
+        is_flat = any(hasattr(m, "_handle") for m in self._wrapped.modules())
+        return is_cut or is_flat or (self._is_ddp and bool(self._alike_on_all_ranks(world_size)))
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters as the model has them, by the names of ``tensors``."""
+        return {f"model.{name}": param for name, param in self._params.items()}
+
+    def moments_of(self) -> list[tuple[int, str, Tensor, Mapping[Tensor, Any]]]:
+        """Return (optimizer, parameter's name, parameter, the optimizer's state) of each trained.
+
+        Not of optimizers that may hold the state of some parameters only.
+        """
+        split = self.split_optimizers
+        return [
+            (i, name, param, optimizer.state)
+            for i, optimizer in enumerate(self._optimizers)
+            if i not in split
+            for name, param in self._named_params(i)
+        ]
+
+    def averages(self) -> dict[str, str]:
+        """Return the names of registered averages of parameters, with those of the parameters."""
+        of: dict[str, str] = {}
+        for name, stateful in self._extra.items():
+            if isinstance(stateful, EMA | AveragedModel):
+                for key, _ in _tensors_of(stateful):
+                    of[f"extra.{name}.{key}"] = f"model.{_averaged(key, self._params)}"
+        return of
 
     def _alike_on_all_ranks(self, world_size: int) -> frozenset[str]:
         """Return the plain parameters that every rank updates alike."""
@@ -515,13 +578,45 @@ def _held_as_weights(
     """Return the places of averages, which are cut and the same on the ranks as their weights."""
     places = {}
     for key, average in averages.items():
-        name = clean_name(key)
-        while f"model.{name}" not in held and name.startswith("module."):
-            name = name.removeprefix("module.")
+        name = _averaged(key, held, "model.")
         weight = held.get(f"model.{name}")
         if weight is not None and weight.shape == tuple(_local(key, average).shape):
             places[prefix + key] = weight.renamed("model.", prefix)
     return places
+
+
+def _averaged(key: str, names: Collection[str], prefix: str = "") -> str:
+    """Return the name of the parameter that an average is of."""
+    name = clean_name(key)
+    while prefix + name not in names and name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _along_replicas(param: Any) -> tuple[int, ...]:
+    """Return the ranks that hold the same part of a DTensor as this one."""
+    here, placements = param.device_mesh.get_coordinate(), param.placements
+    if here is None or any(placement.is_partial() for placement in placements):
+        return ()
+    sides = zip(here, placements, strict=True)
+    index = tuple(slice(None) if side.is_replicate() else at for at, side in sides)
+    return tuple(sorted(param.device_mesh.mesh[index].flatten().tolist()))
+
+
+def _flat_holders(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Return the ranks that hold the same of each of FSDP1's tensors, by the tensor's id."""
+    holders: dict[int, tuple[int, ...]] = {}
+    for module in model.modules():
+        handle: Any = getattr(module, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        if flat is None:
+            continue
+        group: Any = getattr(module, "_inter_node_pg", None)
+        if not handle.uses_sharded_strategy:
+            group = handle.process_group
+        ranks = () if group is None else tuple(sorted(dist.get_process_group_ranks(group)))
+        holders |= {id(tensor): ranks for tensor in (flat, *(flat._params or ()))}
+    return holders
 
 
 def _refuse(text: str) -> None:

@@ -27,6 +27,7 @@ from trainer_hooks.probe.probe import LossEvaluations, Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import Meta, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
+from trainer_hooks.recovery.replicas import Difference, Replicas
 from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.step.beside import paused_round
 from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
@@ -59,6 +60,7 @@ from trainvitals.records import (
     CommandAction,
     Decision,
     DecisionMade,
+    Finding,
     Note,
     OnHang,
     Profiled,
@@ -73,6 +75,8 @@ _NAMED = 4
 _IS_MEANT = "; no optimizer has it, so it counts as meant from now on: snapshots go on with it"
 _NO_CLIP = 100.0
 """Multiple of the norm's limit from which a clip is none."""
+_COMPARED = frozenset({"replica_corrupted", "settings_differ"})
+"""Findings about ranks that do not hold alike what they must."""
 _ENTERED = frozenset({"halt", "rollback", "approve", "accept"})
 """Commands that lead to an entry in the ledger: they are judged with a step."""
 _ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
@@ -104,6 +108,8 @@ class StepController:
     """What the node's agent shall do about a hang that pages."""
     owns_clip: bool
     """Whether gradients are measured before any clip; else a finite norm is the loop's to give."""
+    replicas: Replicas | None = None
+    """What compares the ranks with each other; None where they have nothing in common."""
     loss_evaluations: LossEvaluations = field(default_factory=LossEvaluations)
     agent: NodeAgent | None = None
     terminal: Terminal | None = None
@@ -266,6 +272,16 @@ class StepController:
                 return self.state_check.flag(step)
         return None
 
+    def replicas_word(self, step: int, max_norm: float | None, turn: int) -> Tensor | float | None:
+        """Return what this rank is compared by in ``step``; None: it says nothing."""
+        replicas, recovery = self.replicas, self.recovery
+        if replicas is None or (recovery is not None and recovery.missed(step)):
+            return None
+        with self.faults.fail_open("replicas"):
+            snapshot = None if recovery is None else recovery.fingerprint(step)
+            return replicas.word(step, max_norm=max_norm, turn=turn, snapshot=snapshot)
+        return None
+
     def acknowledge(self, ack: CommandAck, *, step: int) -> None:
         """Say what became of a command; rank 0 speaks for all."""
         self.emitter.of_run(CommandAcknowledged(ack=ack), step=step, attempt=self.attempt)
@@ -318,8 +334,21 @@ class StepController:
         self.first_step = -1
         # What travelled with the step comes before its judgement: the ladder chooses among the
         # checkpoints, and asks the probe, as all ranks know them by this step.
+        difference = None
+        if self.replicas is not None:
+            difference = self._compare(self.replicas, reduced, record, at=now_step + 1)
+            record = _with_difference(record, difference)
         if self.recovery is not None:
-            self.recovery.returned(reduced, step=measured.step, attempt=self.attempt)
+            differ = () if self.replicas is None else self.replicas.unresolved
+            if difference is not None:
+                differ = difference.vote.apart or differ
+            self.recovery.returned(
+                reduced,
+                step=measured.step,
+                attempt=self.attempt,
+                differ=differ,
+                is_shared=difference is None or difference.kind in ("state", "settings"),
+            )
             self.stopping = reduced.total("terminating") != 0
         if self.evaluations is not None:
             self.evaluations.returned(reduced, step=measured.step, attempt=measured.attempt)
@@ -343,6 +372,8 @@ class StepController:
                 self.state_check.every = self.state_check.AGAIN
             judgement = self._name_what_is_bad(record, reduced, judgement)
             self._tell_unprotected(judgement)
+        if self.replicas is not None:
+            judgement = self._name_replicas(self.replicas, difference, record, judgement)
         if judgement.decision is not None and judgement.decision.command_number:
             judgement = judgement._replace(decision=self._with_reason(judgement.decision))
         self.last_step = measured.step
@@ -389,10 +420,56 @@ class StepController:
             decision = replace(decision, reason=f"{decision.reason} ({shown})")
         return judgement._replace(findings=findings, decision=decision)
 
+    def _compare(
+        self, replicas: Replicas, reduced: Reduced, record: StepRecord, *, at: int
+    ) -> Difference | None:
+        """Return what differs between ranks, if their words do. Collective then, on all alike."""
+        by_words = replicas.votes(reduced.words())
+        if not by_words.apart:
+            replicas.agreed(record.step)
+            return None
+        difference = replicas.diagnose(record.step, by_words, at=at)
+        if difference.kind == "untied":
+            self.warn("replicas_not_alike", difference.text, step=record.step)
+        return difference
+
+    def _name_replicas(
+        self,
+        replicas: Replicas,
+        difference: Difference | None,
+        record: StepRecord,
+        judgement: Judgement,
+    ) -> Judgement:
+        """Return what was judged with the names of what differs, and what a replay has said."""
+        findings, decision = judgement.findings, judgement.decision
+        if difference is not None:
+            findings = tuple(
+                replace(f, reason=f"{f.reason}: {difference.text}") if f.kind in _COMPARED else f
+                for f in findings
+            )
+            if decision is not None and decision.rule == "replica_corrupted":
+                decision = replace(decision, reason=f"{decision.reason} ({difference.text})")
+            judgement = judgement._replace(findings=findings, decision=decision)
+            self._tell_unprotected(judgement)
+        if (named := replicas.replayed(record.step)) is not None:
+            finding = Finding(
+                kind="replica_named",
+                level="advisory",
+                step=record.step,
+                detector="replicas",
+                reason=named.text,
+                rank=named.rank,
+                onset_step=record.step,
+                cause="replica_named",
+            )
+            judgement = judgement._replace(findings=(*judgement.findings, finding))
+        return judgement
+
     def _tell_unprotected(self, judgement: Judgement) -> None:
         """Say at the terminal what protection has lost, unless it is rolled back."""
         decision = judgement.decision
-        if self.terminal is None or (decision is not None and decision.rule == "nonfinite_state"):
+        rules = ("nonfinite_state", "replica_corrupted")
+        if self.terminal is None or (decision is not None and decision.rule in rules):
             return
         with self.faults.fail_open("terminal"):
             self.terminal.unprotected(judgement.findings)
@@ -671,6 +748,8 @@ class StepController:
         # A clock may go backwards; a branch is newer than the one it leaves all the same.
         self._next_attempt = max(new_attempt_id(self.clock.time_ns()), attempt.id + 1)
         self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
+        if self.replicas is not None:
+            self.replicas.rolled_back(attempt.fork_step)
         self.probe_parameters, self.digest, self._was_announced = False, 0, False
 
     def start_branch(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
@@ -765,6 +844,21 @@ def of_turn(judgement: Judgement, name: str) -> Judgement:
     if decision is not None and decision.rule != "command":
         decision = replace(decision, reason=f"{name}: {decision.reason}")
     return judgement._replace(findings=findings, decision=decision)
+
+
+def _with_difference(record: StepRecord, difference: Difference | None) -> StepRecord:
+    """Return the step with what the ranks found out together."""
+    if difference is None or difference.kind not in ("state", "settings"):
+        return record
+    rank = difference.vote.rank
+    if difference.kind == "settings":
+        return replace(record, settings_differ=True, replica_rank=rank)
+    return replace(
+        record,
+        replicas_differ=max(1, len(difference.vote.suspects)),
+        replica_rank=rank,
+        replayed_alike=difference.is_again,
+    )
 
 
 def _branch_of(decision: Decision, fork_step: int) -> Branch:

@@ -578,10 +578,10 @@ class RootColumns:
         """Return the columns of one step; call once for each, in order."""
         if measured.flops is not None:
             self._utilization.counted(measured.flops, tokens)
-        ranks, seconds = record.nonfinite_ranks, measured.duration_seconds
+        seconds = measured.duration_seconds
         columns: dict[str, Value] = {
             "verdict": derived.column(record),
-            "culprit_rank": ranks[0] if len(ranks) == 1 else record.nonfinite_state_rank,
+            "culprit_rank": _culprit(record),
             "nonfinite_params": record.nonfinite_params,
             "tokens_per_second": tokens / seconds if tokens is not None and seconds else None,
             "mfu_ratio": self._utilization.ratio(tokens, seconds),
@@ -619,6 +619,13 @@ class RootColumns:
             "noise_scale_ratio": ratio,
             "critical_batch_tokens": ratio * tokens if is_known else None,  # type: ignore[operator]
         }
+
+
+def _culprit(record: StepRecord) -> int:
+    """Return the one rank to which what is wrong with the step is due; -1: none, or several."""
+    if record.nonfinite_ranks:
+        return record.nonfinite_ranks[0] if len(record.nonfinite_ranks) == 1 else -1
+    return record.nonfinite_state_rank if record.nonfinite_state else record.replica_rank
 
 
 def _spread(losses: list[float | None]) -> float | None:

@@ -217,7 +217,8 @@ class StepPhases:
         with controller.faults.fail_open("prepare"):
             where, grads = device.norms.gradients()
             device.norms.squares_into(device.packer.squares, where, grads)
-            device.packer.fill(self._local(step, given, len(grads), overflow, norm), root)
+            local = self._local(step, given, len(grads), overflow, norm, max_norm)
+            device.packer.fill(local, root)
             if device.sampler is not None:
                 with controller.faults.fail_open("signals"):
                     scale = device.engine.loss_scale()
@@ -266,6 +267,7 @@ class StepPhases:
         num_gradients: int,
         overflow: Tensor | None,
         norm: Tensor | None,
+        max_norm: float | None,
     ) -> RankContribution:
         norms, controller = self._device.norms, self._controller
         return RankContribution(
@@ -276,7 +278,7 @@ class StepPhases:
             num_gradients=num_gradients,
             norm_before_clip=norm,
             nonfinite_state=controller.nonfinite_state(step),
-            replicas=None if controller.recovery is None else controller.recovery.word(step),
+            replicas=controller.replicas_word(step, max_norm, self.turn.number),
             snapshot_missed=controller.recovery is not None and controller.recovery.missed(step),
             digest=controller.digest,
             terminating=controller.told_to_stop,

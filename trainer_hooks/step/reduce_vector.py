@@ -11,7 +11,7 @@ holds the sum of what they bring, and a second part says who brought what:
     RANK_FIELDS of slot 0 | of slot 1 ... | the same as bits | OWN_FIELDS of rank 0 | of rank 1 ...
 
 In the bits the i-th rank of a slot adds 2**i where its number is not zero: such a sum is exact, and
-names each of them. What no bit can carry has a place for each rank: 16 bytes instead of 120.
+names each of them. What no bit can carry has a place for each rank: 24 bytes instead of 120.
 
 The verdict is taken on the device from the reduced numbers, and so is the same on every rank. The
 numbers come to the host a fixed number of steps late, so that nothing waits for the GPU, and become
@@ -42,6 +42,9 @@ from trainvitals.records import (
     NORM_OUTLIER,
     OVERFLOW,
     RANK_FAILED,
+    REPLAYED_ALIKE,
+    REPLICAS_DIFFER,
+    SETTINGS_DIFFER,
     SNAPSHOT_MISSED,
     WITHHELD,
     StepRecord,
@@ -67,7 +70,7 @@ RANK_FIELDS = (
     "terminating",  # the rank was sent SIGTERM: all save, and stop
     "holds_evaluated",  # the rank keeps a copy of the state that was evaluated last
     "probe_ready",  # the rank was given a loss_of, and keeps batches for it
-    "replicas",  # 52 bits of its replicas where a snapshot was taken: other ranks' are the same
+    "replicas",  # 52 bits of what other ranks must hold alike; 0 says nothing
 )
 ROOT_FIELDS = (
     "loss_limit",
@@ -88,7 +91,7 @@ ROOT_FIELDS = (
     "evaluation_ratio",  # an evaluation's loss over the one before; 0: there was none
     "stepped_twice",  # rank 0's loop steps a scheduler that monitor.step() steps too
 )
-OWN_FIELDS = ("loss", "digest")
+OWN_FIELDS = ("loss", "digest", "replicas")
 """What each rank has a place for where slots are shared."""
 RankField = Literal[
     "weighted_loss",
@@ -167,7 +170,7 @@ class PackLayout:
         """Position of this rank's ``field``."""
         return self.ranks + self.slot * len(RANK_FIELDS) + RANK_FIELDS.index(field)
 
-    def mine_of_own(self, field: Literal["loss", "digest"]) -> int:
+    def mine_of_own(self, field: Literal["loss", "digest", "replicas"]) -> int:
         """Position of this rank's ``field`` where slots are shared."""
         return self.own + self.rank * len(OWN_FIELDS) + OWN_FIELDS.index(field)
 
@@ -200,7 +203,7 @@ class RankContribution:
     terminating: bool = False
     holds_evaluated: bool = False
     probe_ready: bool = False
-    replicas: Tensor | None = None
+    replicas: Tensor | float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +301,8 @@ class ReduceVector:
             "holds_evaluated": float(local.holds_evaluated),
             "probe_ready": float(local.probe_ready),
         }
+        if isinstance(local.replicas, float) and not local.failed:
+            numbers["replicas"] = local.replicas
         has_loss = local.loss is not None and not local.failed
         if has_loss and not isinstance(local.weight, Tensor):
             numbers["weight"] = local.weight
@@ -329,7 +334,7 @@ class ReduceVector:
             mine["norm_before_clip"].copy_(local.norm_before_clip / self.layout.world_size)
         if local.nonfinite_state is not None:
             mine["nonfinite_state"].copy_(local.nonfinite_state)
-        if local.replicas is not None:
+        if isinstance(local.replicas, Tensor):
             mine["replicas"].copy_(local.replicas)
         if local.nonfinite_params is not None:
             mine["nonfinite_params"].copy_(local.nonfinite_params)
@@ -346,6 +351,7 @@ class ReduceVector:
         pack[layout.bits + begin : layout.bits + begin + width] = (slot != 0) * bit
         loss = pack[layout.mine("weighted_loss")] / pack[layout.mine("weight")]
         pack[layout.mine_of_own("loss")] = loss
+        pack[layout.mine_of_own("replicas")] = pack[layout.mine("replicas")]
 
     def undo_clip(self) -> None:
         """Scale the summed squares to those before the loop's own clip, where it gave the norm.
@@ -422,11 +428,8 @@ class Reduced:
         return self.root["loss_limit"] == -math.inf
 
     def words(self) -> list[float]:
-        """Return what each rank's replicas are compared by, 0.0 where it did not say.
-
-        Nothing above MAX_SLOTS ranks, where replicas are not shared.
-        """
-        return [] if self.layout.is_shared else self._sums["replicas"]
+        """Return what each rank's replicas are compared by, 0.0 where it did not say."""
+        return (self._own if self.layout.is_shared else self._sums)["replicas"]
 
     def limit(self, field: Literal["loss_limit", "grad_norm_limit"]) -> float | None:
         """Return the limit that was in force, None where there was none."""
@@ -654,6 +657,9 @@ class Derived:
             | (CLIPS if record.clips else 0)
             | (NONFINITE_STATE if record.nonfinite_state else 0)
             | (SNAPSHOT_MISSED if record.snapshots_missed else 0)
+            | (REPLICAS_DIFFER if record.replicas_differ else 0)
+            | (SETTINGS_DIFFER if record.settings_differ else 0)
+            | (REPLAYED_ALIKE if record.replayed_alike else 0)
         )
 
 

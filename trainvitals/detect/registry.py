@@ -65,6 +65,10 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="nonfinite"),
         Kind(name="nonfinite_params"),
         Kind(name="nonfinite_state", alert="NonFiniteState"),
+        # Of one domain with what GPUs say of themselves: an Xid beside it is the same incident.
+        Kind(name="replica_corrupted", alert="ReplicaCorrupted", domain="gpu", subject="machine"),
+        Kind(name="replica_named", domain="gpu", subject="machine"),
+        Kind(name="settings_differ", alert="SettingsDiffer", subject="machine"),
         Kind(name="nonfinite_streak", alert="NonFiniteStreak"),
         Kind(name="snapshot_missed", alert="SnapshotMissed", domain="storage"),
         Kind(name="approval_needed", alert="ApprovalNeeded"),
@@ -151,6 +155,7 @@ ACTED_CAUSES = (
     "nonfinite_gradient",
     "nonfinite_params",
     "nonfinite_state",
+    "replica_corrupted",
     "loss_outlier",
     "grad_norm_outlier",
     "state_damaged",
@@ -233,6 +238,16 @@ DETECTORS: Mapping[str, DetectorSpec] = {
             name="snapshots",
             where="rank",
             kinds={"nonfinite_state": "actionable", "snapshot_missed": "advisory"},
+            section="ladder",
+        ),
+        DetectorSpec(
+            name="replicas",
+            where="rank",
+            kinds={
+                "replica_corrupted": "actionable",
+                "settings_differ": "advisory",
+                "replica_named": "advisory",
+            },
             section="ladder",
         ),
         DetectorSpec(

@@ -26,6 +26,7 @@ from trainvitals.policy.rungs import (
     after_yes,
     answer,
     for_certain,
+    for_corrupted,
     for_finite,
     for_hidden,
     halt,
@@ -50,6 +51,7 @@ from trainvitals.policy.state import (
 )
 from trainvitals.records import Finding, StateRead, StepRecord
 
+Rung = Callable[..., Verdict]
 _LEVEL_STEPS = 8
 _LEVEL_NOISE = 1.5
 _LEVEL_LEAST = 0.05
@@ -118,6 +120,8 @@ def decide(
         verdict = _look_at_evaluation(verdict, before, evaluation, case)
     if record.nonfinite_state or record.snapshots_missed:
         verdict = _look_at_snapshot(verdict, case)
+    if record.replicas_differ or record.settings_differ:
+        verdict = _look_at_replicas(verdict, case)
     if is_yes and not (verdict.decision and verdict.decision.action in ("rollback", "halt")):
         gone = after_yes(without_entry(verdict), case)
         if gone.decision is None:
@@ -552,18 +556,60 @@ def _look_at_snapshot(verdict: Verdict, case: Case) -> Verdict:
         onset_step=record.step,
         cause="nonfinite_state",
     )
-    state = replace(verdict.state, last_unhealthy_step=record.step)
+    return _on_top(verdict, for_hidden, case, reason=reason, finding=finding)
+
+
+def _on_top(verdict: Verdict, rung: Rung, case: Case, *, reason: str, finding: Finding) -> Verdict:
+    """Take a rung about the state on top of the step's own verdict: one entry a step."""
+    state = replace(verdict.state, last_unhealthy_step=case.record.step)
     without = without_entry(verdict._replace(state=state))
-    hidden = for_hidden(without, case, reason=reason, finding=finding)
-    if hidden.decision is None:
-        facts = replace(hidden.state.facts, ledger_seq=state.facts.ledger_seq)
-        state = replace(hidden.state, facts=facts)
-        hidden = hidden._replace(state=state, decision=decision)
-    return hidden._replace(
-        findings=(*verdict.findings, *hidden.findings),
+    done = rung(without, case, reason=reason, finding=finding)
+    if done.decision is None:
+        facts = replace(done.state.facts, ledger_seq=state.facts.ledger_seq)
+        state = replace(done.state, facts=facts)
+        done = done._replace(state=state, decision=verdict.decision)
+    return done._replace(
+        findings=(*verdict.findings, *done.findings),
         readings=verdict.readings,
         accepted=verdict.accepted,
     )
+
+
+def _look_at_replicas(verdict: Verdict, case: Case) -> Verdict:
+    """Take in that ranks do not hold alike what they must: settings, or the state itself."""
+    record, rank = case.record, case.record.replica_rank
+    if record.settings_differ:
+        who = f"rank {rank}" if rank >= 0 else "a rank"
+        since = verdict.state.settings_since
+        since = record.step if since < 0 else since
+        finding = Finding(
+            kind="settings_differ",
+            level="advisory",
+            step=record.step,
+            detector="replicas",
+            reason=f"{who} trained with other settings than the others",
+            rank=rank,
+            onset_step=since,
+            cause="settings_differ",
+        )
+        state = replace(verdict.state, settings_since=since, settings_told=record.step)
+        verdict = verdict._replace(state=state, findings=(*verdict.findings, finding))
+    decision = verdict.decision
+    if not record.replicas_differ or (decision and decision.action in ("rollback", "halt")):
+        return verdict
+    reason = "ranks that must hold the same parameters and optimizer state do not"
+    reason += f": rank {rank} is wrong" if rank >= 0 else ""
+    finding = Finding(
+        kind="replica_corrupted",
+        level="actionable",
+        step=record.step,
+        detector="replicas",
+        reason=reason,
+        rank=rank,
+        onset_step=record.step,
+        cause="replica_corrupted",
+    )
+    return _on_top(verdict, for_corrupted, case, reason=reason, finding=finding)
 
 
 def _missed(verdict: Verdict, case: Case) -> Verdict:

@@ -48,6 +48,7 @@ RULES: dict[str, str] = {
     "nonfinite_params": "parameters that are NaN or infinite",
     "nonfinite_state": "optimizer state or buffers that are NaN or infinite",
     "nonfinite_streak": "too many NaN or infinite losses in a row",
+    "replica_corrupted": "replicas that were not equal",
     "state_damaged": "the probe found the model damaged",
     "evaluation": "an evaluation found the model damaged",
     "lr_jump": "a learning-rate jump that damaged the model",
@@ -411,10 +412,9 @@ def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding)
         target, note, began = _target(case, None, onset)
     if target is None:
         state = replace(state, facts=facts)
-        since_told = onset - state.state_told if state.state_told >= 0 else FOREVER
-        if since_told < _TELL_AGAIN:
+        since = _since(onset, state.state_told, state.state_since)
+        if since is None:
             return Verdict(state)
-        since = state.state_since if since_told <= 2 * _TELL_AGAIN else onset
         state = replace(state, state_told=onset, state_since=since)
         saves = "; no snapshot or checkpoint is made while it is so" if case.heals else ""
         text = f"{reason}; {note}, so training continues{saves}"
@@ -424,6 +424,66 @@ def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding)
         state, case, facts, target, rule=kind, onset=onset, reason=f"{reason}; {note}",
         finding=finding, plays_all=True, why=reason,
     )  # fmt: skip
+
+
+def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Finding) -> Verdict:
+    """Go back to the last equal state where replicas differ; halt where it is there again.
+
+    Once is a flipped bit, and training again cures it. Twice on one rank within the budget's window
+    is a faulty machine. What comes again bit for bit is cured by neither: it is said, and training
+    goes on.
+    """
+    config, facts, record = case.config, state.facts, case.record
+    kind, onset, rank = "replica_corrupted", case.record.step, case.record.replica_rank
+    before = tuple(
+        (when, who) for when, who in facts.corrupted if when > facts.clock - config.budget_window
+    )
+    target: CheckpointRef | None = None
+    if state.settings_since >= 0 and onset - state.settings_told <= 2 * _TELL_AGAIN:
+        return Verdict(state)  # it follows from that, which is told
+    if state.settings_since >= 0:
+        note = f"ranks had other settings from step {state.settings_since} on, which explains it"
+    elif record.replayed_alike:
+        note = (
+            "the same difference came again after a rollback, bit for bit: the software, or a "
+            "fault that repeats itself"
+        )
+    elif not case.heals or case.mode == "observe":
+        note = f"mode {case.mode!r} does not roll back"
+    elif any(-1 in (who, rank) or who == rank for _, who in before):
+        when = facts.clock - before[-1][0]
+        where = f"on rank {rank}" if rank >= 0 else "and two replicas cannot tell whose fault it is"
+        text = f"{reason}; it is there again {when} steps after a rollback, {where}"
+        text += ": a persistent fault"
+        return halt(state, text, kind, finding, case)
+    elif len(spent_causes(facts, config)) >= config.max_causes:
+        note = f"the rollback budget is used up ({config.max_causes} causes)"
+    else:
+        target, note, began = _target(case, None, onset)
+    if target is None:
+        since = _since(onset, state.replicas_told, state.replicas_since)
+        if since is None:
+            return Verdict(state)
+        state = replace(state, replicas_told=onset, replicas_since=since)
+        text = (
+            f"{reason}; {note}, so training continues; no snapshot or checkpoint is made while it "
+            "is so"
+        )
+        return Verdict(state, findings=(replace(finding, reason=text, onset_step=since),))
+    facts = _spend(facts, case, None, kind=kind, began=began, target=target)
+    facts = replace(facts, corrupted=(*before, (facts.clock, rank)))
+    return _leave(
+        state, case, facts, target, rule=kind, onset=onset, reason=f"{reason}; {note}",
+        finding=finding, plays_all=True, why=reason,
+    )  # fmt: skip
+
+
+def _since(step: int, told: int, since: int) -> int | None:
+    """Return the first step of what still holds, where it is to be said again; else None."""
+    since_told = step - told if told >= 0 else FOREVER
+    if since_told < _TELL_AGAIN:
+        return None
+    return since if since_told <= 2 * _TELL_AGAIN else step
 
 
 def for_finite(

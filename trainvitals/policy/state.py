@@ -231,6 +231,9 @@ class LadderMemory(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[TurnLevels, ...] = ()
     blamed: tuple[int, ...] = ()
     """Onsets that a rollback on finite evidence was spent on: none is repeated."""
+    corrupted: tuple[tuple[int, int], ...] = ()
+    """When a rollback was spent on replicas that differed, by the clock, and the rank that was
+    wrong, -1 where nobody knew; those within the window."""
     uncured_until: int = 0
     """No rollback for a non-finite state before this time of the clock: one did not cure it."""
     cooldown_until: int = 0
@@ -312,6 +315,13 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Step at which it was last told that the state is non-finite, and nothing went back."""
     state_since: int = -1
     """Step at which that was told first, of a stretch that has not ended."""
+    replicas_told: int = -1
+    """The same two steps of replicas that differ."""
+    replicas_since: int = -1
+    settings_since: int = -1
+    """First step of this branch at which ranks had other settings; -1: none."""
+    settings_told: int = -1
+    """The newest such step."""
     num_missed: int = 0
     """Snapshots that could not be taken."""
     spent: bool = False
@@ -375,6 +385,10 @@ def in_turn(ladder: LadderState, before: LadderState, turn: int) -> LadderState:
         rolling_back=before.rolling_back,
         state_told=before.state_told,
         state_since=before.state_since,
+        replicas_told=before.replicas_told,
+        replicas_since=before.replicas_since,
+        settings_since=before.settings_since,
+        settings_told=before.settings_told,
         num_missed=before.num_missed,
     )
 

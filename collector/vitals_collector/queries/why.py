@@ -19,6 +19,8 @@ from trainvitals.records import (
     NORM_OUTLIER,
     OVERFLOW,
     RANK_FAILED,
+    REPLICAS_DIFFER,
+    SETTINGS_DIFFER,
     SNAPSHOT_MISSED,
     WITHHELD,
     ActionName,
@@ -48,6 +50,8 @@ _VERDICT = (
     (OVERFLOW, "the loss scaler overflowed"),
     (RANK_FAILED, "a rank failed to prepare the step"),
     (NONFINITE_STATE, "optimizer state or buffers were not finite"),
+    (REPLICAS_DIFFER, "parameters or optimizer state differed between ranks"),
+    (SETTINGS_DIFFER, "settings differed between ranks"),
     (SNAPSHOT_MISSED, "a snapshot could not be taken"),
     (COMMANDED, "skipped by a manual command"),
 )

@@ -30,6 +30,9 @@ from trainvitals.records import (
     NONFINITE_STATE,
     OVERFLOW,
     RANK_FAILED,
+    REPLAYED_ALIKE,
+    REPLICAS_DIFFER,
+    SETTINGS_DIFFER,
     SNAPSHOT_MISSED,
     WITHHELD,
     AttemptStarted,
@@ -535,6 +538,7 @@ def step_record(
             nonfinite=ranks.nonfinite or (own_ranks.nonfinite if is_bad else ()),
             failed=own_ranks.failed if bits & RANK_FAILED else (),
         )
+    differs = 0 if bits & NONFINITE_STATE else REPLICAS_DIFFER | SETTINGS_DIFFER
     factor = _float(row, "lr_factor")
     own = (turns or {}).get((step, attempt))
     if own is not None and _float(row, "grad_norm") is None and _float(row, "loss") is None:
@@ -558,6 +562,10 @@ def step_record(
         nonfinite_state=int(bool(bits & NONFINITE_STATE)),
         nonfinite_state_rank=culprit if bits & NONFINITE_STATE and not is_bad else -1,
         snapshots_missed=int(bool(bits & SNAPSHOT_MISSED)),
+        replicas_differ=int(bool(bits & REPLICAS_DIFFER)),
+        replica_rank=culprit if bits & differs and not is_bad else -1,
+        settings_differ=bool(bits & SETTINGS_DIFFER),
+        replayed_alike=bool(bits & REPLAYED_ALIKE),
         skipped=bool(_int(row, "skipped", 0)),
         withheld=bool(bits & WITHHELD),
         commanded=bool(bits & COMMANDED),

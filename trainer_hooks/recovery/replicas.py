@@ -1,0 +1,711 @@
+"""Whether the ranks hold alike what must be alike: a word a step, and a meeting where words differ.
+
+Each step, a rank's word is made of the parameters whose turn it is, of optimizer state and averages
+more rarely, of the step's settings, and of the snapshot if one was taken: equal words, equal ranks.
+The word travels in the step's one sum. Where words differ all ranks know it by the same step, and
+meet: they compare every tensor by its fingerprint, find the elements that differ, and take a vote.
+
+Of two ranks nobody is in the majority. After a rollback the steps are trained again, and the one
+whose elements were further from what they are then was wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.guard.optimizer_state import true_elements
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.copying import fingerprint_of, word_of
+from trainer_hooks.recovery.state import TrainingState
+from trainer_hooks.step.emit import Emitter
+from trainvitals.detect.replicas import EVERY, Vote, further, shown, vote
+
+STATE_EVERY = 10
+"""Optimizer state and averages have their turn so many times more rarely than parameters."""
+_SETTINGS = (
+    "lr", "weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "alpha", "amsgrad",
+    "maximize",
+)  # fmt: skip
+"""Settings of a parameter group by which all ranks must update alike."""
+_NAMED = 3
+_CHUNK = 4096
+"""Bytes that are compared by one number, where it is looked for what differs."""
+_MAX_CHUNKS = 8
+_MAX_BYTES = 1 << 28
+"""Larger tensors are named, and not looked into."""
+_MAX_RANKS = 64
+"""Of more ranks than that the elements are not sent to each other."""
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What the ranks found out together about words that differ; equal on all of them.
+
+    ``state``: parameters, optimizer state or averages; ``settings``: of the step; ``snapshot``:
+    the copies alone; ``untied``: they never were alike, and are compared no more.
+    """
+
+    kind: Literal["state", "settings", "snapshot", "untied"]
+    vote: Vote
+    text: str
+    is_again: bool = False
+    """Whether it is bit for bit what was found before the rollback: no hardware does that."""
+
+
+class Named(NamedTuple):
+    """What a replay says about a difference before it."""
+
+    rank: int
+    text: str
+
+
+class _Offer(NamedTuple):
+    """What a rank says of itself at the start."""
+
+    group: tuple[int, ...]
+    digest: int
+    """Of the names of what it compares with its group."""
+    trains_one_model: bool
+    failure: str
+    place: str
+    """Its node and device."""
+
+
+class _Step(NamedTuple):
+    """What a word was made of."""
+
+    step: int
+    settings: bytes
+    snapshot: Tensor | None
+    looks_again: bool
+    """Whether what is known to differ is in it once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """What differed, kept over a rollback."""
+
+    step: int
+    """The step that was trained next from the state that was compared."""
+    states: tuple[bytes | None, ...]
+    """Of each rank, all fingerprints."""
+    key: str
+    elements: list[int]
+    values: dict[int, list[float]]
+    vote: Vote
+
+
+class Replicas:
+    """One rank's part. ``word`` in each step; ``diagnose`` on all ranks, where words differ."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        ranks: Ranks,
+        *,
+        keys: Sequence[str],
+        groups: Groups,
+        places: Sequence[str],
+        optimizers: Sequence[Optimizer],
+        faults: FaultCounter,
+        every: int,
+    ) -> None:
+        """``keys`` are parameters, by the names of the state; empty: settings alone are compared.
+
+        ``groups`` are ranks that must be alike.
+        """
+        self.groups = groups
+        self.every = every
+        self._state = state
+        self._ranks = ranks
+        self._places = places
+        self._optimizers = optimizers
+        self._faults = faults
+        self._is_member = any(ranks.rank in group for group in groups)
+        self._params = list(keys)
+        self._dropped: set[str] = set()
+        self._split = state.split_optimizers
+        self._apart: tuple[str, ...] = ()
+        """What was found to differ, and is looked at again once a round."""
+        self.unresolved: tuple[int, ...] = ()
+        """The ranks where it does: no state is kept meanwhile."""
+        self._settings_differ = False
+        self._recent: deque[_Step] = deque(maxlen=4)
+        self._first = -1
+        self._is_again = False
+        self._last_named = -1
+        self._evidence: _Evidence | None = None
+        self._went_back = False
+        self._replayed: tuple[int, Named] | None = None
+        self._may_meet = True
+        self._lay_out()
+
+    @classmethod
+    def make(
+        cls,
+        state: TrainingState | None,
+        *,
+        ranks: Ranks,
+        optimizers: Sequence[Optimizer],
+        node: str,
+        emitter: Emitter,
+        faults: FaultCounter,
+    ) -> Replicas | None:
+        """Agree on what is compared; None where there is nothing to compare. Collective."""
+        if ranks.world_size == 1:
+            return None
+        keys: list[str] = []
+        group: tuple[int, ...] = ()
+        failure, together, place = "", False, node
+        try:
+            if state is None:
+                raise LookupError("the state of this training cannot be read")
+            group, keys = _own_group(state.holders(ranks.world_size))
+            together = state.trains_one_model(ranks.world_size)
+            place = f"{node}, {_device_name(state.device)}"
+        except Exception as error:  # noqa: BLE001 - told to all ranks, which then compare nothing
+            failure = f"{type(error).__name__}: {error}"
+        digest = zlib.crc32("\n".join(keys).encode())
+        offers = ranks.gather(_Offer(group, digest, together, failure, place))
+        groups, why = _agreed(offers)
+        emitter.note("replicas", why, step=0, attempt=0)
+        if not groups or state is None:
+            return None
+        own = keys if group in groups else []
+        return cls(
+            state, ranks, keys=own, groups=groups, places=[offer.place for offer in offers],
+            optimizers=optimizers, faults=faults, every=EVERY,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------------- what is compared
+
+    def _lay_out(self) -> None:
+        """Work out whose turn it is when; again when something is compared no more."""
+        params, state = self._state.parameters, self._state
+        self._params = [key for key in self._params if key not in self._dropped]
+        self._compared = frozenset(self._params)
+        self._weights = [params[key] for key in self._params]
+        self._moments = [
+            (f"optim.{i}.{name}", param, of)
+            for i, name, param, of in state.moments_of()
+            if f"model.{name}" in self._compared
+        ]
+        averages = state.averages()
+        live = state.tensors() if averages else {}
+        # One that is kept on the host is written by copies that nobody waits for.
+        self._averages = {
+            key: live[key]
+            for key, weight in averages.items()
+            if weight in self._compared
+            and key not in self._dropped
+            and live[key].device == state.device
+        }
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The parameters that are compared."""
+        return tuple(self._params)
+
+    def compares(self, key: str) -> bool:
+        """Return whether the tensor of that name must be the same on the ranks of the group."""
+        if key in self._dropped:
+            return False
+        if key.startswith("optim."):
+            _, number, rest = key.split(".", 2)
+            name = rest.rpartition(".")[0]
+            return int(number) not in self._split and f"model.{name}" in self._compared
+        return key in self._compared or key in self._averages
+
+    def begin(self, step: int, attempt: int, emitter: Emitter) -> bool:
+        """Leave out what differs before the first step, and say so once. Collective.
+
+        Returns whether there is any.
+        """
+        self._first = step
+        mine = self._fingerprints(("model.", "extra."))
+        everyone = self._ranks.gather(mine)
+        differing = _differing(everyone, self.groups)[0]
+        if not differing:
+            return False
+        self._drop(differing)
+        text = (
+            f"{_listed(differing)} differ between ranks before the first step, so they are not "
+            "compared: each rank is taken to train its own"
+        )
+        emitter.note("replicas_not_alike", text, "warning", step=step, attempt=attempt)
+        return True
+
+    def _drop(self, keys: Sequence[str]) -> None:
+        self._dropped |= set(keys)
+        self._lay_out()
+
+    # ---------------------------------------------------------------------- each step
+
+    @torch.no_grad()
+    def word(
+        self, step: int, *, max_norm: float | None, turn: int = 0, snapshot: Tensor | None = None
+    ) -> Tensor | float | None:
+        """Return 52 bits that are equal on two ranks which are alike; None where it says nothing.
+
+        On the device, without waiting for it. Call before the update of ``step``.
+
+        Args:
+            step: the present one.
+            max_norm: what the loop clips to.
+            turn: whose update it is.
+            snapshot: the fingerprint of one that was taken before this step.
+        """
+        if not self._is_member:
+            return None
+        settings = _settings_bytes(self._optimizers, max_norm, step, turn)
+        if self._apart:
+            snapshot = None  # it is no state to go back to, whatever it is
+        looks_again = step % self.every == 0 and (bool(self._apart) or self._settings_differ)
+        self._recent.append(_Step(step, settings, snapshot, looks_again))
+        if self._went_back and self._evidence is not None and self._evidence.step == step:
+            self._look_at_replay(self._evidence)
+        own = zlib.crc32(settings)
+        if self._settings_differ and step % self.every:
+            own = 0
+        tensors = self._due(step)
+        if not tensors and snapshot is None:
+            return float(own + 1)
+        device = self._state.device
+        total = fingerprint_of(tensors, device) if tensors else None
+        if snapshot is not None:
+            snapshot = snapshot.to(device)
+            total = snapshot if total is None else total * 3 + snapshot
+        assert total is not None, "something is compared"
+        return word_of(total + own)
+
+    def _due(self, step: int) -> list[Tensor]:
+        """Return the tensors whose turn it is, as they lie on this rank."""
+        often, rarely = self.every, self.every * STATE_EVERY
+        tensors = [true_elements(p) for p in self._weights[step % often :: often]]
+        keys = self._params[step % often :: often]
+        for key, param, states in self._moments[step % rarely :: rarely]:
+            state = states.get(param)
+            for name, value in state.items() if isinstance(state, Mapping) else ():
+                if isinstance(value, Tensor) and self.compares(f"{key}.{name}"):
+                    tensors.append(true_elements(value))
+                    keys.append(f"{key}.{name}")
+        averages = list(self._averages)[step % rarely :: rarely]
+        tensors += [self._averages[key] for key in averages]
+        keys += averages
+        if self._apart:
+            # Once a round all of them: each by itself would bring the ranks together every step.
+            apart = set(self._apart)
+            tensors = [t for k, t in zip(keys, tensors, strict=True) if k not in apart]
+            if step % often == 0:
+                live = self._state.tensors()
+                tensors += [live[key] for key in self._apart if key in live]
+        return tensors
+
+    # ---------------------------------------------------------------------- where words differ
+
+    def votes(self, words: Sequence[float]) -> Vote:
+        """Return what the ranks' words of a step say; the same on all ranks."""
+        return vote(words, self.groups) if words else Vote()
+
+    def agreed(self, step: int) -> None:
+        """Take in that all words of a step were equal; what differed was in it once a round."""
+        made_of = self._made_of(step)
+        if made_of is not None and made_of.looks_again:
+            self._apart, self.unresolved, self._is_again = (), (), False
+            self._settings_differ = False
+
+    def _made_of(self, step: int) -> _Step | None:
+        return next((made for made in reversed(self._recent) if made.step == step), None)
+
+    def close(self) -> None:
+        """Meet no more: this rank may end alone."""
+        self._may_meet = False
+
+    def diagnose(self, step: int, by_words: Vote, *, at: int) -> Difference:
+        """Return what differs, and on whom. Collective: on all ranks that saw these words.
+
+        Args:
+            step: whose words differ.
+            by_words: the vote over them.
+            at: the step that is trained next from the live state.
+        """
+        if not self._may_meet:
+            text = f"{self._who(by_words)} differed in the last step, and the loop has ended"
+            return Difference(kind="state", vote=by_words, text=text)
+        made_of = self._made_of(step)
+        settings = snapshot = None
+        if made_of is not None:
+            settings = made_of.settings
+            snapshot = None if made_of.snapshot is None else int(made_of.snapshot)
+        everyone = self._ranks.gather((settings, snapshot))
+        by_settings = vote([s for s, _ in everyone], self.groups)
+        was_told = self._settings_differ and not (made_of is not None and made_of.looks_again)
+        self._settings_differ = bool(by_settings.apart)
+        if by_settings.apart and not was_told:
+            text = self._settings_in_words([s for s, _ in everyone], by_settings)
+            return Difference(kind="settings", vote=by_settings, text=text)
+        return self._compare_state(step, by_words, [s for _, s in everyone], at)
+
+    def _compare_state(
+        self, step: int, by_words: Vote, snapshots: Sequence[int | None], at: int
+    ) -> Difference:
+        everyone = self._ranks.gather(self._fingerprints())
+        differing, by_state = _differing(everyone, self.groups)
+        was_apart, self._apart = bool(self._apart), tuple(differing)
+        self.unresolved = by_state.apart or by_words.apart if differing else ()
+        if not differing:
+            by_copy = vote([0 if s is None else s or 1 for s in snapshots], self.groups)
+            if by_copy.apart:
+                text = f"the copies of {shown(by_copy.suspects)} differ, the state does not"
+                return Difference(kind="snapshot", vote=by_copy, text=text)
+            text = f"{self._who(by_words)} differed in one step, and does so no longer"
+            return Difference(kind="state", vote=by_words, text=text)
+        untied = self._untied(differing, step)
+        if untied:
+            self._drop(untied)
+            self._apart = tuple(key for key in differing if self.compares(key))
+            if not self._apart:
+                self.unresolved = ()
+                text = (
+                    f"{_listed(differing)} differ between ranks since the first steps, so they are "
+                    "not compared: each rank is taken to train its own"
+                )
+                return Difference(kind="untied", vote=by_state, text=text)
+            differing = list(self._apart)
+        key = differing[0]
+        elements, values = self._elements(key)
+        before, states = self._evidence, tuple(data for _, data in everyone)
+        is_same = before is not None and (before.step, before.states) == (at, states)
+        is_again = self._is_again = (self._went_back and is_same) or (was_apart and self._is_again)
+        self._evidence = _Evidence(at, states, key, elements, values, by_state)
+        self._went_back, self._replayed = False, None
+        text = f"{_listed(differing)} on {self._who(by_state)}"
+        text += _elements_in_words(key, elements, values)
+        return Difference(kind="state", vote=by_state, text=text, is_again=is_again)
+
+    def _who(self, by_words: Vote) -> str:
+        ranks = by_words.suspects
+        if len(ranks) == 1:
+            return f"rank {ranks[0]} ({self._places[ranks[0]]})"
+        if len(ranks) == 2:
+            named = " or ".join(f"rank {rank} ({self._places[rank]})" for rank in ranks)
+            text = f"{named} (two replicas have no majority)"
+            if self._last_named in ranks:
+                text += f"; a replay found rank {self._last_named} wrong before"
+            return text
+        return shown(ranks)
+
+    def _untied(self, differing: Sequence[str], step: int) -> list[str]:
+        """Return what never was alike: most of a kind, and since the first round.
+
+        Where settings differ that is the reason, and no sign that it is meant.
+        """
+        if self._settings_differ:
+            return []
+        kinds = Counter(_kind(key) for key in self._all_keys())
+        apart = Counter(map(_kind, differing))
+        most = {kind for kind, num in apart.items() if num > 1 and 2 * num > kinds[kind]}
+        rounds = {kind: self.every * (1 if kind == "model" else STATE_EVERY) for kind in most}
+        untied = {kind for kind in most if step - self._first < rounds[kind]}
+        return [key for key in differing if _kind(key) in untied]
+
+    def _all_keys(self) -> list[str]:
+        return [key for key in self._state.tensors() if self.compares(key)]
+
+    @torch.no_grad()
+    def _fingerprints(self, prefix: tuple[str, ...] = ("",)) -> tuple[str, bytes | None]:
+        """Return the names of what is compared and as many int64; None: they cannot be made."""
+        try:
+            if not self._is_member or not self._params:
+                return "", b""
+            live = self._state.tensors()
+            keys = [key for key in live if key.startswith(prefix) and self.compares(key)]
+            device = self._state.device
+            each = [fingerprint_of([live[key]], device) for key in keys]
+            data = torch.stack(each).cpu().numpy().tobytes() if each else b""
+            return "\n".join(keys) if self._ranks.rank in self._speakers() else "", data
+        except Exception as error:  # noqa: BLE001 - the others must not wait
+            self._faults.count("replicas", error)
+            return "", None
+
+    def _speakers(self) -> set[int]:
+        """Return the ranks that give the names: the first of each group."""
+        return {group[0] for group in self.groups}
+
+    # ---------------------------------------------------------------------- which elements
+
+    def _elements(self, key: str) -> tuple[list[int], dict[int, list[float]]]:
+        """Return the first elements of a tensor that differ, and what they are on each rank."""
+        raw: bytes = b""
+        tensor: Tensor | None = None
+        try:
+            tensor = self._state.tensors().get(key)
+            is_small = tensor is not None and tensor.nbytes <= _MAX_BYTES
+            if self._ranks.world_size <= _MAX_RANKS and tensor is not None and is_small:
+                plain = tensor.detach().cpu().contiguous().view(-1)
+                raw = plain.view(torch.uint8).numpy().tobytes()
+        except Exception as error:  # noqa: BLE001 - the others must not wait
+            self._faults.count("replicas", error)
+        chunks = range(0, len(raw), _CHUNK)
+        sums = np.array([zlib.crc32(raw[i : i + _CHUNK]) for i in chunks], dtype=np.uint32)
+        everyone = self._ranks.gather(sums.tobytes())
+        apart = _first_apart(everyone, self.groups)
+        pieces = self._ranks.gather([raw[i * _CHUNK : (i + 1) * _CHUNK] for i in apart])
+        if not apart or tensor is None or not all(pieces):
+            return [], {}
+        dtype = tensor.dtype
+        own = next((group for group in self.groups if self._ranks.rank in group), ())
+        read = {
+            rank: torch.cat([_read(piece, dtype) for piece in pieces[rank]])
+            for rank in own
+            if len(pieces[rank]) == len(apart) and all(pieces[rank])
+        }
+        return _which(read, apart, tensor.element_size())
+
+    # ---------------------------------------------------------------------- a rollback, a replay
+
+    def rolled_back(self, step: int) -> None:
+        """Begin anew from an equal state; what was found is held against what is trained again."""
+        self._apart, self.unresolved, self._is_again = (), (), False
+        self._settings_differ = False
+        if not self._recent:  # no rollback: the loop begins here, from a state of its own
+            self._first = step
+        self._recent.clear()
+        self._replayed = None
+        self._went_back = self._evidence is not None and step < self._evidence.step
+        if not self._went_back:
+            self._evidence = None
+
+    def _look_at_replay(self, evidence: _Evidence) -> None:
+        """Hold what differed against what it is after the same steps; reads a few numbers."""
+        with self._faults.fail_open("replicas"):
+            live = self._state.tensors().get(evidence.key)
+            if live is None:
+                return
+            now = live.view(-1)[torch.tensor(evidence.elements, device=live.device)]
+            values = now.to(torch.float64).tolist()
+            distances = {
+                rank: _distance(before, values) for rank, before in evidence.values.items()
+            }
+            rank = evidence.vote.rank
+            how = "the others agreed"
+            if rank < 0:
+                rank, how = further(distances), "its values were further from those of the replay"
+            if rank < 0:
+                text = f"either of {shown(evidence.vote.suspects)} was wrong: the replay is as far "
+                text += "from both"
+            else:
+                text = f"rank {rank} ({self._places[rank]}) was wrong ({how})"
+            text = (
+                f"transient fault, healed: after the same steps {evidence.key} is equal on all "
+                f"ranks; {text}"
+            )
+            self._replayed = (evidence.step + self.every, Named(rank, text))
+
+    def replayed(self, step: int) -> Named | None:
+        """Return what the replay said, once a round behind it has shown no difference."""
+        if self._replayed is None or step < self._replayed[0]:
+            return None
+        named, self._replayed, self._evidence = self._replayed[1], None, None
+        self._went_back, self._last_named = False, named.rank
+        return named
+
+    def _settings_in_words(self, settings: Sequence[bytes | None], by_words: Vote) -> str:
+        read = [None if s is None else np.frombuffer(s, dtype=np.float64) for s in settings]
+        first = by_words.apart[0]
+        group = next(group for group in self.groups if first in group)
+        usual = next(r for r in group if settings[r] and settings[r] != settings[first])
+        here, there = read[first], read[usual]
+        assert here is not None and there is not None, "they voted"
+        if len(here) != len(there):
+            return f"{shown(by_words.suspects)} have other parameter groups"
+        names = _setting_names(self._optimizers)
+        apart = [i for i in range(len(here)) if here[i] != there[i]]
+        parts = [
+            f"{names[i] if i < len(names) else 'a setting'} is {_number(here[i])} on rank {first} "
+            f"and {_number(there[i])} on rank {usual}"
+            for i in apart[:_NAMED]
+        ]
+        return "; ".join(parts)
+
+
+# ------------------------------------------------------------------------------ pure functions
+
+
+def _own_group(holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], list[str]]:
+    """Return the ranks that hold all that this one shares with others, and what that is.
+
+    A norm's weight may lie on more ranks than the matrices beside it: it is compared among those
+    that share the matrices too.
+    """
+    if not holders:
+        return (), []
+    kinds = Counter(holders.values())
+    group = set.intersection(*map(set, kinds))
+    if len(group) < 2:
+        group = set(kinds.most_common(1)[0][0])
+    return tuple(sorted(group)), [key for key, ranks in holders.items() if group <= set(ranks)]
+
+
+def _agreed(offers: Sequence[_Offer]) -> tuple[Groups, str]:
+    """Return the groups that all their members offered alike, and what is compared, in words."""
+    failed = [(rank, offer.failure) for rank, offer in enumerate(offers) if offer.failure]
+    if failed:
+        rank, failure = failed[0]
+        return (), f"replicas are not compared: rank {rank}: {failure}"
+    claimed = {offer.group for offer in offers if len(offer.group) > 1}
+    groups = [
+        group
+        for group in sorted(claimed)
+        if len({offers[rank].digest for rank in group}) == 1
+        and all(offers[rank].group == group for rank in group)
+    ]
+    if groups:
+        size = len(groups[0])
+        return tuple(groups), (
+            f"replicas are compared among {size} ranks: each parameter every {EVERY} steps, "
+            f"optimizer state every {EVERY * STATE_EVERY}"
+        )
+    if all(offer.trains_one_model for offer in offers):
+        return (tuple(range(len(offers))),), (
+            "parameters are not compared: each rank holds another part of them, so there is no "
+            "replica; settings are"
+        )
+    return (), "replicas are not compared: the ranks do not keep their parameters alike"
+
+
+def _differing(
+    everyone: Sequence[tuple[str, bytes | None]], groups: Groups
+) -> tuple[list[str], Vote]:
+    """Return the names of what differs, and the vote over all of it."""
+    differing: dict[str, None] = {}
+    wholes: list[object] = [data for _, data in everyone]
+    for group in groups:
+        names = everyone[group[0]][0].split("\n") if everyone[group[0]][0] else []
+        rows = [
+            np.frombuffer(everyone[rank][1], dtype=np.int64) for rank in group if everyone[rank][1]
+        ]
+        if len({len(row) for row in rows}) > 1:
+            differing["optimizer state that some ranks alone have"] = None
+            continue
+        for i, name in enumerate(names if len(rows) > 1 else ()):
+            if any(row[i] != rows[0][i] for row in rows):
+                differing[name] = None
+    return list(differing), vote(wholes, groups) if differing else Vote()
+
+
+def _first_apart(everyone: Sequence[bytes], groups: Groups) -> list[int]:
+    """Return the first chunks that are not the same within a group."""
+    apart: set[int] = set()
+    for group in groups:
+        rows = [np.frombuffer(everyone[rank], dtype=np.uint32) for rank in group]
+        length = min(map(len, rows))
+        for row in rows[1:]:
+            apart |= set(np.flatnonzero(row[:length] != rows[0][:length])[:_MAX_CHUNKS].tolist())
+    return sorted(apart)[:_MAX_CHUNKS]
+
+
+def _which(
+    read: Mapping[int, Tensor], chunks: Sequence[int], itemsize: int
+) -> tuple[list[int], dict[int, list[float]]]:
+    """Return which elements are not the same on all ranks, and their values."""
+    if len(read) < 2 or len({len(values) for values in read.values()}) > 1:
+        return [], {}
+    bits = {rank: v.view(torch.uint8).view(len(v), itemsize) for rank, v in read.items()}
+    first = next(iter(bits.values()))
+    differs = torch.zeros(len(first), dtype=torch.bool)
+    for other in bits.values():
+        differs |= (other != first).any(dim=1)
+    where = differs.nonzero().view(-1)
+    per_chunk = _CHUNK // itemsize
+    elements = [chunks[i // per_chunk] * per_chunk + i % per_chunk for i in where.tolist()]
+    return elements, {r: v[where].to(torch.float64).tolist() for r, v in read.items()}
+
+
+def _read(piece: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(piece), dtype=dtype)
+
+
+def _distance(before: Sequence[float], now: Sequence[float]) -> float:
+    total = sum(abs(a - b) for a, b in zip(before, now, strict=True) if a != b)
+    return total if math.isfinite(total) else math.inf
+
+
+def _kind(key: str) -> str:
+    """Return what sort of tensor it is: optimizer state by its own name."""
+    return key.rpartition(".")[2] if key.startswith("optim.") else key.partition(".")[0]
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return ", ".join(keys[:_NAMED]) + more
+
+
+def _elements_in_words(
+    key: str, elements: Sequence[int], values: Mapping[int, Sequence[float]]
+) -> str:
+    if not elements:
+        return ""
+    each = ", ".join(f"{values[rank][0]:.9g} on rank {rank}" for rank in sorted(values)[:4])
+    count = f"{len(elements)} elements differ" if len(elements) > 1 else "one element differs"
+    return f"; {count}: element {elements[0]} of {key} is {each}"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type.upper()
+    properties = torch.cuda.get_device_properties(device)
+    uuid = getattr(properties, "uuid", "")
+    return f"GPU {device.index or 0} {uuid}".rstrip()
+
+
+def _settings_bytes(
+    optimizers: Sequence[Optimizer], max_norm: float | None, step: int, turn: int
+) -> bytes:
+    """Return the settings of one step as the optimizers apply them: to the digits of float32."""
+    values = [float(step), float(turn), -1.0 if max_norm is None else float(max_norm)]
+    for _, value in _group_settings(optimizers):
+        values.append(value)
+    with np.errstate(over="ignore"):
+        return np.array(values).astype(np.float32).astype(np.float64).tobytes()
+
+
+def _setting_names(optimizers: Sequence[Optimizer]) -> list[str]:
+    return [
+        "the step",
+        "the optimizer's turn",
+        "max_norm",
+        *(n for n, _ in _group_settings(optimizers)),
+    ]
+
+
+def _group_settings(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
+    """Return the settings of every parameter group, those that are plain numbers."""
+    settings: list[tuple[str, float]] = []
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    for number, group in enumerate(groups):
+        for name in _SETTINGS:
+            value = group.get(name)
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(part, Tensor) and part.is_cuda:
+                    continue  # reading it would wait
+                if isinstance(part, int | float | Tensor):
+                    settings.append((f"{name} of group {number}", float(part)))
+    return settings
+
+
+def _number(value: float) -> str:
+    return "none" if value == -1.0 else f"{value:.7g}"
