@@ -13,6 +13,7 @@ import trainer_hooks.step.profiling as profiling
 from tests.trainer_hooks.ranks_profile import RANKS, SLOW, main
 from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.test_monitor import Loop, _send, own_place, until  # noqa: F401
+from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.step.profiling import (
     AUTO_EVERY_NS,
     AUTO_PER_RUN,
@@ -168,8 +169,11 @@ def test_an_order_stands_until_it_is_answered(tmp_path):
     assert slowdowns.command("RUN", newest=6, now_ns=3) is None
 
 
+ASKED = SignalSettings(profile_slowdowns=True)
+
+
 def test_a_slower_run_leaves_a_trace_and_says_why():
-    loop = Loop(mode="guard")
+    loop = Loop(mode="guard", signals=ASKED)
     with loop.monitor as monitor:
         controller, events = monitor._controller, []
         whole = controller.emitter.event
@@ -189,13 +193,9 @@ def test_a_slower_run_leaves_a_trace_and_says_why():
 
 
 @pytest.mark.parametrize(
-    "how", [{"mode": "observe"}, {"signals": {"profile_slowdowns": False}}], ids=str
+    "how", [{"mode": "observe", "signals": ASKED}, {"mode": "guard"}], ids=["observe", "default"]
 )
-def test_who_only_observes_or_does_not_want_it_orders_none(how):
-    if "signals" in how:
-        from trainer_hooks.measures.settings import SignalSettings
-
-        how = {"signals": SignalSettings(**how["signals"]), "mode": "guard"}
+def test_who_only_observes_or_did_not_ask_for_it_orders_none(how):
     with Loop(**how).monitor as monitor:
         assert monitor._controller.log.slowdowns is None
 

@@ -35,7 +35,8 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
             ``trainvitals.flops.transformer_flops_per_token``, or your own. None is 6 per parameter.
         profile_slowdowns: whether three steps of the slowest rank and a typical one are profiled
             with ``torch.profiler`` where the run gets slower than it was: at most once an hour, and
-            three times in a run; not in ``observe``.
+            three times in a run; not in ``observe``. Off by itself: a profiler that was not asked
+            for may disturb CUDA graphs and profilers of others, and this was not tried on GPUs.
         peak_flops: dense FLOP/s of one device at most, for utilization: for a device or a type that
             ``trainvitals.flops`` does not know. None is its bf16 peak from there.
     """
@@ -48,7 +49,7 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
     outside_writes: bool = False
     activations: tuple[str, ...] = ()
     noise_scale: bool = False
-    profile_slowdowns: bool = True
+    profile_slowdowns: bool = False
     flops_per_token: Annotated[float, Meta(gt=0.0, le=1e30)] | None = None
     peak_flops: Annotated[float, Meta(gt=0.0, le=1e30)] | None = None
 
