@@ -383,7 +383,8 @@ class Chart {
     this.plot = new uPlot(
       {
         width, height: this.tall(), ms: 1, series,
-        padding: [lanes.length * LANE + 6, 12, 0, 0],
+        // Half of the last place's label stands beyond the axis.
+        padding: [lanes.length * LANE + 6, Math.max(12, 3.3 * this.place(this.range()[1]).length), 0, 0],
         scales: {
           x: { time: axis === "time", range: () => this.range() },
           y: { distr: this.log ? 3 : 1, range: () => this.heights() },
