@@ -260,10 +260,9 @@ def _distinct(curves: Sequence[Curve]) -> tuple[list[Curve], list[int]]:
         place = distinct.setdefault(name, len(kept))
         if place == len(kept):
             kept.append(curve)
-        elif None not in (own := kept[place].num_points, curve.num_points):
-            kept[place] = curve._replace(num_points=max(own, curve.num_points))
-        else:
-            kept[place] = curve._replace(num_points=None)
+        own, other = kept[place].num_points, curve.num_points
+        most = None if own is None or other is None else max(own, other)
+        kept[place] = curve._replace(num_points=most)
         places.append(place)
     return kept, places
 
