@@ -6,7 +6,6 @@ that, and sends those. What the browser missed it asks for: each message names t
 """
 
 import hashlib
-import json
 import math
 import secrets
 from collections import deque
@@ -16,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import streamlit as st
 from msgspec import structs
 from streamlit.components.v2 import component
@@ -32,6 +32,8 @@ from vitals_dashboard.theme import DARK, LIGHT
 
 NUM_RECENT = 64
 """Rows of a series that are asked for again: of these some may have come late or changed."""
+MARGIN_STEPS = 1_000
+"""Behind the run's last step, which goes on while it is asked for."""
 MAX_POINTS = 60_000
 """Points a page may carry to the browser; beyond it whole charts are left out, and counted."""
 _PACKAGE, _COMPONENT = "trainvitals", "charts"
@@ -96,7 +98,7 @@ class Feed:
         """
         seen = detail.summary.last_seen_unix_ns
         due = {
-            request: self._narrowed(request, role)
+            request: self._narrowed(request, role, detail.summary.last_step)
             for _, request, role in asked
             if self.seen.get(_series(request)) != seen
         }
@@ -104,7 +106,7 @@ class Feed:
         self.seen |= dict.fromkeys(map(_series, due), seen)
         return [self._line(*choice, replies.get(choice[1])) for choice in asked]
 
-    def _narrowed(self, request: SeriesRequest, role: Role) -> SeriesRequest:
+    def _narrowed(self, request: SeriesRequest, role: Role, last_step: int) -> SeriesRequest:
         """Return the request for what the browser lacks; branches left behind are asked whole."""
         sent = self.series.get(_series(request))
         if sent is None or role == "discarded":
@@ -117,6 +119,9 @@ class Feed:
         step, time, _, _ = sent.recent[0]
         if request.metric.startswith(_NO_STEPS):
             return structs.replace(request, from_time_unix_ns=time)
+        if request.metric.startswith("steps.") and request.to_step is None:
+            # Between two ends it is seen to be short, and no overview of the run is looked at.
+            request = structs.replace(request, to_step=max(step, last_step) + MARGIN_STEPS)
         return structs.replace(request, from_step=step)
 
     def _line(
@@ -189,7 +194,7 @@ class Feed:
             "marks": [[*mark, places] for mark, places in self.marks.items()],
             "look": {"light": LIGHT.lines, "dark": DARK.lines},
         }
-        digest = hashlib.sha256(json.dumps(message).encode()).digest()
+        digest = hashlib.sha256(msgspec.json.encode(message)).digest()
         if self.number and digest == self.digest:
             return {"base": self.number}
         self.digest = digest
@@ -229,6 +234,12 @@ class Feed:
             message |= {name: part for name, part in parts.items() if part}
             message["ends"] = ends if len({*ends}) > 1 else ends[:1]
         return message
+
+
+def load_charts() -> None:
+    """Let the browser load what draws charts, while the server asks for what is in them."""
+    with st.container(key="charts_loaded"):
+        _registered()(key="charts_program", data="", height="content")
 
 
 def draw_charts(
@@ -373,7 +384,7 @@ def _mount(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
     _registered()(
         key=kept,
         # As text: the component takes a list of numbers for a table, and looks at each of them.
-        data=json.dumps(head | message, allow_nan=False, separators=(",", ":")),
+        data=msgspec.json.encode(head | message).decode(),
         height="content",
         on_missed_change=feed.forget,
         on_range_change=ranged,

@@ -53,7 +53,8 @@ def style() -> None:
 
 
 def heading(text: str) -> None:
-    """Give the page its heading: for screen readers, for the bar above says it to the others."""
+    """Give the page its title, and its heading: for screen readers, as the bar above says it."""
+    st.set_page_config(page_title=f"{text} - Vitals")
     with st.container(key="page_heading"):
         st.markdown(f"# {text}")
 

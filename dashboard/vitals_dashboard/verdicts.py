@@ -1,6 +1,9 @@
 """The verdict as pages show it: a strip of two lines, and the panel that it folds out."""
 
+from collections.abc import Callable
+
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from trainvitals.views import IncidentView, RunSummary, RunVerdict, VerdictView
 from vitals_dashboard import formatting, layout, ticket
@@ -14,15 +17,20 @@ def is_urgent(run: RunSummary, judged: RunVerdict) -> bool:
     return run.state in ("halted", "failed", "lost") or any(i.is_open for i in judged.incidents)
 
 
-def strip(run: RunSummary, judged: RunVerdict) -> None:
-    """Draw the verdict on a run in two lines at most; the rest folds out above what follows."""
+def strip(run: RunSummary, judged: RunVerdict) -> Callable[[], None]:
+    """Draw the verdict on a run in two lines at most; the rest folds out above what follows.
+
+    Returns:
+        What draws the command to copy into its place. A browser loads a large program for it, so
+        call it once the curves are on their way.
+    """
     verdict = judged.verdict
     with st.container(
         horizontal=True, vertical_alignment="center", key="verdict_strip", gap="small"
     ):
         if not verdict.incident_id:
             st.text(formatting.plain(verdict.state, MAX_TEXT))
-            return
+            return lambda: None
         is_open = any(
             line.is_open for line in judged.incidents if line.incident_id == verdict.incident_id
         )
@@ -37,10 +45,16 @@ def strip(run: RunSummary, judged: RunVerdict) -> None:
             icon=":material/emergency:",
             query_params={"run": run.run_id, "incident": verdict.incident_id},
         )
-    if is_urgent(run, judged) and verdict.commands:
-        with st.container(horizontal=True, vertical_alignment="center", key="strip_next"):
-            st.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
-            st.code(formatting.plain(verdict.commands[0], MAX_TEXT), language=None, width="content")
+    if not (is_urgent(run, judged) and verdict.commands):
+        return lambda: None
+    place = st.container(horizontal=True, vertical_alignment="center", key="strip_next")
+    place.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
+    command = formatting.plain(verdict.commands[0], MAX_TEXT)
+    return lambda: _copied(place, command)
+
+
+def _copied(place: DeltaGenerator, command: str) -> None:
+    place.code(command, language=None, width="content")
 
 
 def panel(verdict: VerdictView) -> None:

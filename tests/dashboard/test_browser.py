@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -424,30 +425,51 @@ def test_the_answer_to_a_question_is_taken_away_as_csv(page, address, tmp_path: 
         assert [{"step": str(SPIKE_STEP), "loss": "9.0"}] == list(csv.DictReader(taken))
 
 
+WIDTHS, THEMES = ((390, 844), (800, 900), (1440, 900)), ("light", "dark")
+IN_ORDER = """() => [...document.querySelectorAll("h1,h2,h3,h4,h5,h6")]
+    .filter((head) => head.checkVisibility()).map((head) => Number(head.tagName[1]))"""
+REACHED = """() => {
+    let at = document.activeElement;
+    while (at?.shadowRoot?.activeElement) at = at.shadowRoot.activeElement;
+    if (!at || at === document.body) return "";
+    return at.getAttribute("aria-label") || at.textContent.trim();
+}"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_page_can_be_read_by_everybody(page, address, started, theme: str):
+def test_every_page_can_be_read_by_everybody(page, address, started):
+    """Each page at each width, its themes in turn: three looks find what six would."""
     refused: list[str] = []
     page.on("console", lambda m: refused.append(m.text) if "Security Policy" in m.text else None)
-    page.emulate_media(color_scheme=theme)
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
 
     def grave() -> list[tuple[str, str, str]]:
-        page.wait_for_timeout(500)
-        # What a slow refresh has not drawn again yet is faded for a moment.
+        # What a rerun has not drawn again yet is faded for a moment.
         page.locator("[data-stale=true]").first.wait_for(state="detached")
+        page.wait_for_timeout(500)
+        found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
         return [
             (each["id"], node["target"], node["failureSummary"])
-            for each in axe.run(page).response["violations"]
+            for each in found
             if each["impact"] in ("serious", "critical")
             for node in each["nodes"]
         ]
 
     page.goto(address)
-    for name, path in PAGES.items():
-        page.goto(at(address, path))
+    for number, (name, path) in enumerate(PAGES.items()):
+        page.goto(at(address, f"{path}{'&' if '?' in path else '?'}live=false"))
         page.wait_for_selector(READY[name])
-        assert [] == grave(), name
+        for turn, (width, height) in enumerate(WIDTHS):
+            theme = THEMES[(number + turn) % 2]
+            page.emulate_media(color_scheme=theme)
+            page.set_viewport_size({"width": width, "height": height})
+            assert [] == grave(), f"{name}, {theme}, {width} px"
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+        levels = page.evaluate(IN_ORDER)
+        assert [1] == [level for level in levels if level == 1], name
+        assert all(b - a <= 1 for a, b in pairwise(levels)), f"{name}: {levels}"
+        heading = page.locator("h1").text_content()
+        assert f"{heading} - Vitals" == page.title()
     page.goto(at(address, PAGES["run"]))
     page.wait_for_selector(CHART)  # what is below moves down once they are there
     get_control(page, started)
@@ -455,6 +477,22 @@ def test_every_page_can_be_read_by_everybody(page, address, started, theme: str)
     page.get_by_role("button", name="Add the note").wait_for()
     assert [] == grave(), "a form"
     assert [] == refused, "the policy lets the pages be as they are"
+
+
+def test_the_keyboard_reaches_every_control_of_the_run_page(page, address):
+    page.goto(run_page(address))
+    page.wait_for_selector(CHART)
+    page.get_by_text(re.compile(r"Attempts \(")).wait_for()
+    page.locator("body").press("Tab")
+    reached = [page.evaluate(REACHED)]
+    while len(reached) < 80 and reached[-1] not in reached[:-1]:
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate(REACHED))
+    said = "\n".join(reached)
+    for control in ("Fleet", "Incidents", "View", "Live", "Run", "Full y range", "Loss over step"):
+        assert control in said, said
+    for part in ("Verdict", "Go to a decision", "Decisions (", "Attempts ("):
+        assert part in said, said
 
 
 def test_without_the_token_there_is_only_the_door(page, address):

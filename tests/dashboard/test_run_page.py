@@ -25,7 +25,8 @@ def test_the_run_page_shows_numbers_ledger_checkpoints_and_attempts(
     stub: Stub, open_page: Open
 ) -> None:
     stub.add(samples.sample_run())
-    app = open_page("run")
+    parts = ("decisions", "checkpoints", "attempts")
+    app = open_page("run", **{f"open_{part}": "true" for part in parts})
     said = shown(app)
     assert "bytes-gpt-1" in said and samples.run_id(1) in said
     values = {metric.label: metric.value for metric in app.metric}
@@ -36,6 +37,16 @@ def test_the_run_page_shows_numbers_ledger_checkpoints_and_attempts(
     assert "gradients of rank 1 are NaN" == decisions["Reason"][3]
     assert {"healthy", "candidate"} == {state.split()[-1] for state in checkpoints["State"]}
     assert [2, 1] == list(attempts["Attempt"])
+
+
+def test_a_table_is_asked_for_by_a_click(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.sample_run())
+    app = open_page("run")
+    shown(app)
+    assert ["Decisions (4)", "Checkpoints and snapshots (3)", "Attempts (2)"] == [
+        part.label for part in app.expander
+    ]
+    assert 0 == len(app.dataframe)
 
 
 def test_a_rising_loss_is_marked_as_the_bad_direction(stub: Stub, open_page: Open) -> None:
@@ -51,7 +62,7 @@ def test_a_run_that_ends_with_nan_shows_no_way_that_its_loss_took(
 ) -> None:
     run = samples.diverged_run()
     stub.add(run)
-    app = open_page("run")
+    app = open_page("run", open_decisions="true")
     shown(app)
     loss, norm = (
         next(m for m in app.metric if m.label == label) for label in ("Loss", "Grad norm")
@@ -126,7 +137,7 @@ def test_a_run_that_has_only_started_is_a_normal_case(stub: Stub, open_page: Ope
     )
     sample.series, sample.decisions, sample.checkpoints = {}, [], []
     stub.add(sample)
-    said = shown(open_page("run"))
+    said = shown(open_page("run", open_decisions="true"))
     assert "No step has been recorded yet" in said
     assert "Vitals took no action." in said
 

@@ -245,6 +245,28 @@ def grouped(catalogue: Catalogue, curves: Sequence[Curve]) -> Iterator[tuple[Gro
             yield group, is_overview
 
 
+def _distinct(curves: Sequence[Curve]) -> tuple[list[Curve], list[int]]:
+    """Return each curve once, with the most points that are wanted of it, and where each lies.
+
+    Two charts of a page may show the same one, and outlines have one place for it.
+    """
+    distinct: dict[Any, int] = {}
+    kept: list[Curve] = []
+    places = []
+    for curve in curves:
+        # Keys and numbers of writers are mappings, which have no hash.
+        is_plain = curve.span.keyed is None and curve.span.seqs is None
+        name = curve._replace(num_points=None) if is_plain else len(kept)
+        place = distinct.setdefault(name, len(kept))
+        if place == len(kept):
+            kept.append(curve)
+        own, other = kept[place].num_points, curve.num_points
+        most = None if own is None or other is None else max(own, other)
+        kept[place] = curve._replace(num_points=most)
+        places.append(place)
+    return kept, places
+
+
 def _group(catalogue: Catalogue, curves: Sequence[Curve], numbers: Sequence[int]) -> Group | None:
     span = curves[numbers[0]].span
     places = catalogue.columns(span.run_id, span.stream)
@@ -795,13 +817,14 @@ class OpenLake:
         Raises:
             FormatError: a column is text.
         """
+        distinct, places = _distinct(curves)
         drawn: dict[int, Drawn] = {}
-        for group, is_overview in grouped(self.catalogue, curves):
+        for group, is_overview in grouped(self.catalogue, distinct):
             rest = group.curves
             if is_overview:
-                least = {number: curves[number].num_points or 0 for number, _, _ in group.curves}
+                least = {number: distinct[number].num_points or 0 for number, _, _ in group.curves}
                 drawn |= _overviews(self.engine, self.catalogue, group, least, attempts, branch)
                 rest = [curve for curve in group.curves if curve[0] not in drawn]
             if rest:
                 drawn |= whole_curves(self.engine, group.of(rest), attempts, branch)
-        return [drawn.get(i, Drawn(NO_POINTS, 0)) for i in range(len(curves))]
+        return [drawn.get(i, Drawn(NO_POINTS, 0)) for i in places]

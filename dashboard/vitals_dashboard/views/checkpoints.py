@@ -20,6 +20,7 @@ from vitals_dashboard.theme import CHECKPOINT_WORDS
 
 def render() -> None:
     """Draw the page."""
+    layout.heading("Checkpoints")
     layout.run_page(_body, key="checkpoints_body")
 
 

@@ -16,7 +16,7 @@ from trainvitals.views import (
 )
 from vitals_dashboard import charts, compare, formatting, layout, states, tables
 from vitals_dashboard.charts import Line
-from vitals_dashboard.feed import draw_charts
+from vitals_dashboard.feed import draw_charts, load_charts
 from vitals_dashboard.source import POINTS, Source, differences, series_of
 
 MAX_RUNS = 6
@@ -35,6 +35,8 @@ class Controls:
 
 def render() -> None:
     """Draw the page."""
+    layout.heading("Compare")
+    load_charts()
     with st.container(horizontal=True, vertical_alignment="center", key="compare_controls"):
         axis = st.segmented_control(
             "Aligned by",
@@ -228,7 +230,7 @@ def _draw(
 
 
 def _table(title: str, rows: list[tables.Row], key: str) -> None:
-    st.markdown(f"**{title}**")
+    st.markdown(f"## {title}")
     st.dataframe(
         rows, key=key, hide_index=True, placeholder="", height=min(38 + 35 * len(rows), 520)
     )

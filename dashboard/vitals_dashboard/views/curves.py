@@ -209,10 +209,11 @@ class LastValues:
 
 def last_values(source: Source, detail: RunDetail) -> LastValues:
     """Return the newest values that the summary does not hold."""
-    start = max(0, detail.summary.last_step - DELTA_STEPS)
-
+    last = max(0, detail.summary.last_step)
+    start = max(0, last - DELTA_STEPS)
     requests = [
-        SeriesRequest(metric=f"steps.{name}", from_step=start, points=DELTA_STEPS)
+        # With both ends it is seen to be short, and no overview of the run is looked at.
+        SeriesRequest(metric=f"steps.{name}", from_step=start, to_step=last, points=DELTA_STEPS)
         for name in ("loss", "learning_rate", "tokens_per_second", "mfu_ratio")
     ]
     of_loss, *others = series_of(source, detail, requests)

@@ -25,6 +25,7 @@ DONE = ("carried out", "proposed only")
 
 def render() -> None:
     """Draw the page."""
+    layout.heading("Decisions")
     layout.run_page(_body, key="decisions_body")
 
 
@@ -177,5 +178,5 @@ def _numbers(view: DecisionView) -> list[str]:
 
 def _commands(source: Source, run: RunSummary) -> None:
     sent: tuple[CommandView, ...] = source.client.ask(CommandsQuestion(run_id=run.run_id))
-    st.markdown(f"**Manual commands** ({len(sent):,})")
+    st.markdown(f"## Manual commands ({len(sent):,})")
     layout.table(tables.command_rows(sent), "Manual commands: none.", key="commands")

@@ -24,7 +24,7 @@ from vitals_dashboard import (
     tables,
     verdicts,
 )
-from vitals_dashboard.feed import draw_charts
+from vitals_dashboard.feed import draw_charts, load_charts
 from vitals_dashboard.source import Source, series_of
 from vitals_dashboard.theme import SEVERITY_BADGES
 from vitals_dashboard.views.layers import movers
@@ -44,6 +44,7 @@ HEIGHT = 165
 def render() -> None:
     """Draw the page."""
     layout.heading("Incidents")
+    load_charts()
     layout.run_page(_body, key="incident_body")
 
 
@@ -60,7 +61,7 @@ def _body(source: Source, run: RunSummary) -> None:
     if healthy is not None:
         commands.accept(source, run, healthy, key=f"accept_{chosen.incident_id}")
     _choice(run, every)
-    st.markdown("### Evidence")
+    st.markdown("## Evidence")
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     steps = (max(0, chosen.onset_step - BEFORE), chosen.last_step + AFTER)
     left, right = st.columns([6, 5])
@@ -88,7 +89,7 @@ def _choice(run: RunSummary, every: Sequence[IncidentView]) -> None:
     """Draw the run's incidents, where there are several: one is chosen by a click."""
     if len(every) == 1:
         return
-    st.markdown(f"### All incidents ({len(every):,})")
+    st.markdown(f"## All incidents ({len(every):,})")
     picked = layout.table(
         tables.incident_rows(every), "", key=f"incidents_{run.run_id}_{len(every)}", height=220,
         select=True,
@@ -125,7 +126,7 @@ def _summary(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
         with left:
             verdicts.panel(incident.verdict)
         with right:
-            st.markdown("### Timeline")
+            st.markdown("## Timeline")
             verdicts.timeline(incident.verdict)
 
 
@@ -234,5 +235,5 @@ def _tables(incident: IncidentView, run: RunSummary) -> None:
         ),
     )
     for number, (title, rows, empty) in enumerate(parts):
-        st.markdown(f"#### {title} ({len(rows):,})")
+        st.markdown(f"### {title} ({len(rows):,})")
         layout.table(rows, empty, key=f"incident_table_{number}", height=260)

@@ -31,6 +31,7 @@ CHOICES = (
 
 def render() -> None:
     """Draw the page."""
+    layout.heading("Layers")
     layout.run_page(_body, key="layers_body")
 
 
@@ -62,7 +63,7 @@ def movers(source: Source, run: RunSummary, step: int | None) -> None:
     if at < 0:
         return
     moved = source.client.ask(MoversQuestion(run_id=run.run_id, step=at))
-    st.markdown(f"**Largest changes up to step {at:,}**")
+    st.markdown(f"## Largest changes up to step {at:,}")
     st.caption(
         "In robust standard deviations (sigma) from its own earlier median; set To step above."
     )

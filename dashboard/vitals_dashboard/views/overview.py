@@ -123,7 +123,7 @@ def _pages(
         if choice.group:
             with st.container(horizontal=True, key=f"group_{number}"):
                 label = formatting.plain(f"{choice.group}: {value or 'none'}", 120)
-                st.markdown("### Group")
+                st.markdown("## Group")
                 st.text(f"{label} ({formatting.count(sizes[value], 'run')})")
         _list(source, [run for _, run in members], key=f"runs_{number}_{choice.group}")
 

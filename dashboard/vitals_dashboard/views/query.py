@@ -32,6 +32,7 @@ BRANCHES: tuple[Branch, ...] = ("all", "lineage", "discarded")
 
 def render() -> None:
     """Draw the page; it asks when the question changes and, where that is wanted, by itself."""
+    layout.heading("Query")
     guarded(lambda source: _standing(lambda: _page(source)))
 
 

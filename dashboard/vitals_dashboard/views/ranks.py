@@ -33,6 +33,7 @@ ABOUT_MACHINES = kinds_about("machine")
 
 def render() -> None:
     """Draw the page."""
+    layout.heading("Ranks and nodes")
     layout.run_page(_body, key="ranks_body")
 
 
@@ -115,7 +116,7 @@ def _findings(source: Source, run: RunSummary) -> None:
         for view in source.client.ask(FindingsQuestion(run_id=run.run_id))
         if view.finding.kind in ABOUT_MACHINES
     ]
-    st.markdown(f"**Rank and node findings** ({len(findings):,})")
+    st.markdown(f"## Rank and node findings ({len(findings):,})")
     layout.table(
         tables.finding_rows(findings),
         "Rank and node findings: none.",
@@ -124,7 +125,7 @@ def _findings(source: Source, run: RunSummary) -> None:
 
 
 def _sources(source: Source, detail: RunDetail) -> None:
-    st.markdown(f"**Reporting processes** ({len(detail.sources):,})")
+    st.markdown(f"## Reporting processes ({len(detail.sources):,})")
     layout.table(
         tables.source_rows(detail.sources, now_unix_ns=source.clock.time_ns()),
         "No process has reported yet.",

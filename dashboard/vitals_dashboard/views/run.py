@@ -1,7 +1,8 @@
 """One run, live: its curves with every decision drawn on them, the ledger, the checkpoints."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import streamlit as st
 
@@ -20,7 +21,7 @@ from trainvitals.views import (
     RunQuestion,
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
-from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts
+from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts, load_charts
 from vitals_dashboard.source import Source, verdict_of
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
@@ -32,6 +33,7 @@ WIDE_NUMBER, NUMBER = 165, 118
 def render() -> None:
     """Draw the page."""
     layout.heading("Run")
+    load_charts()
     with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
         layout.run_links()
         st.space("stretch")
@@ -50,15 +52,18 @@ def _body(source: Source, chosen: Controls) -> None:
     if run is None:
         return
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
+    draw_command = verdicts.strip(run, verdict_of(source, run, is_exact=True))
     decisions = source.client.ask(DecisionsQuestion(run_id=run.run_id))
-    verdicts.strip(run, verdict_of(source, run, is_exact=True))
-    above = st.container(key="run_charts")  # the curves are what people come for
+    checkpoints = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
+    # The curves are what people come for: a browser draws what it gets first, and nothing above
+    # them waits for what is below.
+    own = _own_metrics(detail)
+    with st.container(key="run_charts"):
+        _charts(_view(source, detail, chosen, decisions, checkpoints), own)
+    draw_command()
     _numbers(source, detail)
     _facts(detail, source.clock.time_ns())
-    checkpoints = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
-    own = _tools(source, detail, decisions)
-    with above:
-        _charts(_view(source, detail, chosen, decisions, checkpoints), own)
+    _tools(source, detail, decisions)
     _below(detail, decisions, checkpoints, _readings(source, detail, decisions))
 
 
@@ -115,42 +120,49 @@ def _charts(view: curves.View, own: Sequence[str]) -> None:
         st.caption(text)
 
 
-def _tools(source: Source, detail: RunDetail, decisions: Sequence[DecisionView]) -> list[str]:
-    """Draw what chooses steps and metrics, and the way to a note; return the metrics chosen."""
+def _tools(source: Source, detail: RunDetail, decisions: Sequence[DecisionView]) -> None:
+    """Draw what chooses steps and metrics, and the way to a note."""
     where, what, note = st.columns([3, 5, 1], vertical_alignment="bottom")
     with where:
         controls.around(decisions)
     with what:
-        own = _own_metrics(detail)
+        _more_metrics(detail)
     with note:
         if source.control is not None:
             _note(source.control, detail)
-    return own
+
+
+def _further(detail: RunDetail) -> list[str]:
+    """Return the metrics that have no chart without being asked for."""
+    metrics = [m for m in detail.metrics if m.startswith("scalars.")]
+    return metrics + [m for m in detail.metrics if m.startswith("steps.") and m not in curves.DRAWN]
 
 
 def _own_metrics(detail: RunDetail) -> list[str]:
-    metrics = [m for m in detail.metrics if m.startswith("scalars.")]
-    metrics += [m for m in detail.metrics if m.startswith("steps.") and m not in curves.DRAWN]
-    if not metrics:
-        return []
+    """Return what the choice of metrics below the curves says."""
     # What the address asks for and this run has not is left out, not refused.
+    metrics = _further(detail)
     asked = [m for m in st.query_params.get_all("also") if m in metrics][: curves.MAX_OWN]
     if "also" not in st.session_state or detail.summary.run_id != st.session_state.get("also_of"):
         st.session_state["also"] = asked
         st.session_state["also_of"] = detail.summary.run_id
+    return [m for m in st.session_state["also"] if m in metrics]
 
+
+def _more_metrics(detail: RunDetail) -> None:
     def follow() -> None:
         st.query_params["also"] = st.session_state["also"]
 
-    return st.multiselect(
-        "More metrics",
-        metrics,
-        key="also",
-        on_change=follow,
-        max_selections=curves.MAX_OWN,
-        placeholder=f"Draw more metrics: {len(metrics):,} more are recorded",
-        label_visibility="collapsed",
-    )
+    if metrics := _further(detail):
+        st.multiselect(
+            "More metrics",
+            metrics,
+            key="also",
+            on_change=follow,
+            max_selections=curves.MAX_OWN,
+            placeholder=f"Draw more metrics: {len(metrics):,} more are recorded",
+            label_visibility="collapsed",
+        )
 
 
 def _note(control: CollectorClient, detail: RunDetail) -> None:
@@ -162,7 +174,7 @@ def _note(control: CollectorClient, detail: RunDetail) -> None:
         step = st.number_input("At step", min_value=0, value=last, step=1, key="note_step")
         text = st.text_input("Note", max_chars=300, key="note_text")
         by = st.text_input("Who", value=layout.person(), max_chars=80, key="note_by")
-        message = None
+        message: str | None = None
         if st.form_submit_button("Add the note", type="primary"):
             if not text.strip():
                 message = "A note needs a text."
@@ -172,6 +184,8 @@ def _note(control: CollectorClient, detail: RunDetail) -> None:
                 )
                 message = message or f"The note is on the curves, at step {step:,}."
         layout.answer(f"note_{detail.summary.run_id}", message)
+    if message is not None:
+        st.rerun()  # the curves above are drawn already
 
 
 def _facts(detail: RunDetail, now_unix_ns: int) -> None:
@@ -233,17 +247,19 @@ def _below(
     checkpoints: Sequence[CheckpointView],
     readings: Sequence[EventView],
 ) -> None:
-    st.markdown(f"**Decisions** ({len(decisions):,})")
-    if shadow := tally(view.hindsight or None for view in decisions):
-        st.caption(f" Of the observed decisions, {shadow}.")
-    layout.table(tables.decision_rows(decisions), "Vitals took no action.", key="decisions")
-    if readings:
-        st.markdown(f"**Probe and evaluation results** ({len(readings):,})")
-        layout.table(tables.event_rows(readings), "", key="readings")
-    left, right = st.columns(2)
-    with left:
-        st.markdown(f"**Checkpoints and snapshots** ({len(checkpoints):,})")
-        layout.table(tables.checkpoint_rows(checkpoints), "None yet.", key="checkpoints")
-    with right:
-        st.markdown(f"**Attempts** ({len(detail.attempts):,})")
-        layout.table(tables.attempt_rows(detail.attempts), "None yet.", key="attempts")
+    """Draw the tables, each of which opens by a click: a browser needs long for one."""
+    parts: tuple[tuple[str, Sequence[Any], Callable[[Any], list[tables.Row]], str], ...] = (
+        ("Decisions", decisions, tables.decision_rows, "Vitals took no action."),
+        ("Probe and evaluation results", readings, tables.event_rows, ""),
+        ("Checkpoints and snapshots", checkpoints, tables.checkpoint_rows, "None yet."),
+        ("Attempts", detail.attempts, tables.attempt_rows, "None yet."),
+    )
+    for title, found, rows_of, empty in parts:
+        if not (found or empty):
+            continue
+        key, label = title.split()[0].lower(), f"{title} ({len(found):,})"
+        with st.expander(label, key=f"open_{key}", on_change="rerun", bind="query-params") as part:
+            if part.open:
+                layout.table(rows_of(found), empty, key=key)
+                if title == "Decisions" and (shadow := tally(v.hindsight or None for v in found)):
+                    st.caption(f"Of the observed decisions, {shadow}.")

@@ -192,7 +192,9 @@ def test_what_is_outlined_is_not_read(lake: Lake, monkeypatch: pytest.MonkeyPatc
     ask = lake.engine.ask
     monkeypatch.setattr(lake.engine, "ask", lambda sql, *rest: asked.append(sql) or ask(sql, *rest))
     span = Span(RUN, "steps", ("rank:0",))
-    (drawn,) = lake.curves([Curve(span, "loss", 100)], FORKED[:1], "lineage")
+    twice = [Curve(span, "loss", 20), Curve(span, "loss", 100)]
+    drawn, same = lake.curves(twice, FORKED[:1], "lineage")
+    assert rows_of(drawn) == rows_of(same)
     assert drawn.num_values == num + 1
     assert {99.0, -88.0, 77.0} <= set(drawn.points.value.tolist())
     assert drawn.points.step[np.isnan(drawn.points.value)].tolist() == [7_777]

@@ -62,9 +62,12 @@ const SHAPES = {
     poly(p, [-r, -r + w, -r + w, -r, 0, -w, r - w, -r, r, -r + w, w, 0, r, r - w, r - w, r, 0, w, -r + w, r, -r, r - w, -w, 0]);
   },
 };
+const NUMBER = new Intl.NumberFormat("en-US"); // to make one takes as long as to format a hundred
+const FIVE_DIGITS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 8 });
 const pages = new Map(); // by the server's key: what is held outlives the element it is drawn in
 
 export default function ({ data, parentElement, setTriggerValue }) {
+  if (!data) return; // only this program was to be loaded
   const message = JSON.parse(data);
   let page = pages.get(message.key);
   if (!page) pages.set(message.key, (page = new Page()));
@@ -163,8 +166,10 @@ class Page {
     if (!this.root) return;
     this.box.querySelectorAll("figure").forEach((old) => old.remove());
     this.colours();
-    this.charts.forEach((chart) => this.box.append(chart.frame()));
-    this.charts.forEach((chart) => chart.draw());
+    this.box.append(...this.charts.map((chart) => chart.frame()));
+    // All are measured before any is drawn: each change in between would cost a layout of the page.
+    const widths = this.charts.map((chart) => chart.width());
+    this.charts.forEach((chart, i) => chart.draw(widths[i]));
   }
 
   redraw() {
@@ -366,7 +371,7 @@ class Chart {
     return !this.plot || this.plot.series[this.lines.indexOf(line) + 1].show;
   }
 
-  draw() {
+  draw(width) {
     const { page, axis } = this;
     const series = this.series();
     const axes = {
@@ -374,12 +379,14 @@ class Chart {
       ticks: { stroke: page.grid, width: 1, size: 4 },
     };
     const lanes = this.lanes();
+    this.newest();
     this.plot = new uPlot(
       {
-        width: this.width(), height: this.tall(), ms: 1, series,
-        padding: [lanes.length * LANE + 6, 12, 0, 0],
+        width, height: this.tall(), ms: 1, series,
+        // Half of the last place's label stands beyond the axis.
+        padding: [lanes.length * LANE + 6, Math.max(12, 3.3 * this.place(this.range()[1]).length), 0, 0],
         scales: {
-          x: { time: axis === "time", range: (_, min, max) => [min, max] },
+          x: { time: axis === "time", range: () => this.range() },
           y: { distr: this.log ? 3 : 1, range: () => this.heights() },
         },
         axes: [
@@ -406,7 +413,7 @@ class Chart {
       this.figure,
     );
     this.names();
-    this.redraw();
+    if (!this.plot.data[0].length) this.redraw(); // by itself it scales to points, and has none
   }
 
   // Several branches of one name are one entry of the legend.
@@ -434,13 +441,16 @@ class Chart {
     const u = this.plot;
     if (!u) return;
     const [min, max] = this.range();
-    this.last = Math.max(...this.lines.filter((line) => line.x.length).map((line) => line.x[line.x.length - 1]));
+    this.newest();
     u.batch(() => {
       u.setData(this.data(), false);
       u.setScale("x", { min, max });
     });
     if (u.cursor.idx == null) u.setLegend({ idxs: u.series.map(() => null) }, false);
-    this.describe();
+  }
+
+  newest() {
+    this.last = Math.max(...this.lines.filter((line) => line.x.length).map((line) => line.x[line.x.length - 1]));
   }
 
   drop() {
@@ -703,11 +713,11 @@ function axisWidth(u, values) {
 function short(value) {
   const size = Math.abs(value);
   if (size && (size < 1e-3 || size >= 1e7)) return Number(value.toPrecision(4)).toExponential().replace("e+", "e");
-  return Number(value.toPrecision(5)).toLocaleString("en-US", { maximumFractionDigits: 8 });
+  return FIVE_DIGITS.format(Number(value.toPrecision(5)));
 }
 
 function whole(value) {
-  return value.toLocaleString("en-US");
+  return NUMBER.format(value);
 }
 
 function shape(ctx, name, x, y, radius, colour) {
