@@ -185,7 +185,7 @@ def joined(rank, folder, world_size):
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
     )
     torch.set_num_threads(1)
-    replicas.EVERY = EVERY
+    replicas.ROUND = EVERY
     os.environ |= {
         "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), "VITALS_LADDER_MARGIN": "3",
     }  # fmt: skip

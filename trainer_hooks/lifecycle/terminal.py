@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from trainvitals.clock import Clock
+from trainvitals.detect.registry import DETECTORS
 from trainvitals.printable import LineFormatter
 from trainvitals.records import ActionName, Decision, Finding, RunInfo, decision_text
 
 _LOG = logging.getLogger("trainvitals")
-_UNPROTECTED = (
-    "nonfinite_state", "snapshot_missed", "replica_corrupted", "settings_differ", "replica_named",
-)  # fmt: skip
+_UNPROTECTED = {kind for name in ("snapshots", "replicas") for kind in DETECTORS[name].kinds}
 """Kinds of findings that a person is told of where nothing is done about them."""
 SECONDS_BETWEEN_LINES = 1.0
 """Of one kind: a fast loop with many bad steps must not fill the terminal."""

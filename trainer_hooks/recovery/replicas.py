@@ -31,6 +31,8 @@ from trainer_hooks.recovery.state import TrainingState
 from trainer_hooks.step.emit import Emitter
 from trainvitals.detect.replicas import EVERY, Vote, further, shown, vote
 
+ROUND = EVERY
+"""Steps in which every parameter has its turn."""
 STATE_EVERY = 10
 """Optimizer state and averages have their turn so many times more rarely than parameters."""
 _SETTINGS = (
@@ -187,7 +189,7 @@ class Replicas:
         own = keys if group in groups else []
         return cls(
             state, ranks, keys=own, groups=groups, places=[offer.place for offer in offers],
-            optimizers=optimizers, faults=faults, every=EVERY,
+            optimizers=optimizers, faults=faults, every=ROUND,
         )  # fmt: skip
 
     # ---------------------------------------------------------------------- what is compared
@@ -576,8 +578,8 @@ def _agreed(offers: Sequence[_Offer]) -> tuple[Groups, str]:
     if groups:
         size = len(groups[0])
         return tuple(groups), (
-            f"replicas are compared among {size} ranks: each parameter every {EVERY} steps, "
-            f"optimizer state every {EVERY * STATE_EVERY}"
+            f"replicas are compared among {size} ranks: each parameter every {ROUND} steps, "
+            f"optimizer state every {ROUND * STATE_EVERY}"
         )
     if all(offer.trains_one_model for offer in offers):
         return (tuple(range(len(offers))),), (
@@ -595,9 +597,8 @@ def _differing(
     wholes: list[object] = [data for _, data in everyone]
     for group in groups:
         names = everyone[group[0]][0].split("\n") if everyone[group[0]][0] else []
-        rows = [
-            np.frombuffer(everyone[rank][1], dtype=np.int64) for rank in group if everyone[rank][1]
-        ]
+        given = [everyone[rank][1] for rank in group]
+        rows = [np.frombuffer(data, dtype=np.int64) for data in given if data]
         if len({len(row) for row in rows}) > 1:
             differing["optimizer state that some ranks alone have"] = None
             continue

@@ -232,7 +232,7 @@ _ROOT: list[str] = [""]
 
 def flips(rank: int, ranks: int, times: int) -> list[Outcome]:
     """Return what became of every flip."""
-    replicas.EVERY = EVERY
+    replicas.ROUND = EVERY
     clean = _weights(_play(rank, None, heals=True, events=[]).model)
     outcomes = []
     for trial in trials(ranks, times=times):
@@ -247,12 +247,12 @@ def flips(rank: int, ranks: int, times: int) -> list[Outcome]:
 
 def healthy(rank: int, ranks: int, steps: int) -> list[Healthy]:
     """Return what was said of trainings without any fault; all tensors are compared each step."""
-    replicas.EVERY = 1
+    replicas.ROUND = 1
     return [_healthy(kind, rank, ranks, steps) for kind in KINDS]
 
 
 def _healthy(kind: str, rank: int, ranks: int, steps: int) -> Healthy:
-    model: nn.Module = _model()
+    model: Any = _model()
     state: dict[str, Any] = {}
     if kind == "FSDP2, HSDP":
         sides = (ranks // 2, 2) if ranks % 2 == 0 and ranks > 2 else (ranks, 1)
@@ -264,7 +264,7 @@ def _healthy(kind: str, rank: int, ranks: int, steps: int) -> Healthy:
         state["hook"] = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=4)
         model.register_comm_hook(state["hook"], powerSGD_hook.powerSGD_hook)
     if kind == "DDP, compiled":
-        model = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
+        model = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=kind != "FSDP2, HSDP")
     base = [tempfile.mkdtemp(dir=_ROOT[0]) if rank == 0 else ""]
     dist.broadcast_object_list(base)
@@ -283,16 +283,16 @@ def _healthy(kind: str, rank: int, ranks: int, steps: int) -> Healthy:
 
 
 def _backward(
-    model: nn.Module, generator: torch.Generator, kind: str, micro: Callable[[Tensor], None]
+    model: Any, generator: torch.Generator, kind: str, micro: Callable[[Tensor], None]
 ) -> Tensor:
     count = 3 if kind == "DDP, accumulation" else 1
     for i in range(count):
         batch = torch.randn(16, 16, generator=generator)
-        waits = nullcontext() if i == count - 1 else model.no_sync()  # type: ignore[operator]
+        waits = nullcontext() if i == count - 1 else model.no_sync()
         half = torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "DDP, bf16")
         with waits:
             with half:
-                loss = model(batch).square().mean()
+                loss: Tensor = model(batch).square().mean()
             loss.backward()
         if count > 1:
             micro(loss)
