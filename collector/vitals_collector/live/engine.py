@@ -134,10 +134,12 @@ class Engine:
         self._reporter = Reporter(store)
         self._others: dict[str, RunReport] = {}
         """What other owners report of their runs."""
-        self._taken: set[str] = set()
-        """Runs that somebody owned at the last look."""
+        self._elsewhere: set[str] = set()
+        """The runs that others own."""
         self._left: dict[str, int] = {}
-        """Runs that nobody owns, while it is not known that all was looked at; since when."""
+        """Runs that nobody owns, by when that was seen, until all of their rows are watched."""
+        self._read: set[str] = set()
+        """Runs that nobody owns, and that are watched to their end."""
         self._wake = threading.Event()
         self._urgent = threading.Event()
         """Set with ``_wake`` where people may be waiting for what came."""
@@ -257,12 +259,10 @@ class Engine:
             self._resend_ns = None
             if self._dispatcher is not None:
                 self._dispatcher.forget()
-        self._others = {}
+        self._others, self._left, self._read = {}, {}, set()
         owned = self._store.claims.owned()
         if owned is not None:
             self._reporter.withdraw(owned)
-            with self._store.read() as connection:
-                self._left = dict.fromkeys(unread_runs(connection), self._clock.monotonic_ns())
         self._epoch = epoch  # before reading what is stored: what is committed from now on is told
         try:
             self._mark_unread()
@@ -305,26 +305,27 @@ class Engine:
         except BaseException:
             self._others = before
             raise
-        self._take_left({run.run_id for run in elsewhere})
+        self._elsewhere = {run.run_id for run in elsewhere}
 
-    def _take_left(self, elsewhere: set[str]) -> None:
+    def _take_left(self) -> None:
         """Own runs that nobody does of which there are rows that no watcher has seen."""
-        now = self._clock.monotonic_ns()
-        taken = elsewhere | (self._store.claims.owned() or {}).keys()
-        for run_id in self._taken - taken:
-            self._left.setdefault(run_id, now)
-        self._taken = taken
-        self._left = {run_id: at for run_id, at in self._left.items() if run_id not in taken}
+        now, before = self._clock.monotonic_ns(), self._left
+        owned = self._store.claims.owned()
+        if owned is None:
+            return
+        nobodys = {run.run_id for run in self._runs.statuses()} - self._elsewhere - owned.keys()
+        self._read &= nobodys
+        self._left = {run_id: before.get(run_id, now) for run_id in nobodys - self._read}
         # Its agents may be on their way to any collector, and choose better.
-        since = now - int(_LEFT_SECONDS * 1e9) if elsewhere else now
+        since = now - int(_LEFT_SECONDS * 1e9) if self._elsewhere else now
         due = [run_id for run_id, at in self._left.items() if at <= since]
-        if due:
-            with self._store.read() as connection:
-                unread = unread_runs(connection, due)
-            if unread:
-                self._store.claims.claim(unread)
-            for run_id in due:
-                del self._left[run_id]
+        if not due:
+            return
+        with self._store.read() as connection:
+            unread = unread_runs(connection, due)
+        if unread:
+            self._store.claims.claim(unread)
+        self._read.update(due)
 
     def _report(
         self, dirty: Collection[Writer], present: Iterable[RunStatus], *, only_new: bool
@@ -359,6 +360,7 @@ class Engine:
         if not only_new:
             commands.expire(self._store, self._clock.time_ns())
             self._resend()
+            self._take_left()
 
     def _watch(self, *, only_new: bool) -> frozenset[str]:
         """Have the watchers look; return the runs of which they found something new."""
