@@ -159,6 +159,7 @@ def test_a_paused_owner_stores_and_reports_nothing_of_a_run_that_was_taken(
 
 def test_a_pager_that_dies_is_followed_by_an_owner_and_each_page_comes_once(pair: Pair) -> None:
     first, second = SlowRank(), SlowRank(new_run_id(time.time_ns()))
+    pair.pager.heard.reposts = pair.owner.heard.reposts = False
     pair.owner.send(*first.steps(range(30), slow=True))
     pair.pager.send(*second.steps(range(30), slow=True))
     assert pair.look() == ["StragglerRank firing"] * 2
