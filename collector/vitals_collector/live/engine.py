@@ -6,6 +6,9 @@ engine has looked at by ``watching``, whose findings lie beside the others. What
 (that it is gone) comes from the run's state. It works from the store alone, with a cursor per
 writer kept beside the alerts, so a collector that died between storing and alerting goes on where
 it was.
+
+Of several collectors each does so for the runs that it owns, up to the alerts: one of them, the
+pager, raises those of all runs, from what is stored and from what owners report (``reports``).
 """
 
 import logging
@@ -66,6 +69,7 @@ from vitals_collector.storage.schema import decisions, engine_state, findings
 from vitals_collector.storage.store import Store
 
 _AT_ONCE = 500
+_NAMES_AT_ONCE = 10_000
 _MAX_LOGGED = 100
 """Errors of our own that are logged whole; those beyond are only counted."""
 _Record = TypeVar("_Record")
@@ -136,8 +140,9 @@ class Engine:
         """What other owners report of their runs."""
         self._elsewhere: set[str] = set()
         """The runs that others own."""
-        self._left: dict[str, int] = {}
-        """Runs that nobody owns, by when that was seen, until all of their rows are watched."""
+        self._left: dict[str, int] | None = None
+        """Runs that nobody owns, by when that was seen, until all of their rows are watched; None:
+        nobody has looked since this collector pages."""
         self._read: set[str] = set()
         """Runs that nobody owns, and that are watched to their end."""
         self._wake = threading.Event()
@@ -210,7 +215,7 @@ class Engine:
         if epoch is not None:
             with self._lease.fenced(epoch):
                 self._look_at_others(epoch, only_new=only_new)
-        self._follow_owned()
+        self._follow_owned(is_pager=epoch is not None)
         with self._lock:
             dirty, self._dirty = self._dirty, set()
         try:
@@ -233,13 +238,15 @@ class Engine:
             with self._lock:
                 self._dirty |= dirty
 
-    def _follow_owned(self) -> None:
+    def _follow_owned(self, *, is_pager: bool) -> None:
         """Take over runs that are new to this collector, where others stored that they were."""
         owned = self._store.claims.owned()
         if owned is not None:
             before = self._owned or {}
             taken = [run_id for run_id, epoch in owned.items() if before.get(run_id) != epoch]
             self._watching.take_over(taken)
+            if is_pager:
+                self._mark_unread(taken)
             self._runs.drop(taken)
         self._owned = owned
 
@@ -259,7 +266,7 @@ class Engine:
             self._resend_ns = None
             if self._dispatcher is not None:
                 self._dispatcher.forget()
-        self._others, self._left, self._read = {}, {}, set()
+        self._others, self._left, self._read = {}, None, set()
         owned = self._store.claims.owned()
         if owned is not None:
             self._reporter.withdraw(owned)
@@ -308,13 +315,18 @@ class Engine:
         self._elsewhere = {run.run_id for run in elsewhere}
 
     def _take_left(self) -> None:
-        """Own runs that nobody does of which there are rows that no watcher has seen."""
-        now, before = self._clock.monotonic_ns(), self._left
+        """Own runs that nobody does of which there are rows that no watcher has seen.
+
+        Of those whose owner is gone, words that people may be told of are marked at once.
+        """
+        now, before = self._clock.monotonic_ns(), self._left or {}
         owned = self._store.claims.owned()
         if owned is None:
             return
         nobodys = {run.run_id for run in self._runs.statuses()} - self._elsewhere - owned.keys()
         self._read &= nobodys
+        if self._left is not None:
+            self._mark_unread(nobodys - self._read - before.keys())
         self._left = {run_id: before.get(run_id, now) for run_id in nobodys - self._read}
         # Its agents may be on their way to any collector, and choose better.
         since = now - int(_LEFT_SECONDS * 1e9) if self._elsewhere else now
@@ -809,14 +821,20 @@ def _cursor(connection: Connection, name: str) -> int:
 def _cursors(connection: Connection, what: str, writers: Iterable[Writer] | None) -> dict[str, int]:
     """Return how far what was said is consumed; of all writers, or of some."""
     name = engine_state.c.name
-    query = select(name, engine_state.c.body)
     if writers is None:
-        query = query.where(name.startswith(f"{what}/"))
+        chosen = [name.startswith(f"{what}/")]
     else:
-        query = query.where(name.in_([_cursor_name(writer, what) for writer in writers]))
-    return {
-        name: msgspec.msgpack.decode(body, type=int) for name, body in connection.execute(query)
-    }
+        names = [_cursor_name(writer, what) for writer in writers]
+        chosen = [
+            name.in_(names[first : first + _NAMES_AT_ONCE])
+            for first in range(0, len(names), _NAMES_AT_ONCE)
+        ]
+    rows = [
+        row
+        for where in chosen
+        for row in connection.execute(select(name, engine_state.c.body).where(where))
+    ]
+    return {name: msgspec.msgpack.decode(body, type=int) for name, body in rows}
 
 
 __all__ = ["Acting", "Engine", "EngineConfig", "assemble"]

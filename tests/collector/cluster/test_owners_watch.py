@@ -129,6 +129,19 @@ def test_an_owner_that_died_before_it_reported_loses_no_page(
     assert len(pair.pass_time(30)) == 2
 
 
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_an_owner_that_comes_and_ends_between_two_looks_loses_no_page(
+    pair: Pair, is_taken: bool
+) -> None:
+    writer = Writer()
+    pair.owner.send(writer.events(decision(action="rollback")))
+    pair.owner.die()
+    if is_taken:
+        pair.pager.send(writer.steps(range(6, 9)))
+    pair.look()
+    assert pair.look() == ["TrainingRolledBack firing"]
+
+
 def test_what_an_owner_stored_and_did_not_watch_the_pager_watches(pair: Pair) -> None:
     job, other = SlowRank(), Writer(run=new_run_id(time.time_ns()))
     pair.owner.send(*job.steps(range(30), slow=True))
