@@ -141,10 +141,10 @@ class Engine:
         self._elsewhere: set[str] = set()
         """The runs that others own."""
         self._left: dict[str, int] | None = None
-        """Runs that nobody owns, by when that was seen, until all of their rows are watched; None:
+        """Runs that nobody owns, by when that was seen, until it is known that nobody need; None:
         nobody has looked since this collector pages."""
-        self._read: set[str] = set()
-        """Runs that nobody owns, and that are watched to their end."""
+        self._settled: set[str] = set()
+        """Runs that nobody need own: they ended, and are watched to their end."""
         self._wake = threading.Event()
         self._urgent = threading.Event()
         """Set with ``_wake`` where people may be waiting for what came."""
@@ -266,7 +266,7 @@ class Engine:
             self._resend_ns = None
             if self._dispatcher is not None:
                 self._dispatcher.forget()
-        self._others, self._left, self._read = {}, None, set()
+        self._others, self._left, self._settled = {}, None, set()
         owned = self._store.claims.owned()
         if owned is not None:
             self._reporter.withdraw(owned)
@@ -315,7 +315,7 @@ class Engine:
         self._elsewhere = {run.run_id for run in elsewhere}
 
     def _take_left(self) -> None:
-        """Own runs that nobody does of which there are rows that no watcher has seen.
+        """Own runs that nobody does, and that go on or have rows that no watcher has seen.
 
         Of those whose owner is gone, words that people may be told of are marked at once.
         """
@@ -324,20 +324,20 @@ class Engine:
         if owned is None:
             return
         nobodys = {run.run_id for run in self._runs.statuses()} - self._elsewhere - owned.keys()
-        self._read &= nobodys
+        self._settled &= nobodys
         if self._left is not None:
-            self._mark_unread(nobodys - self._read - before.keys())
-        self._left = {run_id: before.get(run_id, now) for run_id in nobodys - self._read}
+            self._mark_unread(nobodys - self._settled - before.keys())
+        self._left = {run_id: before.get(run_id, now) for run_id in nobodys - self._settled}
         # Its agents may be on their way to any collector, and choose better.
         since = now - int(_LEFT_SECONDS * 1e9) if self._elsewhere else now
         due = [run_id for run_id, at in self._left.items() if at <= since]
         if not due:
             return
         with self._store.read() as connection:
-            unread = unread_runs(connection, due)
-        if unread:
-            self._store.claims.claim(unread)
-        self._read.update(due)
+            left = self._runs.running.intersection(due).union(unread_runs(connection, due))
+        if left:
+            self._store.claims.claim(left)
+        self._settled.update(due)
 
     def _report(
         self, dirty: Collection[Writer], present: Iterable[RunStatus], *, only_new: bool
@@ -359,7 +359,7 @@ class Engine:
         # Before the runs' present, which resolves: what was renewed meanwhile is not over. And
         # steps that are stored already must not resolve what is told only now.
         fired = self._consume_findings(sorted(dirty), finished)
-        # Of a run that goes on and that nobody owns nobody knows what holds: its next owner will.
+        # Of a run that goes on and that nobody owns nobody knows what holds; it is owned soon.
         runs = [
             self._run_now(run)
             for run in present

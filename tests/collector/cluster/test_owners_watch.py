@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.collector.alerting import decision
+from tests.collector.alerting import decision, started
 from tests.collector.cluster.acting import Pair, opened_pair
 from tests.collector.rows import RUN, Writer
 from trainvitals.clock import Clock
@@ -151,6 +151,14 @@ def test_what_an_owner_stored_and_did_not_watch_the_pager_watches(pair: Pair) ->
     assert pair.pass_time(10) == ["StragglerRank firing"]
     assert pair.pass_time(30) == ["StragglerRank firing"]
     assert found(pair.pager.store, pair.clock) == [("straggler", 19)]
+
+
+def test_what_is_over_ends_though_the_owner_died_when_it_went_on(pair: Pair) -> None:
+    pair.owner.send(Writer().events(decision(action="halt")))
+    assert pair.pass_time(5) == ["TrainingHalted firing"]
+    pair.owner.send(Writer().events(started(), step=9))
+    pair.owner.die()
+    assert pair.pass_time(20) == ["TrainingHalted firing", "TrainingHalted resolved"]
 
 
 def test_a_paused_owner_stores_and_reports_nothing_of_a_run_that_was_taken(
