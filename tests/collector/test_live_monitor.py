@@ -1,6 +1,6 @@
 """Runs watched live: a real store, time by hand, and a collector that may die at any moment."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import pytest
@@ -215,10 +215,10 @@ def test_a_run_whose_memory_no_database_takes_keeps_no_other_back(
 ):
     store_all = LiveMonitor._store_all
 
-    def refused(self: LiveMonitor, kept: Sequence[_Kept]) -> None:
+    def refused(self: LiveMonitor, kept: Sequence[_Kept]) -> Collection[str]:
         if any(of_run.followed.run_id == OTHER_RUN for of_run in kept):
             raise OverflowError
-        store_all(self, kept)
+        return store_all(self, kept)
 
     monkeypatch.setattr(LiveMonitor, "_store_all", refused)
     job.train(range(30), slow=True)

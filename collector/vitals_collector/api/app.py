@@ -133,7 +133,8 @@ def create_app(
         )
         owners = _owners(store, settings, clock, place)
         known_tokens = KnownTokens(store, clock=clock)
-        parts: list[_Part] = [known_tokens, acting, *owners, ingest_app, lease, upkeep]
+        # What acts ends while the runs are still owned: what it has in hand is stored.
+        parts: list[_Part] = [known_tokens, *owners, acting, ingest_app, lease, upkeep]
         if writer is not None:
             parts.append(writer)
         app = FastAPI(

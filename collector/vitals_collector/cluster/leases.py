@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 from sqlalchemy import BigInteger, ColumnElement, Connection, case, cast, func, select, text, update
@@ -25,7 +25,7 @@ from vitals_collector.storage.schema import leases
 from vitals_collector.storage.store import LOCKED, Store, insert
 
 PAGER = "pager"
-"""The lease of the collector that watches runs and delivers alerts."""
+"""The lease of the collector that delivers alerts, of all runs."""
 UPKEEP = "upkeep"
 """The lease of the collector that merges, thins and removes what is stored."""
 LEASE_SECONDS = 9.0
@@ -38,7 +38,8 @@ _IDLE_SECONDS = 3
 ends, so that nobody waits for it."""
 _LOG = logging.getLogger("vitals.collector.leases")
 
-_NOW = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000_000, BigInteger)
+NOW = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000_000, BigInteger)
+"""The database's time."""
 
 
 class Lease:
@@ -179,7 +180,7 @@ def take(
             "epoch": leases.c.epoch + case((is_mine, 0 if is_held else 1), else_=1),
             "expires_unix_ns": _end(),
         },
-        where=is_of_my_place | (leases.c.expires_unix_ns < _NOW),
+        where=is_of_my_place | (leases.c.expires_unix_ns < NOW),
     )
     held = connection.execute(statement.returning(leases.c.name, leases.c.epoch))
     return {row.name: row.epoch for row in held}
@@ -192,12 +193,12 @@ def ended(connection: Connection, prefix: str, seconds: float) -> list[str]:
     """
     names = select(leases.c.name).where(
         leases.c.name.startswith(prefix, autoescape=True),
-        leases.c.expires_unix_ns.between(_NOW - int(seconds * 1e9), _NOW),
+        leases.c.expires_unix_ns.between(NOW - int(seconds * 1e9), NOW),
     )
     ended_names = connection.execute(names.order_by(leases.c.name)).scalars().all()
     if not ended_names:
         return []
-    holders = select(func.count(leases.c.holder.distinct())).where(leases.c.expires_unix_ns > _NOW)
+    holders = select(func.count(leases.c.holder.distinct())).where(leases.c.expires_unix_ns > NOW)
     num_holders = connection.execute(holders).scalar() or 1
     return list(ended_names[: -(-len(ended_names) // num_holders)])
 
@@ -231,10 +232,7 @@ def hold(connection: Connection, name: str, holder: str, epoch: int) -> None:
     Raises:
         StorageError: another collector is the holder, or was since.
     """
-    # A process that is stopped here must not keep the others from it for long.
-    connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'"))
-    query = select(leases.c.epoch).where(leases.c.name == name, leases.c.holder == holder)
-    if connection.execute(query.with_for_update(read=True)).scalar() != epoch:
+    if not held(connection, {name: epoch}, holder):
         raise StorageError(
             f"another collector holds the lease {name}; this one held it as number {epoch}",
             hint="nothing to do: the other one goes on from what is stored",
@@ -242,8 +240,35 @@ def hold(connection: Connection, name: str, holder: str, epoch: int) -> None:
         )
 
 
+def held(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[str]:
+    """Return the leases that the holder has, by these numbers; nobody takes them meanwhile.
+
+    That is until this transaction ends.
+    """
+    # A process that is stopped here must not keep the others from it for long.
+    connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'"))
+    query = select(leases.c.name, leases.c.epoch).where(
+        leases.c.name.in_(epochs), leases.c.holder == holder
+    )
+    # In the order of ``take``, so that two do not wait for each other.
+    rows = connection.execute(query.order_by(leases.c.name).with_for_update(read=True))
+    return {row.name for row in rows if row.epoch == epochs[row.name]}
+
+
 def _end() -> ColumnElement[int]:
-    return _NOW + int(LEASE_SECONDS * 1e9)
+    return NOW + int(LEASE_SECONDS * 1e9)
 
 
-__all__ = ["PAGER", "UPKEEP", "Lease", "ended", "hold", "holders_of", "release", "renew", "take"]
+__all__ = [
+    "NOW",
+    "PAGER",
+    "UPKEEP",
+    "Lease",
+    "ended",
+    "held",
+    "hold",
+    "holders_of",
+    "release",
+    "renew",
+    "take",
+]

@@ -11,24 +11,27 @@ import threading
 import uuid
 from collections.abc import Collection, Iterable
 
+from sqlalchemy import Connection
+
 from trainvitals.clock import Clock
 from trainvitals.errors import NotOwnerError, StorageError
 from vitals_collector.cluster.leases import (
     LEASE_SECONDS,
     MARGIN_SECONDS,
     ended,
+    held,
     holders_of,
     release,
     renew,
     take,
 )
+from vitals_collector.cluster.reports import RUN, owned_elsewhere
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.storage.store import LOCKED, Store
+from vitals_collector.storage.store import LOCKED, OwnedElsewhere, Store
 
 _RENEW_SECONDS = 2.0
 _IDLE_SECONDS = 600.0
 """After which a run that no rows come of is let go."""
-_PREFIX = "run/"
 _NAMES_AT_ONCE = 1_000
 _ENDED_SECONDS = 60.0
 """How long after its lease a run is taken over with another: what stopped long ago stays."""
@@ -109,9 +112,9 @@ class RunOwners:
         now_ns = self._clock.monotonic_ns()
         with self._store.write() as connection:
             # What an owner that died had comes soon as well: to take a run over costs by the time.
-            more = ended(connection, _PREFIX, _ENDED_SECONDS)
-            asked = {_PREFIX + run_id for run_id in run_ids}
-            names = {name: name.removeprefix(_PREFIX) for name in (*asked, *more)}
+            more = ended(connection, RUN, _ENDED_SECONDS)
+            asked = {RUN + run_id for run_id in run_ids}
+            names = {name: name.removeprefix(RUN) for name in (*asked, *more)}
             taken = take(connection, names, self._holder, is_held=False)
             others = asked - taken.keys()
             holders = holders_of(connection, others) if others else {}
@@ -160,6 +163,21 @@ class RunOwners:
             code=LOCKED,
         )
 
+    def owned(self) -> dict[str, int]:
+        """Return the runs that this collector owns now, and the number of each lease."""
+        now_ns = self._clock.monotonic_ns()
+        with self._lock:
+            return {run: mine.epoch for run, mine in self._owned.items() if mine.until_ns > now_ns}
+
+    def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
+        """Return which of the runs are owned, and stay so until the transaction ends."""
+        epochs = {RUN + run: epoch for run, epoch in self.owned().items() if run in run_ids}
+        return {name.removeprefix(RUN) for name in held(connection, epochs, self._holder)}
+
+    def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
+        """Return the runs that other collectors own, with what those last reported."""
+        return owned_elsewhere(connection, self._holder)
+
     def _run(self) -> None:
         while not self._stopping.wait(_RENEW_SECONDS):
             try:
@@ -184,7 +202,7 @@ class RunOwners:
             held = [run for run, owned in self._owned.items() if owned.until_ns > now_ns]
         renewed: dict[str, int] = {}
         for start in range(0, len(held), _NAMES_AT_ONCE):
-            names = [_PREFIX + run_id for run_id in held[start : start + _NAMES_AT_ONCE]]
+            names = [RUN + run_id for run_id in held[start : start + _NAMES_AT_ONCE]]
             with self._store.write() as connection:
                 renewed |= renew(connection, self._holder, names)
         with self._lock:
@@ -194,7 +212,7 @@ class RunOwners:
                 if owned is None:
                     continue
                 # What ended while the database was slow is taken anew, with a new number.
-                if renewed.get(_PREFIX + run_id) == owned.epoch and owned.until_ns > later_ns:
+                if renewed.get(RUN + run_id) == owned.epoch and owned.until_ns > later_ns:
                     owned.until_ns = _until(now_ns)
                 else:
                     del self._owned[run_id]
@@ -212,7 +230,7 @@ class RunOwners:
                 self._owned.pop(run_id, None)
         try:
             if run_ids:
-                names = [_PREFIX + run_id for run_id in run_ids]
+                names = [RUN + run_id for run_id in run_ids]
                 with self._store.write() as connection:
                     release(connection, names, self._holder)
         except StorageError as error:

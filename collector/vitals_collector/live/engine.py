@@ -6,14 +6,17 @@ engine has looked at by ``watching``, whose findings lie beside the others. What
 (that it is gone) comes from the run's state. It works from the store alone, with a cursor per
 writer kept beside the alerts, so a collector that died between storing and alerting goes on where
 it was.
+
+Of several collectors each does so for the runs that it owns, up to the alerts: one of them, the
+pager, raises those of all runs, from what is stored and from what owners report (``reports``).
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,9 +53,10 @@ from vitals_collector.alerts.deliveries import SqlLedger
 from vitals_collector.alerts.delivery import Dispatcher, ended
 from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow, settle
 from vitals_collector.alerts.notifiers import Notifier
-from vitals_collector.cluster.leases import LEASE_SECONDS, PAGER, Lease
+from vitals_collector.cluster.leases import PAGER, Lease
 from vitals_collector.ingest.projections import loss_kind_of
-from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor
+from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor, unread_runs
+from vitals_collector.live.reports import Reporter, RunReport, report_of
 from vitals_collector.live.run_status import (
     Absent,
     Liveness,
@@ -61,10 +65,11 @@ from vitals_collector.live.run_status import (
     hang_of,
 )
 from vitals_collector.live.tail_reader import WATCHED
-from vitals_collector.storage.schema import decisions, engine_state, findings, sources
+from vitals_collector.storage.schema import decisions, engine_state, findings
 from vitals_collector.storage.store import Store
 
 _AT_ONCE = 500
+_NAMES_AT_ONCE = 10_000
 _MAX_LOGGED = 100
 """Errors of our own that are logged whole; those beyond are only counted."""
 _Record = TypeVar("_Record")
@@ -79,8 +84,8 @@ _PAUSE_SECONDS = 0.2
 _RESEND_SECONDS = 60.0
 """How often a change that no notifier has settled is handed out again: the end of a silence, and
 the start of this process."""
-_RECENT_NS = 60_000_000_000
-"""Within it, another collector may have received something of a run; its clock may be off, too."""
+_LEFT_SECONDS = 10.0
+"""After which the pager owns what an owner that is gone left unwatched, where no other did."""
 _LOG = logging.getLogger("vitals.collector.engine")
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
@@ -117,7 +122,7 @@ class Engine:
         self._inbox = inbox
         self._lease = lease or Lease(store, PAGER, clock=clock, is_shared=False)
         self._epoch: int | None = None
-        """The time as the pager to which what is remembered belongs."""
+        """The time as the pager to which what is remembered of others belongs."""
         self._clock = clock
         self._dispatcher = dispatcher
         self._config = config or EngineConfig()
@@ -126,13 +131,20 @@ class Engine:
         self._came: deque[Sequence[tuple[Batch, Sequence[EventRow]]]] = deque()
         """Committed, and not looked at yet."""
         self._dirty: set[Writer] = set()
-        self._own: tuple[set[str], set[str]] = set(), set()
-        """Runs whose rows this process stored since the last look at those of others, and between
-        that and the one before."""
-        self._looked_ns = 0
-        """When that was."""
         self._watching = LiveMonitor(store)
-        self._runs = RunStatusCache()
+        self._runs = RunStatusCache(is_shared=self._lease.is_shared)
+        self._owned: Mapping[str, int] | None = None
+        """The own runs at the last look; None: all."""
+        self._reporter = Reporter(store)
+        self._others: dict[str, RunReport] = {}
+        """What other owners report of their runs."""
+        self._elsewhere: set[str] = set()
+        """The runs that others own."""
+        self._left: dict[str, int] | None = None
+        """Runs that nobody owns, by when that was seen, until it is known that nobody need; None:
+        nobody has looked since this collector pages."""
+        self._settled: set[str] = set()
+        """Runs that nobody need own: they ended, and are watched to their end."""
         self._wake = threading.Event()
         self._urgent = threading.Event()
         """Set with ``_wake`` where people may be waiting for what came."""
@@ -149,8 +161,6 @@ class Engine:
         """Note who wrote what, and have it looked at soon; reads and writes nothing."""
         # Called by the threads that commit, before agents have their answers: all work is left to
         # the engine's own.
-        if self._lease.is_shared and self._lease.epoch() is None:
-            return  # who watches, or will, reads it from the store
         self._came.append(new)
         if len(self._came) > _MOST_CAME:  # it does not look: what is kept has a bound there
             self._take_in()
@@ -179,7 +189,6 @@ class Engine:
                             changed.add(identity.run_id)
                         if isinstance(row.event, _NOTED):
                             noted.add(identity.run_id)
-        self._own[0].update(run_ids)
         self._watching.add(rows)
         for run_id in noted:
             self._watching.note(run_id)
@@ -190,9 +199,10 @@ class Engine:
                 self._dirty |= dirty
 
     def poll(self, *, only_new: bool = False) -> None:
-        """Consume decisions and findings, watch, follow the runs' states, tell what was not told.
+        """Follow own runs: watch them and their states; report them, or tell what is to be told.
 
-        Commands that nobody took in time expire.
+        Of several collectors the pager tells, of its own runs and of all others: decisions and
+        findings, what holds, what was not told. Commands that nobody took in time expire.
 
         Args:
             only_new: look only at what arrived since the last look, which costs little.
@@ -200,40 +210,66 @@ class Engine:
         Raises:
             StorageError: the store refused; nothing is lost, call again.
         """
-        if not self._lease.is_shared:
-            if self._epoch is None:
-                self._begin(1)
-            self._look(only_new=only_new)
-            return
+        self._take_in()
         epoch = self._lease.epoch()
-        if epoch is None:
-            self._store.hearing.rest()
-            self._has_more = False
-            return
-        with self._lease.fenced(epoch):
-            if epoch != self._epoch:
-                self._begin(epoch)
-            elif not only_new:
-                self._look_for_rows_of_others()
-            self._look(only_new=only_new)
+        if epoch is not None:
+            with self._lease.fenced(epoch):
+                self._look_at_others(epoch, only_new=only_new)
+        self._follow_owned(is_pager=epoch is not None)
+        with self._lock:
+            dirty, self._dirty = self._dirty, set()
+        try:
+            if epoch is not None:
+                with self._lease.fenced(epoch):
+                    for writer in sorted(dirty):
+                        self._consume(writer)
+            changed = self._refresh_runs(only_new=only_new, is_pager=epoch is not None)
+            runs_with_findings = self._watch(only_new=only_new)
+            dirty |= {(run_id, COLLECTOR) for run_id in runs_with_findings}
+            changed |= {run_id for run_id, _ in dirty}
+            present = self._runs.statuses(changed if only_new else None)
+            if epoch is None:
+                self._report(dirty, present, only_new=only_new)
+            else:
+                with self._lease.fenced(epoch):
+                    self._tell(dirty, present, only_new=only_new)
+            dirty.clear()
+        finally:
+            with self._lock:
+                self._dirty |= dirty
+
+    def _follow_owned(self, *, is_pager: bool) -> None:
+        """Take over runs that are new to this collector, where others stored that they were."""
+        owned = self._store.claims.owned()
+        if owned is not None:
+            before = self._owned or {}
+            taken = [run_id for run_id, epoch in owned.items() if before.get(run_id) != epoch]
+            self._watching.take_over(taken)
+            if is_pager:
+                self._mark_unread(taken)
+            self._runs.drop(taken)
+        self._owned = owned
+
+    def _is_own(self, run_id: str) -> bool:
+        return self._owned is None or run_id in self._owned
 
     def is_pager(self) -> bool:
-        """Return whether this collector watches runs and delivers alerts, and has begun to."""
+        """Return whether this collector delivers alerts, of all runs, and has begun to."""
         if not self._lease.is_shared:
             return True
         return self._epoch is not None and self._lease.epoch() == self._epoch
 
     def _begin(self, epoch: int) -> None:
-        """Become the one that watches and delivers, from what is stored: as after a restart."""
+        """Become the one that delivers, from what is stored: as after a restart."""
         if self._epoch is not None:  # others did so meanwhile: what we remember is of before
-            self._watching = LiveMonitor(self._store)
-            self._runs = RunStatusCache()
+            self._runs = RunStatusCache(is_shared=self._lease.is_shared)
             self._resend_ns = None
             if self._dispatcher is not None:
                 self._dispatcher.forget()
-        if self._lease.is_shared:
-            # Those who told another one, which is gone, may not have found this one yet.
-            self._store.hearing.begin(self._clock.time_ns())
+        self._others, self._left, self._settled = {}, None, set()
+        owned = self._store.claims.owned()
+        if owned is not None:
+            self._reporter.withdraw(owned)
         self._epoch = epoch  # before reading what is stored: what is committed from now on is told
         try:
             self._mark_unread()
@@ -248,54 +284,104 @@ class Engine:
             for alert in self._dispatcher.adopt(self._inbox.reported()):
                 self._inbox.report(ended(alert, self._clock.time_ns()))
 
-    def _look_for_rows_of_others(self) -> None:
-        """Take up what other collectors have stored, which nobody here was told of."""
-        self._mark_unread()
-        self._take_in()
-        now = self._clock.monotonic_ns()
-        new, before = self._own
-        # A run has one owner at a time. What is this one's now, and was at the look before, was so
-        # all the while; to read it from the store each time would cost more than to watch it.
-        is_sure = now - self._looked_ns < int(LEASE_SECONDS * 1e9)
-        mine = new & before if is_sure else set[str]()
-        self._own, self._looked_ns = (set(), new), now
-        since = self._clock.time_ns() - _RECENT_NS
-        query = select(sources.c.run_id).where(sources.c.last_received_unix_ns >= since).distinct()
-        with self._store.read() as connection:
-            run_ids = set(connection.execute(query).scalars()) - mine
-        for run_id in run_ids:
-            self._watching.note(run_id)
-        self._runs.touch(run_ids, at_once=True)
+    # ------------------------------------------------------------------ runs that others own
 
-    def _look(self, *, only_new: bool) -> None:
-        self._take_in()
-        with self._lock:
-            dirty, self._dirty = self._dirty, set()
+    def _look_at_others(self, epoch: int, *, only_new: bool) -> None:
+        """Take up what other owners report, in a number of queries that is that of one run."""
+        if epoch != self._epoch:
+            self._begin(epoch)
+        elif only_new:
+            return
+        if self._store.claims.owned() is None:
+            return
+        with self._store.read() as connection:
+            elsewhere = self._store.claims.elsewhere(connection)
+        before, self._others = (
+            self._others,
+            {run.run_id: report for run in elsewhere if (report := report_of(run)) is not None},
+        )
+        # Who reports nothing, as the owner that died, may have stored what nobody was told of.
+        quiet = {run.run_id for run in elsewhere} | before.keys()
+        told = {
+            run_id
+            for run_id, report in self._others.items()
+            if run_id not in before or before[run_id].news[:2] != report.news[:2]
+        }
         try:
-            for writer in sorted(dirty):
-                self._consume(writer)
-            refreshed = self._refresh_runs(only_new=only_new)
-            runs_with_findings = self._watch(only_new=only_new)
-            dirty |= {(run_id, COLLECTOR) for run_id in runs_with_findings}
-            changed = refreshed | runs_with_findings if only_new else None
-            finished = {run.run_id for run in self._runs.statuses() if run.state == "finished"}
-            # Before the runs' present, which resolves: what was renewed meanwhile is not over. And
-            # steps that are stored already must not resolve what is told only now.
-            fired = self._consume_findings(sorted(dirty), finished)
-            dirty.clear()
-            if statuses := self._runs.statuses(changed):
-                self._inbox.update(self._run_now(status, fired) for status in statuses)
-        finally:
-            with self._lock:
-                self._dirty |= dirty
+            self._mark_unread(told | (quiet - self._others.keys()))
+        except BaseException:
+            self._others = before
+            raise
+        self._elsewhere = {run.run_id for run in elsewhere}
+
+    def _take_left(self) -> None:
+        """Own runs that nobody does, and that go on or have rows that no watcher has seen.
+
+        Of those whose owner is gone, words that people may be told of are marked at once.
+        """
+        now, before = self._clock.monotonic_ns(), self._left or {}
+        owned = self._store.claims.owned()
+        if owned is None:
+            return
+        nobodys = {run.run_id for run in self._runs.statuses()} - self._elsewhere - owned.keys()
+        self._settled &= nobodys
+        if self._left is not None:
+            self._mark_unread(nobodys - self._settled - before.keys())
+        self._left = {run_id: before.get(run_id, now) for run_id in nobodys - self._settled}
+        # Its agents may be on their way to any collector, and choose better.
+        since = now - int(_LEFT_SECONDS * 1e9) if self._elsewhere else now
+        due = [run_id for run_id, at in self._left.items() if at <= since]
+        if not due:
+            return
+        with self._store.read() as connection:
+            left = self._runs.running.intersection(due).union(unread_runs(connection, due))
+        if left:
+            self._store.claims.claim(left)
+        self._settled.update(due)
+
+    def _report(
+        self, dirty: Collection[Writer], present: Iterable[RunStatus], *, only_new: bool
+    ) -> None:
+        """Say how own runs are, to the collector that tells people."""
+        told = [run_id for run_id, _ in dirty]
+        runs = [self._run_now(run) for run in present if self._is_own(run.run_id)]
+        self._reporter.report(self._owned or {}, told, runs, only_new=only_new)
+
+    # ----------------------------------------------------------------------------------- one look
+
+    def _tell(
+        self, dirty: Collection[Writer], present: Iterable[RunStatus], *, only_new: bool
+    ) -> None:
+        """Raise what was found, and bring all alerts to where the runs' present puts them."""
+        others = [run.now for run_id, run in self._others.items() if not self._is_own(run_id)]
+        finished = {run.run_id for run in self._runs.statuses() if run.state == "finished"}
+        finished |= {run.run_id for run in others if run.state == "finished"}
+        # Before the runs' present, which resolves: what was renewed meanwhile is not over. And
+        # steps that are stored already must not resolve what is told only now.
+        fired = self._consume_findings(sorted(dirty), finished)
+        # Of a run that goes on and that nobody owns nobody knows what holds; it is owned soon.
+        runs = [
+            self._run_now(run)
+            for run in present
+            if self._is_own(run.run_id) or run.state != "running"
+        ]
+        if not only_new:
+            runs += others
+        if runs:
+            self._inbox.update(self._with_lasting(run, fired) for run in runs)
         if not only_new:
             commands.expire(self._store, self._clock.time_ns())
             self._resend()
+            self._take_left()
 
     def _watch(self, *, only_new: bool) -> frozenset[str]:
         """Have the watchers look; return the runs of which they found something new."""
+        running = self._runs.running
         polled = self._watching.poll(
-            now_ns=self._clock.monotonic_ns(), running=self._runs.running, only_new=only_new
+            now_ns=self._clock.monotonic_ns(),
+            running=running if self._owned is None else running & self._owned.keys(),
+            only_new=only_new,
+            owned=self._owned,
         )
         self._has_more = polled.has_more
         return polled.runs_with_findings
@@ -353,8 +439,10 @@ class Engine:
 
     # --------------------------------------------------------------------------------- decisions
 
-    def _mark_unread(self) -> None:
-        """Mark every writer whose words were stored and not consumed, before a restart."""
+    def _mark_unread(self, run_ids: Collection[str] | None = None) -> None:
+        """Mark writers, of all runs or of some, whose words were stored and not consumed."""
+        if run_ids is not None and not run_ids:
+            return
         queries = {
             "decisions": select(
                 decisions.c.run_id, decisions.c.incarnation, func.max(decisions.c.seq)
@@ -364,13 +452,18 @@ class Engine:
             .group_by(findings.c.run_id, findings.c.incarnation),
         }
         with self._store.read() as connection:
-            unread = {
-                (run_id, incarnation)
-                for what, query in queries.items()
-                for cursors in [_cursors(connection, what)]
-                for run_id, incarnation, seq in connection.execute(query)
-                if seq > cursors.get(_cursor_name((run_id, incarnation), what), -1)
-            }
+            unread = set[Writer]()
+            for what, query in queries.items():
+                if run_ids is not None:
+                    table = decisions if what == "decisions" else findings
+                    query = query.where(table.c.run_id.in_(run_ids))
+                last = {(run_id, of): seq for run_id, of, seq in connection.execute(query)}
+                cursors = _cursors(connection, what, None if run_ids is None else last)
+                unread |= {
+                    writer
+                    for writer, seq in last.items()
+                    if seq > cursors.get(_cursor_name(writer, what), -1)
+                }
         with self._lock:
             self._dirty |= unread
 
@@ -475,7 +568,8 @@ class Engine:
 
     # -------------------------------------------------------------------------------------- runs
 
-    def _refresh_runs(self, *, only_new: bool) -> set[str]:
+    def _refresh_runs(self, *, only_new: bool, is_pager: bool) -> set[str]:
+        """Ask after own runs; the pager also after those of which nobody else reports."""
         now = self._clock.time_ns()
         hearing = self._store.hearing
         if self._store.no_room is not None:
@@ -486,18 +580,23 @@ class Engine:
             lost_after_seconds=self._config.lost_after_seconds,
             is_reading_in=self._store.is_reading_in,
         )
+        own = None if is_pager or self._owned is None else self._owned.keys()
+        others = {run_id for run_id in self._others if not self._is_own(run_id)}
         with self._store.read() as connection:
-            refreshed = self._runs.refresh(connection, when, only_new=only_new)
+            refreshed = self._runs.refresh(
+                connection, when, only_new=only_new, of=own, but=others if is_pager else ()
+            )
         if not only_new:
             hearing.looked(now)
         return refreshed
 
-    def _run_now(self, run: RunStatus, fired: frozenset[str]) -> RunNow:
+    def _run_now(self, run: RunStatus) -> RunNow:
+        """Return what the inbox needs to know of an own run."""
         conditions: list[Alert] = [
             *alerts_for_run_state(run.state, run_id=run.run_id, step=run.step, reason=run.reason)
         ]
         since = {alert.fingerprint: run.ended_unix_ns for alert in conditions}
-        lasting = set(fired)
+        lasting = set[str]()
         absences = self._alerts_for_absent(run, run.absent)
         conditions += absences
         # This collector has just started: what was silent before may speak yet, or not.
@@ -521,16 +620,6 @@ class Engine:
             for finding in self._watching.lasting(run.run_id):
                 alerts = alerts_for_finding(finding, run_id=run.run_id)
                 lasting.update(alert.fingerprint for alert in alerts)
-            self._gone[run.run_id] = {alert.fingerprint for alert in conditions} | lasting
-        elif run.state == "lost":  # what was gone is not back for all the rest being gone as well
-            lasting |= self._gone.get(run.run_id, set())
-        else:
-            self._gone.pop(run.run_id, None)
-        over_cap = self._store.counters.over_cap
-        if over_cap is None:
-            lasting.add(alert_for_cap(run.run_id).fingerprint)
-        elif run.run_id in over_cap:
-            conditions.append(alert_for_cap(run.run_id, over_cap[run.run_id]))
         return RunNow(
             run_id=run.run_id,
             state=run.state,
@@ -541,6 +630,22 @@ class Engine:
             since=since,
             lasting=frozenset(lasting),
         )
+
+    def _with_lasting(self, run: RunNow, fired: frozenset[str]) -> RunNow:
+        """Add to a run's present what this collector alone knows, which raises alerts."""
+        lasting, conditions = run.lasting | fired, run.conditions
+        if run.state == "running":
+            self._gone[run.run_id] = {alert.fingerprint for alert in conditions} | lasting
+        elif run.state == "lost":  # what was gone is not back for all the rest being gone as well
+            lasting |= self._gone.get(run.run_id, set())
+        else:
+            self._gone.pop(run.run_id, None)
+        over_cap = self._store.counters.over_cap
+        if over_cap is None:
+            lasting |= {alert_for_cap(run.run_id).fingerprint}
+        elif run.run_id in over_cap:
+            conditions = (*conditions, alert_for_cap(run.run_id, over_cap[run.run_id]))
+        return replace(run, conditions=conditions, lasting=lasting)
 
     def _hang_of(self, run: RunStatus) -> str:
         with self._store.read() as connection:
@@ -713,13 +818,23 @@ def _cursor(connection: Connection, name: str) -> int:
     return -1 if body is None else msgspec.msgpack.decode(body, type=int)
 
 
-def _cursors(connection: Connection, what: str) -> dict[str, int]:
-    query = select(engine_state.c.name, engine_state.c.body).where(
-        engine_state.c.name.startswith(f"{what}/")
-    )
-    return {
-        name: msgspec.msgpack.decode(body, type=int) for name, body in connection.execute(query)
-    }
+def _cursors(connection: Connection, what: str, writers: Iterable[Writer] | None) -> dict[str, int]:
+    """Return how far what was said is consumed; of all writers, or of some."""
+    name = engine_state.c.name
+    if writers is None:
+        chosen = [name.startswith(f"{what}/")]
+    else:
+        names = [_cursor_name(writer, what) for writer in writers]
+        chosen = [
+            name.in_(names[first : first + _NAMES_AT_ONCE])
+            for first in range(0, len(names), _NAMES_AT_ONCE)
+        ]
+    rows = [
+        row
+        for where in chosen
+        for row in connection.execute(select(name, engine_state.c.body).where(where))
+    ]
+    return {name: msgspec.msgpack.decode(body, type=int) for name, body in rows}
 
 
 __all__ = ["Acting", "Engine", "EngineConfig", "assemble"]

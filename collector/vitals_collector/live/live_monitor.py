@@ -106,14 +106,16 @@ def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
     return WatchedOnsets(tuple(saved.onsets), saved.judged_from, saved.last[:2])
 
 
-def unread_runs(connection: Connection) -> list[str]:
-    """Return the runs of which more is stored than the watchers are done with.
+def unread_runs(connection: Connection, of: Collection[str] | None = None) -> list[str]:
+    """Return the runs, of all or of some, of which more is stored than the watchers are done with.
 
     The newest sample of a host always waits for the next one of its node.
     """
     table = streams.c
     query = select(table.run_id, table.incarnation, table.stream, table.last_seq)
     query = query.where(table.stream.in_(sorted(WATCHED))).order_by(table.run_id)
+    if of is not None:
+        query = query.where(table.run_id.in_(of))
     unread = []
     for run_id, rows in groupby(connection.execute(query).all(), key=lambda row: row.run_id):
         done = watched_to(connection, run_id)
@@ -625,7 +627,8 @@ class _Kept(NamedTuple):
 class LiveMonitor:
     """Follows the runs that have new rows or are running. ``add`` and ``note`` are for any thread.
 
-    ``now_ns`` is a monotonic clock throughout.
+    Of several collectors each follows the runs that it owns; what it stores of one that another has
+    taken meanwhile is refused. ``now_ns`` is a monotonic clock throughout.
     """
 
     def __init__(self, store: Store, config: LiveMonitorConfig | None = None) -> None:
@@ -656,18 +659,49 @@ class LiveMonitor:
         """Remember that the store has something new of a run: rows, names or a checkpoint."""
         self._live.note(run_id)
 
-    def poll(self, *, now_ns: int, running: Collection[str], only_new: bool = False) -> Polled:
+    def take_over(self, run_ids: Collection[str]) -> None:
+        """Go on with runs where others stored that they were.
+
+        Raises:
+            StorageError: the store refused; call again.
+        """
+        if not run_ids:
+            return
+        with self._store.read() as connection:
+            self._aside = runs_aside(connection)
+        for run_id in run_ids:
+            self._begin_again(run_id)
+
+    def _leave(self, run_ids: Iterable[str]) -> None:
+        """Forget runs that others follow now."""
+        for run_id in run_ids:
+            self._live.take(run_id)
+            self._pauses.pop(run_id, None)
+            self._forget(run_id)
+
+    def poll(
+        self,
+        *,
+        now_ns: int,
+        running: Collection[str],
+        only_new: bool = False,
+        owned: Collection[str] | None = None,
+    ) -> Polled:
         """Take in new rows of all runs, and store what the watchers tell of them.
 
         Args:
             now_ns: a monotonic clock.
             running: the runs that go on.
             only_new: look only at those that have new rows.
+            owned: the runs to look at, of those that ``take_over`` was told of; None: all.
 
         Raises:
             StorageError: the store refused; nothing is lost, call again.
         """
-        if self._is_first:
+        if owned is not None:
+            known = {*self._live.waiting(), *self._open, *self._pauses}
+            self._leave(known.difference(owned))
+        elif self._is_first:
             self._begin()
             self._is_first = False
         queue = self._queue(running, only_new=only_new)
@@ -818,7 +852,7 @@ class LiveMonitor:
         What is synced to the disk costs the same for one run and for hundreds.
         """
         try:
-            self._store_all(kept)
+            held = self._store_all(kept)
         except Exception as error:  # what is wrong with one run is its own
             if len(kept) > 1:
                 for of_run in kept:
@@ -829,6 +863,9 @@ class LiveMonitor:
             self._leave_alone(kept[0].followed.run_id, now_ns)
             return
         for followed, saved, body, _, is_over in kept:
+            if followed.run_id not in held:  # its new owner goes on from what was stored before
+                self._leave([followed.run_id])
+                continue
             followed.saved, followed.has_changed = saved, False
             followed.has_new_onset = False
             pause = max(len(body) / self._config.save_bytes_a_second, self._config.save_seconds)
@@ -836,20 +873,26 @@ class LiveMonitor:
             if is_over:
                 self._forget(followed.run_id)
 
-    def _store_all(self, kept: Sequence[_Kept]) -> None:
+    def _store_all(self, kept: Sequence[_Kept]) -> Collection[str]:
+        """Store what is kept of runs; return those that were still to be followed here."""
         if not kept:
-            return
-        rows = [row for of_run in kept for row in of_run.findings]
+            return ()
         with self._store.write() as connection:
+            held = self._store.claims.hold(connection, [k.followed.run_id for k in kept])
+            kept = [of_run for of_run in kept if of_run.followed.run_id in held]
+            rows = [row for of_run in kept for row in of_run.findings]
             if rows:
                 connection.execute(findings.insert(), rows)
-            statement = insert(connection, engine_state)
-            connection.execute(
-                statement.on_conflict_do_update(
-                    index_elements=["name"], set_={"body": statement.excluded.body}
-                ),
-                [{"name": state_name(k.followed.run_id), "body": k.body} for k in kept],
-            )
+            bodies = [{"name": state_name(k.followed.run_id), "body": k.body} for k in kept]
+            if bodies:
+                statement = insert(connection, engine_state)
+                connection.execute(
+                    statement.on_conflict_do_update(
+                        index_elements=["name"], set_={"body": statement.excluded.body}
+                    ),
+                    bodies,
+                )
+        return held
 
 
 def _to_keep(followed: FollowedRun, records: Sequence[TimedFinding], *, is_over: bool) -> _Kept:

@@ -7,7 +7,7 @@ decided by pure functions: ``now`` is handed in.
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -377,9 +377,17 @@ class _Decided(NamedTuple):
 
 
 class RunStatusCache:
-    """What every run is doing. ``touch`` is for any thread."""
+    """What runs are doing. ``touch`` is for any thread.
 
-    def __init__(self) -> None:
+    Args:
+        is_shared: other collectors may have heard of a run before this one asks after it first:
+            its silence counts from then on, for who told them may not have found this one yet.
+    """
+
+    def __init__(self, *, is_shared: bool = False) -> None:
+        self._is_shared = is_shared
+        self._since: dict[str, int] = {}
+        """When runs were first asked after, where there are other collectors."""
         self._lock = threading.Lock()
         self._touched: dict[str, bool] = {}
         self._statuses: dict[str, RunStatus] = {}
@@ -413,8 +421,30 @@ class RunStatusCache:
             return list(self._statuses.values())
         return [self._statuses[run_id] for run_id in run_ids if run_id in self._statuses]
 
-    def refresh(self, connection: Connection, when: Liveness, *, only_new: bool) -> set[str]:
-        """Ask after runs and return which; ``only_new``: after those of which that cannot wait."""
+    def drop(self, run_ids: Iterable[str]) -> None:
+        """Forget what was seen of runs; those that are still asked after begin anew."""
+        for run_id in run_ids:
+            for kept in (self._statuses, self._decided, self._moved, self._failed_at, self._since):
+                kept.pop(run_id, None)
+
+    def refresh(
+        self,
+        connection: Connection,
+        when: Liveness,
+        *,
+        only_new: bool,
+        of: Collection[str] | None = None,
+        but: Collection[str] = (),
+    ) -> set[str]:
+        """Ask after runs and return which.
+
+        Args:
+            connection: of a ``Store.read``.
+            when: when a silent run counts as lost.
+            only_new: ask after those of which that cannot wait; else after all that may change.
+            of: these runs and no others; None: all that there are.
+            but: runs that others ask after.
+        """
         with self._lock:
             touched = self._touched
             due_runs = {run_id for run_id, at_once in touched.items() if at_once or not only_new}
@@ -423,12 +453,10 @@ class RunStatusCache:
             }
         try:
             if not only_new:
-                every = set(connection.execute(select(runs.c.run_id)).scalars())
-                for removed_id in self._statuses.keys() - every:
-                    del self._statuses[removed_id]
-                    self._decided.pop(removed_id, None)
-                    self._moved.pop(removed_id, None)
-                    self._failed_at.pop(removed_id, None)
+                query = select(runs.c.run_id)
+                query = query if of is None else query.where(runs.c.run_id.in_(of))
+                every = set(connection.execute(query).scalars()).difference(but)
+                self.drop(self._statuses.keys() - every)
                 since = when.now_unix_ns - int(2 * when.lost_after_seconds * 1e9)
                 failed = {run_id for run_id, at in self._failed_at.items() if at >= since}
                 asked = self.running | failed | (every - self._statuses.keys())
@@ -458,7 +486,8 @@ class RunStatusCache:
             of_run[run_id].append((incarnation, SourceState._make(state)))
         for run_id in run_ids:
             own = [state for _, state in of_run[run_id]]
-            status = _status_of(connection, run_id, own, self._decided[run_id], when)
+            heard_since = self._heard_since(run_id, when)
+            status = _status_of(connection, run_id, own, self._decided[run_id], heard_since)
             if status.state != "running":
                 self._moved.pop(run_id, None)
             if status.state == "failed":
@@ -466,8 +495,14 @@ class RunStatusCache:
             else:
                 self._failed_at.pop(run_id, None)
             if status.state in ("running", "failed"):
-                status = self._with_absent(connection, status, of_run[run_id], when)
+                status = self._with_absent(connection, status, of_run[run_id], heard_since)
             self._statuses[run_id] = status
+
+    def _heard_since(self, run_id: str, when: Liveness) -> Liveness:
+        if not self._is_shared:
+            return when
+        since = self._since.setdefault(run_id, when.now_unix_ns)
+        return replace(when, up_since_unix_ns=max(since, when.up_since_unix_ns))
 
     def _with_absent(
         self,

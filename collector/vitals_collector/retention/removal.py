@@ -14,6 +14,7 @@ from sqlalchemy import Connection, delete, func, select, update
 
 from trainvitals.errors import UsageError
 from trainvitals.records import RunInfo
+from vitals_collector.cluster.reports import forget_reports
 from vitals_collector.ingest.ingest import is_being_removed, lock_runs
 from vitals_collector.live import overview
 from vitals_collector.live.live_monitor import forget_progress
@@ -134,6 +135,7 @@ def _remove(
         if "run_id" in table.c and table not in _KEPT_TABLES:
             connection.execute(delete(table).where(table.c.run_id == run_id))
     forget_progress(connection, run_id)
+    forget_reports(connection, [run_id])
     values = {
         "forgotten_unix_ns": now_unix_ns,
         "is_gone": False,

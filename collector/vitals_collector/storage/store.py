@@ -147,11 +147,6 @@ class Hearing:
         with self._lock:
             self._looked_ns = now_ns
 
-    def rest(self) -> None:
-        """Note that runs are not looked at by this collector for now."""
-        with self._lock:
-            self._looked_ns = None
-
     def since(self, now_ns: int) -> int:
         """Return since when this collector hears; 0 where it never failed to."""
         with self._lock:
@@ -177,8 +172,18 @@ class Hearing:
                 self._storing.pop(threading.get_ident(), None)
 
 
+class OwnedElsewhere(NamedTuple):
+    """A run that another collector owns."""
+
+    run_id: str
+    epoch: int
+    """The number of its lease."""
+    report: bytes
+    """What was last reported of it, by this owner or one before; empty where nothing was."""
+
+
 class Claims(Protocol):
-    """Whose rows may be stored here."""
+    """Whose rows may be stored here, and who else stores some."""
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
         """Own the runs that nobody else does; return for each of the others where it belongs.
@@ -194,6 +199,15 @@ class Claims(Protocol):
             StorageError: it is to be sent again.
         """
 
+    def owned(self) -> dict[str, int] | None:
+        """Return the runs that are owned here, each with the number of its lease; None: all."""
+
+    def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
+        """Return which of the runs are owned here, and stay so until the transaction ends."""
+
+    def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
+        """Return the runs that other collectors own now."""
+
 
 class AllMine:
     """The claims of a collector that is alone on its store."""
@@ -204,6 +218,17 @@ class AllMine:
 
     def confirm(self, run_ids: Iterable[str]) -> None:
         """Do nothing."""
+
+    def owned(self) -> None:
+        """Return nothing: all runs are."""
+
+    def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
+        """Return all of them."""
+        return set(run_ids)
+
+    def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
+        """Return nothing: there are no others."""
+        return []
 
 
 class Store:
@@ -703,6 +728,7 @@ __all__ = [
     "AllMine",
     "Claims",
     "Moment",
+    "OwnedElsewhere",
     "Prepared",
     "Store",
     "clean",

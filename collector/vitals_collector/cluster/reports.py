@@ -1,0 +1,55 @@
+"""What the owners of runs write down for the collector that pages, and its look at all of them.
+
+An owner's report is one row for each run, in the owner's words: bytes, here. It counts while the
+lease does under which it was written: the pager takes none of a former owner.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from sqlalchemy import Connection, delete, func, literal, select
+
+from vitals_collector.cluster.leases import NOW
+from vitals_collector.storage.schema import engine_state, leases
+from vitals_collector.storage.store import OwnedElsewhere, insert
+
+RUN = "run/"
+"""How the name of a run's lease begins."""
+_REPORT = "report/"
+
+
+def owned_elsewhere(connection: Connection, holder: str) -> list[OwnedElsewhere]:
+    """Return the runs that others than the holder, or its former process, own now: one query."""
+    report = engine_state.c.name == literal(_REPORT) + func.substr(leases.c.name, len(RUN) + 1)
+    query = (
+        select(leases.c.name, leases.c.epoch, engine_state.c.body)
+        .select_from(leases.outerjoin(engine_state, report))
+        .where(
+            leases.c.name.startswith(RUN, autoescape=True),
+            leases.c.expires_unix_ns > NOW,
+            ~leases.c.holder.endswith("/" + holder.rpartition("/")[2], autoescape=True),
+        )
+    )
+    return [
+        OwnedElsewhere(row.name.removeprefix(RUN), row.epoch, row.body or b"")
+        for row in connection.execute(query)
+    ]
+
+
+def write_reports(connection: Connection, bodies: Mapping[str, bytes]) -> None:
+    """Write down what is reported of runs."""
+    statement = insert(connection, engine_state)
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=["name"], set_={"body": statement.excluded.body}
+        ),
+        [{"name": _REPORT + run_id, "body": body} for run_id, body in sorted(bodies.items())],
+    )
+
+
+def forget_reports(connection: Connection, run_ids: Iterable[str]) -> None:
+    """Remove what was reported of runs."""
+    names = [_REPORT + run_id for run_id in run_ids]
+    connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))
+
+
+__all__ = ["RUN", "forget_reports", "owned_elsewhere", "write_reports"]

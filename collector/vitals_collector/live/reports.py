@@ -1,0 +1,112 @@
+"""What an owner tells the pager of its runs, in one row each, instead of having it look at them.
+
+Of several collectors each watches the runs that it owns and stores what it finds. What else alerts
+follow from, the state of a run and what holds of it, it reports. The pager reads the reports of all
+runs at once.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from trainvitals.errors import UNREADABLE
+from vitals_collector.alerts.inbox import RunNow
+from vitals_collector.cluster.reports import forget_reports, write_reports
+from vitals_collector.storage.store import OwnedElsewhere, Store
+
+_LOG = logging.getLogger("vitals.collector.engine")
+
+
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the owner of a run says of it."""
+
+    epoch: int
+    """The number of its lease."""
+    num_told: int
+    """Decisions and findings since then of which people may be told: those are in the database."""
+    now: RunNow
+
+    @property
+    def news(self) -> tuple[object, ...]:
+        """Return what cannot wait: all but how far the run is."""
+        now = self.now
+        holds = (now.state, now.conditions, now.lasting, now.last_unhealthy_step)
+        return (self.epoch, self.num_told, *holds)
+
+
+_decode = msgspec.msgpack.Decoder(RunReport).decode
+
+
+class Reporter:
+    """Writes down what is reported of own runs, where it has changed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._num_told: Counter[str] = Counter()
+        self._written: dict[str, RunReport] = {}
+
+    def report(
+        self,
+        owned: Mapping[str, int],
+        told: Iterable[str],
+        present: Iterable[RunNow],
+        *,
+        only_new: bool,
+    ) -> None:
+        """Report the runs that are owned.
+
+        Args:
+            owned: the number of each run's lease.
+            told: runs of which something came that people may be told of, once for each.
+            present: runs as they are now.
+            only_new: only what cannot wait.
+
+        Raises:
+            StorageError: the store refused; call again.
+        """
+        self._num_told.update(told)
+        due: dict[str, RunReport] = {}
+        for now in present:
+            run_id, before = now.run_id, self._written.get(now.run_id)
+            if run_id not in owned:
+                continue
+            num_told = self._num_told[run_id]
+            report = RunReport(epoch=owned[run_id], num_told=num_told, now=now)
+            is_known = before is not None and report.news == before.news
+            if not is_known or (report != before and not only_new):
+                due[run_id] = report
+        if not due:
+            return
+        with self._store.write() as connection:
+            held = self._store.claims.hold(connection, due.keys())
+            bodies = {run_id: msgspec.msgpack.encode(due[run_id]) for run_id in held}
+            if bodies:
+                write_reports(connection, bodies)
+        self._written = {run_id: r for run_id, r in self._written.items() if run_id in owned} | due
+
+    def withdraw(self, run_ids: Collection[str]) -> None:
+        """Report nothing more of own runs: this collector is the one that reports are for.
+
+        Raises:
+            StorageError: the store refused; call again.
+        """
+        with self._store.write() as connection:
+            forget_reports(connection, run_ids)
+        self._written.clear()
+
+
+def report_of(run: OwnedElsewhere) -> RunReport | None:
+    """Return what a run's present owner reported; None where it has not, or in another version."""
+    if not run.report:
+        return None
+    try:
+        report = _decode(run.report)
+    except UNREADABLE as error:
+        _LOG.warning("report_not_read run=%s: %s", run.run_id, error)
+        return None
+    return report if report.epoch == run.epoch else None
+
+
+__all__ = ["Reporter", "RunReport", "report_of"]
