@@ -1,8 +1,8 @@
 """Where a step's time goes on this rank: before forward, forward, backward, waits, after backward.
 
 After an all-reduce all ranks look alike; what tells them apart is how long each computed before it
-and waited in it. On the CPU these are times of the host, for its collectives block; on CUDA they lie
-between events that nobody waits for: they are read when the step's numbers are on the host.
+and waited in it. On the CPU these are times of the host, for its collectives block. On CUDA they
+lie between events that nobody waits for: they are read when the step's numbers are on the host.
 
 DDP: a callback at the end of autograd's graph runs before DDP's own, which waits for the buckets,
 and one that the first queues runs behind it. FSDP2: its parameter groups gather, wait and scatter

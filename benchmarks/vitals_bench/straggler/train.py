@@ -5,9 +5,11 @@
 
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks import watch
 
-STEP_SECONDS = 0.072
-"""What a step sleeps; the collectives and Python come on top."""
+CALIBRATED_AT = 40
+"""The step before which the ranks agree how long a healthy step takes on this machine."""
 _LAYERS = 3
 _SLEEPS = {"data": 0.008, "before": 0.008, "forward": 0.018, "backward": 0.03, "optimizer": 0.008}
 
@@ -38,19 +40,19 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     last: int
     seed: int = 0
 
-    def seconds(self, place: str, rank: int, step: int) -> float:
-        """Return how late a rank is in a place of a step."""
+    def part(self, place: str, rank: int, step: int) -> float:
+        """Return how late a rank is in a place of a step, as a share of a healthy one."""
         if not self.first <= step <= self.last:
             return 0.0
         if self.place == "rotating":
             drawn = random.Random(self.seed * 100_003 + step)
             who, where = drawn.randrange(dist.get_world_size()), drawn.choice(tuple(_SLEEPS))
-            return self.share * STEP_SECONDS if (rank, place) == (who, where) else 0.0
+            return self.share if (rank, place) == (who, where) else 0.0
         if self.place == "evaluation":
             is_due = rank == self.rank and place == "before" and step % 20 == 0
-            return self.share * STEP_SECONDS if is_due else 0.0
+            return self.share if is_due else 0.0
         is_mine = rank == self.rank and place == self.place
-        return self.share * STEP_SECONDS if is_mine else 0.0
+        return self.share if is_mine else 0.0
 
 
 class Pace:
@@ -60,10 +62,24 @@ class Pace:
         self._plan = plan
         self._rank = dist.get_rank()
         self.step = 0
+        self._step_seconds = 0.0
+        self._ends: list[float] = []
 
     def late(self, place: str) -> float:
-        """Return by how much this rank is late here."""
-        return sum(fault.seconds(place, self._rank, self.step) for fault in self._plan)
+        """Return by how many seconds this rank is late here."""
+        parts = (fault.part(place, self._rank, self.step) for fault in self._plan)
+        return sum(parts) * self._step_seconds
+
+    def stepped(self) -> None:
+        """Count a step; after some, agree how long one takes."""
+        self.step += 1
+        if self.step <= CALIBRATED_AT:
+            self._ends.append(time.monotonic())
+        if self.step == CALIBRATED_AT:
+            steps = [b - a for a, b in pairwise(self._ends)]
+            seconds = torch.tensor(statistics.median(steps), dtype=torch.float64)
+            dist.broadcast(seconds, src=0)
+            self._step_seconds = float(seconds)
 
     def rest(self, place: str, parts: int = 1) -> None:
         """Sleep for one of the parts of a place."""
@@ -111,9 +127,7 @@ class _Slow(torch.optim.SGD):
 def _with_slow_link(pace: Pace) -> Callable[..., Any]:
     """Return a hook of DDP by which a rank has the sum later than the others."""
 
-    def hook(
-        _state: object, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
+    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         reduced = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
         is_last = bucket.is_last()
 
@@ -189,7 +203,7 @@ def main() -> None:
             loss = model(batch).square().mean()
             loss.backward()
             monitor.step(loss)
-            pace.step += 1
+            pace.stepped()
             if pace.step == num_steps:
                 break
     dist.destroy_process_group()
