@@ -116,8 +116,8 @@ class StragglerWatcher(Watcher):
         them in the next step."""
         self._since: dict[int, tuple[int]] = {}
         """By rank that is late enough to be told: steps for which it has been."""
-        self._told: dict[int, tuple[int]] = {}
-        """By rank that was told: steps since it was last late enough."""
+        self._told: dict[int, tuple[int, int]] = {}
+        """By rank that was told: steps since it was last late, and whether it is at every n-th."""
 
     @property
     def goes_on(self) -> bool:
@@ -151,17 +151,19 @@ class StragglerWatcher(Watcher):
         ]
         if not fresh:
             return ()
-        self._told.update(dict.fromkeys(fresh, (0,)))
+        for rank in fresh:
+            self._told[rank] = (0, int(courses[rank].num_late < self._config.steps))
         worst = max(fresh, key=lambda rank: courses[rank].share)
         return (self._tell(merged, courses[worst], [r for r in fresh if r != worst]),)
 
     def _ease(self, courses: Mapping[int, _Course]) -> None:
         """Forget whom was told of and has long been in time: it can be told again."""
-        for rank, (absent,) in list(self._told.items()):
-            is_late = rank in courses and courses[rank].share > self._config.late / 2
-            absent = 0 if is_late else absent + 1
-            if absent < self._config.window:
-                self._told[rank] = (absent,)
+        for rank, (absent, is_periodic) in list(self._told.items()):
+            course = courses.get(rank)
+            share = 0.0 if course is None else course.mean_share if is_periodic else course.recent
+            absent = 0 if share > self._config.late / 2 else absent + 1
+            if absent < self._config.steps // 2:
+                self._told[rank] = (absent, is_periodic)
             else:
                 del self._told[rank]
 
@@ -260,7 +262,12 @@ class _Course(NamedTuple):
     @property
     def share(self) -> float:
         """Share of the time that the others wait for it."""
-        return max(self.recent, math.fsum(self.shares) / len(self.shares))
+        return max(self.recent, self.mean_share)
+
+    @property
+    def mean_share(self) -> float:
+        """Plain mean over the window: of what comes at every n-th step, a robust one has little."""
+        return math.fsum(self.shares) / len(self.shares)
 
     @property
     def late(self) -> list[list[float]]:
