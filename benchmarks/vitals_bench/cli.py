@@ -23,7 +23,7 @@ PROGRAM = "python -m vitals_bench"
 Measure = Callable[..., "Iterator[Row | Grid]"]
 Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
-APART = ("hang", "judgement", "sizes", "attribution")
+APART = ("hang", "straggler", "judgement", "sizes", "attribution")
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
 
@@ -102,6 +102,7 @@ def build_app() -> typer.Typer:
     app.command("sizes", epilog=f"Example: {PROGRAM} sizes --quick")(bench_sizes)
     app.command("dashboard", epilog=f"Example: {PROGRAM} dashboard --quick")(bench_dashboard)
     app.command("hang", epilog=f"Example: {PROGRAM} hang --quick")(bench_hang)
+    app.command("straggler", epilog=f"Example: {PROGRAM} straggler --quick")(bench_straggler)
     app.command("judgement", epilog=f"Example: {PROGRAM} judgement --quick")(bench_judgement)
     app.command("attribution", epilog=f"Example: {PROGRAM} attribution --quick")(bench_attribution)
     return app
@@ -129,8 +130,8 @@ def bench_all(
 ) -> None:
     """Measure what Vitals costs on this machine, beside what others cost; alone, runs every bench.
 
-    Except judgement, whose trainings take hours, hang, whose ranks want the machine to themselves,
-    and sizes, which is docs/scale.md's.
+    Except judgement, whose trainings take hours, hang and straggler, whose ranks want the machine
+    to themselves, and sizes, which is docs/scale.md's.
 
     A goal that was missed is said and is no failure: the exit code is 1 only where a bench could
     not run.
@@ -239,6 +240,14 @@ def bench_hang(quick: Quick = False, output: Output = Format.TABLE, page: Part =
     _run(("hang",), quick=quick, output=output, page=page)
 
 
+def bench_straggler(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
+    """Let a rank of a real training be late now and then, and show who is named, and by what.
+
+    And how often somebody is named where ranks are late by turns, or rarely. Half an hour.
+    """
+    _run(("straggler",), quick=quick, output=output, page=page)
+
+
 def bench_judgement(
     quick: Quick = False,
     full: Full = False,
@@ -311,6 +320,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         parts,
         query,
         sizes,
+        straggler,
     )
 
     return {
@@ -325,6 +335,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "sizes": sizes.PARTS,
         "dashboard": dashboard.PARTS,
         "hang": hang.PARTS,
+        "straggler": straggler.PARTS,
         "judgement": judgement.PARTS,
         "attribution": attribution.PARTS,
     }

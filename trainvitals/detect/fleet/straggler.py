@@ -196,8 +196,11 @@ class StragglerWatcher(Watcher):
 
     def _is_clear(self, course: _Course) -> bool:
         """Return whether one part explains the lateness, or it has lasted long enough."""
-        is_diffuse = _cause(course.late) == _DIFFUSE
-        return not is_diffuse or self._since[course.rank][0] > self._config.diffuse_steps
+        is_clear = _cause(course.late) not in (_DIFFUSE, _UNKNOWN)
+        # Where nothing is placed there is no cause to wait for.
+        is_placed = any(_seconds_in(part, course.late)[1] for part in _PARTS[1:])
+        lasted = self._since[course.rank][0] > self._config.diffuse_steps
+        return is_clear or not is_placed or lasted
 
     def _tell(self, merged: MergedStep, course: _Course, more: Sequence[int]) -> Finding:
         late = course.late
