@@ -44,7 +44,7 @@ PLACES = {
 SHARES = (0.05, 0.1, 0.3)
 SEEDS = 5
 RANKS = 2
-FAULT_STEPS, PAUSE_STEPS, CALM_STEPS = 40, 50, 200
+FAULT_STEPS, PAUSE_STEPS, CALM_STEPS = 40, 45, 200
 _COLUMNS = (
     "step_duration_seconds",
     "data_wait_seconds",
