@@ -152,9 +152,9 @@ class StepClock:
 
     def enter(self) -> None:
         """Note that ``Monitor.step`` began."""
-        if self.sections is not None:
-            self.sections.enter()
         self._entered = self.clock.monotonic_ns()
+        if self.sections is not None:
+            self.sections.enter(self._entered)
 
     def leave(self) -> None:
         """Note that the loop goes on, to its own clip, before the step is finished."""
@@ -234,7 +234,7 @@ class StepClock:
             timeline=None if last is None else timeline,
         )
         if self.sections is not None:
-            self.sections.begin()
+            self.sections.begin(now)
         self._last_end, self._data_wait_ns, self._checkpoint_ns = now, None, None
         self._optimizer_ns = self._exchange_ns = 0
         self.phase = "forward_backward"

@@ -134,19 +134,23 @@ class Sections:
 
     # ------------------------------------------------------------------------ by the step's clock
 
-    def begin(self) -> None:
-        """Note that a step ended: the next one begins."""
+    def begin(self, now_ns: int) -> None:
+        """Note that a step ended, so by the step's clock: the next one begins."""
         self._drop()
         with self._faults.fail_open("sections"):
-            self._begin, self._has_begun = self._now(), True
+            self._begin = self._now() if self._is_cuda else now_ns
+            self._has_begun = True
 
     def aside(self, nanoseconds: int) -> None:
         """Leave so much out of the present section: another column has it."""
         self._asides[self._section] += nanoseconds
 
-    def enter(self) -> None:
-        """Note that the loop is done with its part of the step."""
-        self._end("after_backward")
+    def enter(self, now_ns: int) -> None:
+        """Note that the loop is done with its part of the step, so by the step's clock."""
+        if self._has_begun:
+            with self._faults.fail_open("sections"):
+                instant = self._now() if self._is_cuda else now_ns
+                self._marks.append((self._section, instant))
 
     def take(self) -> Timeline | None:
         """Return the step's times; None where forward or backward were not seen."""

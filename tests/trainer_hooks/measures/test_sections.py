@@ -60,20 +60,22 @@ def test_the_parts_make_up_the_step(folder: Path, said: Any, kind: str) -> None:
 def test_a_rank_is_late_where_it_slept_and_the_other_waits(
     folder: Path, said: Any, kind: str, place: str
 ) -> None:
-    in_time, late = journals(folder, kind)
-    step = 2 + 2 * ranks.PLACES.index(place)
-    rows = [journal.rows["steps"][step] for journal in (in_time, late)]
+    in_time, late = (journal.rows["steps"] for journal in journals(folder, kind))
     times = 3 if kind == "ddp_micro" and place in ("forward", "backward") else 1
-    slept = ranks.LATE * times
-    longer = {part: rows[1][f"{part}_seconds"] - rows[0][f"{part}_seconds"] for part in SECTIONS}
-    longer |= {
-        p: rows[1][f"{p}_seconds"] - rows[0][f"{p}_seconds"] for p in ("data_wait", "optimizer")
-    }
-    assert longer[place] > 0.8 * slept, "where it slept"
-    # The others wait for an optimizer in the next step.
-    after = [journal.rows["steps"][step + (place == "optimizer")] for journal in (in_time, late)]
-    waited = [row["gradient_wait_seconds"] + row["communication_seconds"] for row in after]
-    assert waited[0] - waited[1] > 0.5 * slept, "the other waited"
+    slept, longer, waited = ranks.LATE * times, [], []
+    for step in (2 + 2 * ranks.PLACES.index(place), 3 + 2 * ranks.PLACES.index(place)):
+        column = f"{place}_seconds"
+        longer.append(late[step][column] - in_time[step][column])
+        after = step + (place == "optimizer")  # the others wait for it in the next step
+        waits = [
+            rows[after]["gradient_wait_seconds"] + rows[after]["communication_seconds"]
+            for rows in (in_time, late)
+            if after < len(rows)
+        ]
+        waited += [waits[0] - waits[1]] if waits else []
+    # Of two steps: a busy machine may have slept in either.
+    assert max(longer) > 0.8 * slept, "where it slept"
+    assert max(waited) > 0.5 * slept, "the other waited"
 
 
 @pytest.mark.dist
@@ -124,10 +126,10 @@ def test_on_a_device_the_parts_lie_between_events(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", Event)
     faults, model = FaultCounter(), nn.Linear(4, 1)
     sections = Sections([model], torch.device("cuda"), faults)
-    sections.begin()
+    sections.begin(0)
     model(torch.ones(2, 4)).sum().backward()
     exchanged = Event(enable_timing=True)
-    sections.enter()
+    sections.enter(0)
     exchanged.record()
     timeline = sections.take()
     assert timeline is not None
@@ -139,9 +141,9 @@ def test_on_a_device_the_parts_lie_between_events(monkeypatch: pytest.MonkeyPatc
 def test_a_step_without_backward_is_not_placed() -> None:
     faults, model = FaultCounter(), nn.Linear(4, 1)
     sections = Sections([model], torch.device("cpu"), faults)
-    sections.begin()
+    sections.begin(0)
     model(torch.ones(2, 4))
-    sections.enter()
+    sections.enter(0)
     assert sections.take() is None
     sections.release()
     assert not model._forward_hooks

@@ -201,6 +201,16 @@ def test_it_is_told_again_once_it_had_passed() -> None:
     assert (True, False, True) == (lasting[99], lasting[180], lasting[-1])
 
 
+def test_another_cause_is_told_while_the_rank_stays_late() -> None:
+    def late(step: int, rank: int, part: str) -> float:
+        place = "forward_seconds" if step < 100 else "link"
+        return 0.3 if (rank, part) == (1, place) else 0.0
+
+    findings = told(trained(late, ranks=4, steps=200, noise=0.05))
+    assert ["straggler_forward", "straggler_link"] == [finding.cause for finding in findings]
+    assert findings[1].step < 130
+
+
 def test_without_placed_parts_the_exchange_and_the_data_serve() -> None:
     course = (
         "step_duration_seconds[*] 1x60; communication_seconds[*] 0.3x60; "

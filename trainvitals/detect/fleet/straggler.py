@@ -47,6 +47,8 @@ class StragglerConfig(Settings, frozen=True, kw_only=True):
     diffuse_steps: Annotated[int, Meta(ge=0, le=100_000)] = 200
     """Steps for which it must stay late where no part of the step explains half of it: then its
     processor is busy with something else, and that mostly passes."""
+    changed_steps: Annotated[int, Meta(ge=1, le=1_000)] = 5
+    """Steps for which a rank that was told must be late by another cause to be told anew."""
     hits: Annotated[int, Meta(ge=3, le=1_000)] = 6
     """Late steps at one distance, of 2 to 5 steps, that are told as well: every n-th step. What
     comes more rarely, such as an evaluation, is not."""
@@ -116,8 +118,9 @@ class StragglerWatcher(Watcher):
         them in the next step."""
         self._since: dict[int, tuple[int]] = {}
         """By rank that is late enough to be told: steps for which it has been."""
-        self._told: dict[int, tuple[int, int]] = {}
-        """By rank that was told: steps since it was last late, and whether it is at every n-th."""
+        self._told: dict[int, tuple[int, int, int, int]] = {}
+        """By rank that was told: steps since it was last late, whether it is at every n-th, by
+        which cause, and for how many steps it has been by another."""
 
     @property
     def goes_on(self) -> bool:
@@ -147,23 +150,24 @@ class StragglerWatcher(Watcher):
         fresh = [
             rank
             for rank, course in late.items()
-            if rank not in self._told and self._is_clear(course)
+            if self._is_clear(course) and (rank not in self._told or self._is_by_another(course))
         ]
         if not fresh:
             return ()
         for rank in fresh:
-            self._told[rank] = (0, int(courses[rank].num_late < self._config.steps))
+            is_periodic = courses[rank].num_late < self._config.steps
+            self._told[rank] = (0, int(is_periodic), _index(_cause(courses[rank].late)), 0)
         worst = max(fresh, key=lambda rank: courses[rank].share)
         return (self._tell(merged, courses[worst], [r for r in fresh if r != worst]),)
 
     def _ease(self, courses: Mapping[int, _Course]) -> None:
         """Forget whom was told of and has long been in time: it can be told again."""
-        for rank, (absent, is_periodic) in list(self._told.items()):
+        for rank, (absent, is_periodic, cause, changed) in list(self._told.items()):
             course = courses.get(rank)
             share = 0.0 if course is None else course.mean_share if is_periodic else course.recent
             absent = 0 if share > self._config.late / 2 else absent + 1
             if absent < self._config.steps // 2:
-                self._told[rank] = (absent, is_periodic)
+                self._told[rank] = (absent, is_periodic, cause, changed)
             else:
                 del self._told[rank]
 
@@ -193,6 +197,15 @@ class StragglerWatcher(Watcher):
             is_one_sided = course.mean >= config.sigmas * course.error
             return course.recent >= limit and is_one_sided
         return course.share >= limit and course.period(config.hits) > 0
+
+    def _is_by_another(self, course: _Course) -> bool:
+        """Return whether a rank that was told has been late by another cause for some steps."""
+        absent, is_periodic, told, changed = self._told[course.rank]
+        now = _cause(course.late)
+        is_another = now not in (_DIFFUSE, _UNKNOWN) and _index(now) != told
+        changed = changed + 1 if is_another else 0
+        self._told[course.rank] = (absent, is_periodic, told, changed)
+        return changed >= self._config.changed_steps
 
     def _is_clear(self, course: _Course) -> bool:
         """Return whether one part explains the lateness, or it has lasted long enough."""
@@ -385,6 +398,11 @@ def _cause(late: Sequence[Sequence[float]]) -> _Part:
     if max(excess) > lateness / 2:
         return _CAUSES[excess.index(max(excess))]
     return _DIFFUSE if sum(max(0.0, e) for e in excess) > lateness / 2 else _UNKNOWN
+
+
+def _index(part: _Part) -> int:
+    """Return a part's place among the causes, -1 for one that is none of them."""
+    return _CAUSES.index(part) if part in _CAUSES else -1
 
 
 def _seconds_in(part: _Part, late: Sequence[Sequence[float]]) -> tuple[float, float]:
