@@ -86,8 +86,8 @@ def plan_of(strategy: str, *, quick: bool) -> list[Fault]:
     ]
     rng.shuffle(drawn)
     plan, step = [], CALIBRATED_AT + PAUSE_STEPS
-    for place, share, seed in drawn:
-        rank = rng.randrange(RANKS)
+    for index, (place, share, seed) in enumerate(drawn):
+        rank = index % RANKS  # never twice in a row: who was late would still count as told
         last = step + FAULT_STEPS - 1
         plan.append(Fault(place=place, share=share, rank=rank, first=step, last=last, seed=seed))
         step += FAULT_STEPS + PAUSE_STEPS

@@ -300,7 +300,7 @@ GONE_WRONG: dict[str, Case] = {
     ),
     "a rank is slow": Case(
         make=StragglerWatcher,
-        cause="straggler",
+        cause="straggler_link",
         within=25,
         change=lambda row: waits_at_exchange(row, 5),
     ),

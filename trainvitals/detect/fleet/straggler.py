@@ -80,6 +80,8 @@ _PARTS = (
     _Part("monitor_seconds", "host", "Vitals itself"),
     _Part("after_backward_seconds", "host", "its loop after backward", is_before=False),
 )
+_BETWEEN = ("monitor_seconds", "after_backward_seconds")
+"""What lies, or may lie, between the wait for gradients and the exchange."""
 _LINK = _Part("", "link", "the other ranks' gradients")
 _DIFFUSE = _Part("", "host", "all parts of its step")
 _UNKNOWN = _Part("", "", "")
@@ -342,17 +344,18 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
         return []
     parts = [_by_rank(columns, part.column) for part in _PARTS]
     usual = [_lower_median(list(part.values())) if len(part) > 1 else 0.0 for part in parts]
-    usual_wait = _lower_median(list(waits.values()))
     found = []
     for rank, by_wait, by_exchange in late:
         own = [part.get(rank, middle) for part, middle in zip(parts, usual, strict=True)]
         excess = [max(0.0, a - b) for a, b in zip(own, usual, strict=True)]
         before = sum(e for e, part in zip(excess, _PARTS, strict=True) if part.is_before)
-        after = sum(e for e, part in zip(excess, _PARTS, strict=True) if not part.is_before)
+        after = sum(excess[i] for i, part in enumerate(_PARTS) if part.column in _BETWEEN)
         # Who only has the gradients sooner than the others is not late.
         lateness = min(by_wait, before) + by_exchange
         if lateness > least:
-            by_link = max(0.0, min(by_exchange - after, waits[rank] - usual_wait))
+            # Between the two waits lie its own loop and our preparation; what they do not explain,
+            # it lost by having the gradients later.
+            by_link = max(0.0, by_exchange - after)
             pairs = [x for pair in zip(own, usual, strict=True) for x in pair]
             found.append([float(rank), lateness, *pairs, by_link, 0.0])
     return sorted(found, key=lambda figures: -figures[1])[:_MOST_RANKS]
