@@ -72,8 +72,9 @@ lint: $(STAMP) ## ruff, mypy, and who may import whom
 bench: $(STAMP) ## what Vitals costs on this machine, beside others; writes docs/benchmarks.md
 	$(BIN)/python -m vitals_bench --page docs/benchmarks.md $(ARGS)
 
-bench-hang: $(STAMP) ## real jobs that hang in known ways: who is named, and how soon (half an hour)
+bench-hang: $(STAMP) ## real jobs that hang, or wait for a late rank: who is named, how soon, by what (an hour)
 	$(BIN)/python -m vitals_bench hang --page docs/benchmarks.md $(ARGS)
+	$(BIN)/python -m vitals_bench straggler --page docs/benchmarks.md $(ARGS)
 
 bench-corruption: $(STAMP) ## trainings of 2 to 4 ranks in which a bit flips: seen, named, healed (ten minutes)
 	$(BIN)/python -m vitals_bench corruption --page docs/benchmarks.md $(ARGS)

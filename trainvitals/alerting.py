@@ -351,7 +351,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="notify",
         point=True,
         help="All ranks wait for one.",
-        to_do="Look at its GPU, its node and its data.",
+        to_do="Look where its message says the time goes: data, loop, GPU clocks or link.",
     ),
     AlertSpec(
         name="MemoryCreep",

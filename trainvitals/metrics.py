@@ -276,6 +276,38 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         "tokens",
         "Gradient noise scale in tokens. Opt-in, as `noise_scale_ratio`.",
     ),
+    _step(
+        "before_forward_seconds",
+        "seconds",
+        "Time from the end of the previous step to the model's forward, without the wait for data "
+        "and checkpoints. This and the next four: with DDP and FSDP2 on several ranks.",
+        scope="rank",
+    ),
+    _step(
+        "forward_seconds",
+        "seconds",
+        "Time in the model's forward and the loss, without FSDP2's all-gathers.",
+        scope="rank",
+    ),
+    _step(
+        "backward_seconds",
+        "seconds",
+        "Time in backward, without the wait for other ranks' gradients.",
+        scope="rank",
+    ),
+    _step(
+        "gradient_wait_seconds",
+        "seconds",
+        "Time that forward and backward waited for other ranks: in DDP's all-reduce of the "
+        "gradients, in FSDP2's all-gathers and reduce-scatters.",
+        scope="rank",
+    ),
+    _step(
+        "after_backward_seconds",
+        "seconds",
+        "Time from the end of backward to `Monitor.step`.",
+        scope="rank",
+    ),
 )
 
 

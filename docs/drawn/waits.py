@@ -11,8 +11,9 @@ from docs.drawn.runs import State, check, silence, watched
 from docs.drawn.steps import each_rank, of_rank, of_run, step
 from docs.drawn.svg import Line, Mark, Panel, Point
 from trainvitals.detect.fleet import FleetDetectors, memory, ranks, speed
+from trainvitals.detect.fleet import straggler as straggling
 from trainvitals.detect.fleet.base import MergedStep
-from trainvitals.detect.fleet.ranks import DataBoundConfig, StragglerConfig
+from trainvitals.detect.fleet.ranks import DataBoundConfig
 from trainvitals.detect.fleet.speed import CheckpointConfig, ThroughputConfig
 from trainvitals.records import Finding
 
@@ -76,36 +77,35 @@ def _waits(title: str, waits: Sequence[float], detector: str = "") -> Panel:
 
 
 def straggler() -> list[Panel]:
-    """One rank comes last in nearly every step; each does now and then."""
+    """One rank is slow in backward, in nearly every step; each is now and then."""
     rng = random.Random(32)
     lasting, by_turns = [], []
     for i in range(160):
         late = 0 if i >= 60 and rng.random() < 0.9 else -1
-        lasting.append(_exchange(i, late, rng))
-        by_turns.append(_exchange(i, rng.randrange(4), rng))
+        lasting.append(_late_in_backward(i, late, rng))
+        by_turns.append(_late_in_backward(i, rng.randrange(4), rng))
     return [
-        _exchanges("rank 0 comes last from step 60 on", lasting, "straggler"),
-        _exchanges("silent: a late rank in each step, by turns", by_turns),
+        _gradient_waits("rank 0 is slow in backward from step 60 on", lasting, "straggler"),
+        _gradient_waits("silent: a late rank in each step, by turns", by_turns),
     ]
 
 
-def _exchange(number: int, late: int, rng: random.Random) -> MergedStep:
+def _late_in_backward(number: int, late: int, rng: random.Random) -> MergedStep:
     """Return a step of a second, in which all wait for the late rank, and it waits for nobody."""
-    usual = 0.25 if late >= 0 else 0.05
-    waits = [0.02 if rank == late else usual + rng.uniform(0.0, 0.02) for rank in range(4)]
-    times = {"communication_seconds": waits, "step_duration_seconds": [1.0] * 4}
-    return step(number, ranks=times)
+    slower = 0.2 if late >= 0 else 0.0
+    own = [0.5 + rng.uniform(0.0, 0.02) + (slower if r == late else 0.0) for r in range(4)]
+    columns = {
+        "backward_seconds": own,
+        "gradient_wait_seconds": [max(own) - seconds + 0.02 for seconds in own],
+        "communication_seconds": [0.01] * 4,
+        "step_duration_seconds": [1.0 + slower] * 4,
+    }
+    return step(number, ranks=columns)
 
 
-def _exchanges(title: str, steps: Sequence[MergedStep], detector: str = "") -> Panel:
-    part = StragglerConfig().late
-
-    def limit(merged: MergedStep) -> float:
-        return sorted(merged.ranks["communication_seconds"])[2] - part  # type: ignore[operator, type-var]
-
-    lines: dict[str, Any] = each_rank("communication_seconds", 4)
-    lines["limit: late by a tenth"] = limit
-    return watched(title, steps, detector, lines=lines, y_label="s in the exchange")
+def _gradient_waits(title: str, steps: Sequence[MergedStep], detector: str = "") -> Panel:
+    lines: dict[str, Any] = each_rank("gradient_wait_seconds", 4)
+    return watched(title, steps, detector, lines=lines, y_label="s waiting for gradients")
 
 
 def memory_creep() -> list[Panel]:
@@ -194,11 +194,12 @@ ENTRIES = (
     Entry(
         name="straggler",
         title="Straggling rank",
-        owner=ranks.StragglerWatcher,
-        needs="`step_duration_seconds`, and of two ranks or more one of `communication_seconds`, "
-        "`forward_backward_seconds`, `data_wait_seconds`.",
+        owner=straggling.StragglerWatcher,
+        needs="`step_duration_seconds`, and of two ranks or more `gradient_wait_seconds` and the "
+        "parts of the step beside it, as DDP and FSDP2 give them. Elsewhere "
+        "`communication_seconds` or `data_wait_seconds`: then no cause within the step is named.",
         examples=straggler,
-        config=ranks.StragglerConfig,
+        config=straggling.StragglerConfig,
     ),
     Entry(
         name="memory_creep",

@@ -10,7 +10,7 @@ from tests.collector.alerting import Job
 from tests.collector.rows import RUN, SECOND, START
 from tests.collector.watched_again import watch_again
 from trainvitals.detect.fleet import FleetConfig
-from trainvitals.detect.fleet.ranks import StragglerConfig
+from trainvitals.detect.fleet.straggler import StragglerConfig
 from trainvitals.records import Finding
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.live.live_monitor import LiveMonitor, LiveMonitorConfig
@@ -94,7 +94,7 @@ def test_a_large_memory_is_stored_less_often(job: Job):
     assert 1 == saved.count(False)
 
 
-QUICK = FleetConfig(straggler=StragglerConfig(steps=4))
+QUICK = FleetConfig(straggler=StragglerConfig(steps=4, window=4))
 
 
 @pytest.mark.parametrize("num_ranks", [64, pytest.param(4_096, marks=pytest.mark.slow)])

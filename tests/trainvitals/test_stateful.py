@@ -181,7 +181,7 @@ IN_STORES = {
     "activation": "place courses episode",
     "throughput": "place pace measures block blocks best noise low episode",
     "data_bound": "place waits durations of_rank start episode",
-    "straggler": "place late told",
+    "straggler": "place window optimizer since told",
     "memory_creep": "place total settling scales creeps episode",
     "rank_loss": "place counts told",
     "gpu_throttle": "gpus",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_hooks.guard.optimizer_state import is_dense
+from trainer_hooks.measures.sections import Sections, Timeline
 from trainer_hooks.step.gradients import local_tensor
 from trainvitals.clock import Clock
 from trainvitals.flops import mfu_ratio, peak_flops, transformer_flops_per_token
@@ -40,6 +41,8 @@ class HostMeasurements:
     optimizer_seconds: float
     monitor_seconds: float | None
     exchange: Elapsed | None
+    timeline: Timeline | None
+    """When forward and backward were; None where that is not placed."""
     learning_rates: list[float | None]
     weight_decay: float | None
     """The largest of any group; on rank 0."""
@@ -88,6 +91,21 @@ class HostMeasurements:
         milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1000
 
+    def section_columns(self) -> dict[str, float]:
+        """Return the step's parts by column; the step's numbers must be on the host.
+
+        On CUDA the optimizers' time is the device's, as the other parts are.
+        """
+        if self.timeline is None:
+            return {}
+        parts = self.timeline.seconds().items()
+        columns = {f"{section}_seconds": seconds for section, seconds in parts}
+        if isinstance(self.exchange, tuple):
+            of_device = self.timeline.since(self.exchange[1])
+            if of_device is not None:
+                columns["optimizer_seconds"] = of_device
+        return columns
+
 
 class StepTimes(NamedTuple):
     """Seconds of one step by the host's clock; the parts make up the whole."""
@@ -98,6 +116,7 @@ class StepTimes(NamedTuple):
     checkpoint: float | None
     optimizer: float
     monitor: float
+    timeline: Timeline | None
 
 
 class StepClock:
@@ -117,6 +136,8 @@ class StepClock:
         """Whether the loop said that this takes its time."""
         self.step = -1
         """The step that is under way."""
+        self.sections: Sections | None = None
+        """What places forward and backward; None where nothing can."""
 
     def wait_for_data(self) -> None:
         """Note that the loop asks for the next batch."""
@@ -125,11 +146,15 @@ class StepClock:
     def waited_for_data(self, nanoseconds: int) -> None:
         """Add a wait for the next batch to the present step."""
         self._data_wait_ns = (self._data_wait_ns or 0) + nanoseconds
+        if self.sections is not None:
+            self.sections.aside(nanoseconds)
         self.phase = "forward_backward"
 
     def enter(self) -> None:
         """Note that ``Monitor.step`` began."""
         self._entered = self.clock.monotonic_ns()
+        if self.sections is not None:
+            self.sections.enter(self._entered)
 
     def leave(self) -> None:
         """Note that the loop goes on, to its own clip, before the step is finished."""
@@ -160,6 +185,8 @@ class StepClock:
             self.phase, self.is_announced = before
             took = self.clock.monotonic_ns() - begin
             self._checkpoint_ns = (self._checkpoint_ns or 0) + took
+            if self.sections is not None:
+                self.sections.aside(took)
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
@@ -193,6 +220,7 @@ class StepClock:
 
     def finish(self) -> StepTimes:
         """Return the step's times, and begin the next step."""
+        timeline = None if self.sections is None else self.sections.take()
         now = self.clock.monotonic_ns()
         last, waited, kept = self._last_end, self._data_wait_ns, self._checkpoint_ns
         before_ns = (waited or 0) + (kept or 0)
@@ -203,7 +231,10 @@ class StepClock:
             checkpoint=None if last is None or kept is None else kept / 1e9,
             optimizer=self._optimizer_ns / 1e9,
             monitor=(now - self._entered - self._optimizer_ns - self._exchange_ns) / 1e9,
+            timeline=None if last is None else timeline,
         )
+        if self.sections is not None:
+            self.sections.begin(now)
         self._last_end, self._data_wait_ns, self._checkpoint_ns = now, None, None
         self._optimizer_ns = self._exchange_ns = 0
         self.phase = "forward_backward"
@@ -212,6 +243,8 @@ class StepClock:
     def restart(self) -> None:
         """Forget the last end: what follows is no ordinary step."""
         self._last_end = None
+        if self.sections is not None:
+            self.sections.forget()
 
 
 class Utilization:

@@ -30,6 +30,7 @@ from trainer_hooks.guard.optimizers import (
 from trainer_hooks.guard.refusals import joinables, refuse_unguardable
 from trainer_hooks.measures.host import HostMeasurements, MemoryEstimate
 from trainer_hooks.measures.sampled import Sampler
+from trainer_hooks.measures.sections import Sections, placed_in
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.state import Stateful
@@ -84,6 +85,8 @@ class Device:
     readback: AsyncCopy[HostMeasurements]
     sampler: Sampler | None
     """None where no signal was opted in."""
+    sections: Sections | None
+    """None where forward, backward and waits cannot be told apart, and in a single process."""
     memory: MemoryEstimate
     turns: tuple[Turn, ...]
     """That of all optimizers, and where there are several that of each."""
@@ -114,6 +117,8 @@ class Device:
             self.averages.release()
         if self.sampler is not None:
             self.sampler.release()
+        if self.sections is not None:
+            self.sections.release()
 
 
 def lay_out(
@@ -160,6 +165,7 @@ def lay_out(
         warnings=_warnings(model, () if steps_by_itself else optimizers, schedulers, state),
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,
+        sections=None if steps_by_itself else _sections(model, ranks, norms.device, faults),
         memory=MemoryEstimate(model, optimizers, norms.device),
         turns=_turns(optimizers, engine.guards, names),
     )
@@ -227,6 +233,17 @@ def _warnings(
         *(("parameters_left_out", text) for text in left_out),
         *(("foreign_scheduler", text) for text in others),
     ]
+
+
+def _sections(
+    model: nn.Module, ranks: Ranks, device: torch.device, faults: FaultCounter
+) -> Sections | None:
+    """Return what places forward and backward, where ranks wait for each other in them."""
+    if ranks.world_size > 1:
+        with faults.fail_open("sections"):
+            wrappers = placed_in(model)
+            return Sections(wrappers, device, faults) if wrappers else None
+    return None
 
 
 def _sampler(

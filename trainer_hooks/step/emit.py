@@ -54,7 +54,6 @@ _FROM_HOST = {
     "monitor_seconds": "monitor_seconds",
     "forward_backward_seconds": "forward_backward_seconds",
     "checkpoint_seconds": "checkpoint_seconds",
-    "optimizer_seconds": "optimizer_seconds",
     "samples_per_second": "samples_per_second",
     "memory_allocated_bytes": "memory_allocated_bytes",
     "memory_peak_bytes": "memory_peak_bytes",
@@ -427,6 +426,8 @@ class StepLog:
         extra: dict[str, Value] = {"rank_loss": losses[reduced.layout.rank]}
         with self._faults.fail_open("columns"):
             extra["communication_seconds"] = measured.communication_seconds()
+            extra["optimizer_seconds"] = measured.optimizer_seconds
+            extra |= measured.section_columns()
             extra["rank_grad_norm"] = None if samples is None else samples.own_grad_norm
             if self._is_rank0:
                 extra |= self._columns.of(measured, record, derived, losses, samples, tokens)

@@ -77,6 +77,7 @@ class StepPhases:
         self._device = device
         self._controller = controller
         self.clock = controller.times
+        self.clock.sections = device.sections
         self._tokens_per_step = tokens_per_step
         self._micro: tuple[Tensor, Tensor | float, bool] | None = None
         self._last_micro: Callable[[], object] = lambda: None
@@ -459,6 +460,7 @@ class StepPhases:
             optimizer_seconds=times.optimizer,
             monitor_seconds=times.monitor,
             exchange=self._exchange,
+            timeline=times.timeline,
             learning_rates=self._rates,
             weight_decay=self._weight_decay,
             changes=self._changes,

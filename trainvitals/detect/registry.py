@@ -103,7 +103,15 @@ KINDS: Mapping[str, Kind] = {
         Kind(
             name="straggler",
             alert="StragglerRank",
-            causes=("straggler_data",),
+            causes=(
+                "straggler_data",
+                "straggler_host",
+                "straggler_forward",
+                "straggler_backward",
+                "straggler_link",
+                "straggler_optimizer",
+                "straggler_checkpoint",
+            ),
             domain="speed",
             subject="machine",
         ),

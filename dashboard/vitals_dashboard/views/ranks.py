@@ -20,6 +20,11 @@ CHOICES = (
         metric="steps.communication_seconds",
         title="Communication of each rank",
     ),
+    Choice(
+        word="gradient wait",
+        metric="steps.gradient_wait_seconds",
+        title="Wait for the others' gradients of each rank",
+    ),
     Choice(word="temperature", metric="gpu.temperature_celsius", title="Temperature of each GPU"),
     Choice(word="power", metric="gpu.power_watts", title="Power of each GPU"),
     Choice(word="host memory", metric="node.memory_used_bytes", title="Memory of each node"),

@@ -34,10 +34,9 @@ from trainvitals.detect.fleet.ranks import (
     DataBoundWatcher,
     RankLossConfig,
     RankLossWatcher,
-    StragglerConfig,
-    StragglerWatcher,
 )
 from trainvitals.detect.fleet.speed import ThroughputConfig, ThroughputWatcher
+from trainvitals.detect.fleet.straggler import StragglerConfig, StragglerWatcher
 from trainvitals.records import Finding
 
 QUICK_LAYERS = LayerConfig(warm_up=4, clear_after=2, accept_after=4)
@@ -57,7 +56,9 @@ STEP_WATCHERS: list[Callable[[], Any]] = [
     lambda: ActivationWatcher(ActivationConfig(warm_up=4, clear_after=2)),
     lambda: ThroughputWatcher(ThroughputConfig(block=3, blocks=5, warmup_rows=1, accept_after=3)),
     lambda: DataBoundWatcher(DataBoundConfig(block=5, clear_after=1)),
-    lambda: StragglerWatcher(StragglerConfig(steps=3)),
+    lambda: StragglerWatcher(
+        StragglerConfig(steps=3, window=6, hits=3, diffuse_steps=2, sigmas=1.0)
+    ),
     quick_memory,
     lambda: RankLossWatcher(RankLossConfig(steps=10)),
     FleetDetectors,
@@ -71,8 +72,15 @@ RANK_COLUMNS = (
     "rank_loss",
     "step_duration_seconds",
     "data_wait_seconds",
-    "forward_backward_seconds",
+    "before_forward_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "gradient_wait_seconds",
+    "after_backward_seconds",
     "communication_seconds",
+    "optimizer_seconds",
+    "checkpoint_seconds",
+    "monitor_seconds",
     "memory_allocated_bytes",
     "memory_peak_bytes",
 )

@@ -7,7 +7,7 @@ from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import NodeSample
 from trainvitals.detect.fleet.layers import ActivationWatcher, LayerGradientWatcher
 from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWatcher
-from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher, StragglerWatcher
+from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher
 from trainvitals.detect.fleet.speed import Pace, ThroughputWatcher
 from trainvitals.testing.merged import causes, merged_series, watched
 
@@ -237,50 +237,6 @@ def test_the_rank_that_waits_for_data_alone_is_named() -> None:
         "rank 2 alone spends 40% of the time waiting for batches, 400 ms of 1 s a step, "
         "since step 0" == finding.reason
     )
-
-
-def test_the_rank_the_others_wait_for_is_named() -> None:
-    course = (
-        "step_duration_seconds[*] 1x60; communication_seconds[*] 0.3x60; "
-        "communication_seconds[3] 0.01x60"
-    )
-    (finding,) = watched(StragglerWatcher(), course, ranks=4)
-    assert (3, 19, 0) == (finding.rank, finding.step, finding.onset_step)
-    assert (
-        "rank 3 is late by 290 ms a step (29% of it) since step 0; 3 other ranks wait for it"
-        == finding.reason
-    )
-
-
-def test_of_two_ranks_the_one_that_waits_least_is_slow() -> None:
-    course = (
-        "step_duration_seconds[*] 1x60; communication_seconds[0] 0.3x60; "
-        "communication_seconds[1] 0.01x60"
-    )
-    assert [1] == [finding.rank for finding in watched(StragglerWatcher(), course, ranks=2)]
-
-
-def test_without_the_exchange_the_time_before_it_serves() -> None:
-    course = (
-        "step_duration_seconds[*] 1x60; forward_backward_seconds[*] 0.5x60; "
-        "forward_backward_seconds[1] 0.8x60"
-    )
-    assert [1] == [finding.rank for finding in watched(StragglerWatcher(), course, ranks=4)]
-
-
-def test_ranks_that_are_late_in_turns_are_not_told() -> None:
-    lines = ["step_duration_seconds[*] 1x60"]
-    for rank in range(4):
-        turns = " ".join("0.01" if step % 4 == rank else "0.3" for step in range(60))
-        lines.append(f"communication_seconds[{rank}] {turns}")
-    assert [] == watched(StragglerWatcher(), ";".join(lines), ranks=4)
-
-
-def test_a_whole_slow_node_is_one_finding() -> None:
-    lines = ["step_duration_seconds[*] 1x60", "communication_seconds[*] 0.3x60"]
-    lines += [f"communication_seconds[{rank}] 0.0{rank}x60" for rank in (1, 2, 3)]
-    (finding,) = watched(StragglerWatcher(), ";".join(lines), ranks=8)
-    assert "7 other ranks wait for it; ranks 2, 3 are late as well" in finding.reason
 
 
 # -------------------------------------------------------------------------- memory, losses

@@ -16,8 +16,9 @@ from trainvitals.detect.fleet.layers import (
 from trainvitals.detect.fleet.memory import MemoryCreepWatcher
 from trainvitals.detect.fleet.node import GpuErrorWatcher, GpuLostWatcher, GpuThrottleWatcher
 from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWatcher
-from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher, StragglerWatcher
+from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher
 from trainvitals.detect.fleet.speed import ThroughputWatcher
+from trainvitals.detect.fleet.straggler import StragglerWatcher
 
 SECOND = 1_000_000_000
 GIB = 1 << 30
@@ -71,7 +72,14 @@ def healthy_step(rng: random.Random, step: int, *, attempt: int = 1, ranks: int 
                 min(seconds, abs(rng.gauss(0.004, 0.003)) + 2.0 * (step % 400 == 0))
                 for _ in range(ranks)
             ],
-            "forward_backward_seconds": [0.4 * usual * rng.uniform(0.98, 1.02)] * ranks,
+            "before_forward_seconds": [0.01] * ranks,
+            "forward_seconds": [0.1 * usual * rng.uniform(0.98, 1.02)] * ranks,
+            "backward_seconds": [0.3 * usual] * ranks,
+            "gradient_wait_seconds": [0.02] * ranks,
+            "after_backward_seconds": [0.001] * ranks,
+            "optimizer_seconds": [0.01] * ranks,
+            "checkpoint_seconds": [None] * ranks,
+            "monitor_seconds": [0.001] * ranks,
             "communication_seconds": [0.01 + rng.random() * 0.01 for _ in range(ranks)],
             "memory_allocated_bytes": [(40 + rng.random()) * GIB for _ in range(ranks)],
             "memory_peak_bytes": [60.0 * GIB] * ranks,
@@ -183,6 +191,13 @@ def waits_at_exchange(row: MergedStep, slow: int) -> MergedStep:
     return replace(row, ranks={**row.ranks, "communication_seconds": seconds})
 
 
+def slow_by_data(row: MergedStep, slow: int) -> MergedStep:
+    """One rank has its batch late, and the others wait for its gradients."""
+    waits = [0.02 if rank == slow else 0.22 for rank in range(RANKS)]
+    slowed = with_rank(row, "data_wait_seconds", slow, lambda s: s + 0.2)
+    return replace(row, ranks={**slowed.ranks, "gradient_wait_seconds": waits})
+
+
 def waiting_for_data(row: MergedStep) -> MergedStep:
     """A loader with four workers that is too slow: every fourth step waits for all of them."""
     seconds = 1.2 if row.step % 4 == 0 else 0.5
@@ -285,7 +300,7 @@ GONE_WRONG: dict[str, Case] = {
     ),
     "a rank is slow": Case(
         make=StragglerWatcher,
-        cause="straggler",
+        cause="straggler_link",
         within=25,
         change=lambda row: waits_at_exchange(row, 5),
     ),
@@ -293,7 +308,7 @@ GONE_WRONG: dict[str, Case] = {
         make=StragglerWatcher,
         cause="straggler_data",
         within=25,
-        change=lambda row: with_rank(row, "data_wait_seconds", 3, lambda s: s + 0.2),
+        change=lambda row: slow_by_data(row, 3),
     ),
     "memory leaks": Case(
         make=memory_watcher,

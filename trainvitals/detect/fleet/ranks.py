@@ -1,4 +1,4 @@
-"""One rank against the others: who waits for what, and whose loss lies off from the others'."""
+"""Waiting for data, and one rank's loss against the others'."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
 from trainvitals.detect.fleet.base import (
-    LONGEST_SECONDS,
     Episode,
     MergedStep,
     Watcher,
@@ -144,152 +143,6 @@ class DataBoundWatcher(Watcher):
         usual = others[len(others) >> 1]
         is_alone = longest / self._config.one_rank_ratio > usual
         return self._of_rank.index(longest) if is_alone else -1
-
-
-class StragglerConfig(Settings, frozen=True, kw_only=True):
-    """When one rank counts as keeping the others waiting."""
-
-    section = "straggler"
-
-    late: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.1
-    """Share of the step that the median other rank waits for it. Our own choice; a rank that writes
-    logs and checkpoints is a few per cent late."""
-    steps: Annotated[int, Meta(ge=2, le=100_000)] = 20
-    """A rank is reported when its late steps minus twice its on-time steps reach this: late in at
-    least two of three steps, so random delays do not count."""
-
-
-class StragglerWatcher(Watcher):
-    """Finds the rank that the others wait for.
-
-    Synchronous ranks all have the same step time, so the all-reduce shows the straggler: the last
-    rank to arrive waits least in ``communication_seconds``. Without that column,
-    ``forward_backward_seconds``, the time before the all-reduce, is used; it is the second choice,
-    because on a GPU the host runs ahead of the device. A rank that waits longer for data is late in
-    any case; with gradients summed during backward, as in DDP, that is the only visible sign.
-    """
-
-    name = "straggler"
-    STATE = (table("_late"), "_told")
-
-    def __init__(self, config: StragglerConfig | None = None) -> None:
-        super().__init__()
-        self._config = config or StragglerConfig()
-        self._late: dict[int, tuple[int, int]] = {}
-        """By rank: steps late, and since when."""
-        self._told: set[int] = set()
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether what was told as it began still holds."""
-        return bool(self._told)
-
-    def _restarted(self, merged: MergedStep) -> None:
-        self._late.clear()
-        self._told.clear()
-
-    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
-        duration = step_seconds(merged)
-        if duration <= 0.0:
-            return ()
-        limit = self._config.late * duration
-        if not self._late and _nobody_is_late(merged, limit):
-            return ()
-        lateness, ranks = _lateness(merged)
-        return self._counted(merged, lateness, ranks, duration) if lateness else ()
-
-    def _counted(
-        self, merged: MergedStep, lateness: Sequence[float], ranks: Sequence[int], duration: float
-    ) -> tuple[Finding, ...]:
-        limit, counts, latecomers = self._config.late * duration, self._late, []
-        for rank, late in zip(ranks, lateness, strict=True):
-            count, since = counts.get(rank, (0, merged.step))
-            if late > limit:
-                count = min(count + 1, 2 * self._config.steps)
-                counts[rank] = (count, since)
-                if count >= self._config.steps and rank not in self._told:
-                    latecomers.append((late, rank))
-            elif count > 2:
-                counts[rank] = (count - 2, since)
-            elif count:
-                del counts[rank]
-                self._told.discard(rank)
-        self._told.update(rank for _, rank in latecomers)
-        return (self._tell(merged, latecomers, ranks, duration),) if latecomers else ()
-
-    def _tell(
-        self,
-        merged: MergedStep,
-        latecomers: list[tuple[float, int]],
-        ranks: Sequence[int],
-        duration: float,
-    ) -> Finding:
-        late, rank = max(latecomers)
-        late, since = min(late, LONGEST_SECONDS), self._late[rank][1]
-        more = sorted(other for _, other in latecomers if other != rank)
-        verb = "is" if len(more) == 1 else "are"
-        others = f"; {_names(more)} {verb} late as well" if more else ""
-        of_data = _is_late_by_data(merged, rank, late)
-        why = "; it waits for its data" if of_data else ""
-        share = late / duration
-        return tell(
-            self.name,
-            merged.step,
-            f"rank {rank} is late by {humanize_seconds(late)} a step ({share:.0%} of it) since "
-            f"step {since}; {len(ranks) - 1} other ranks wait for it{others}{why}",
-            rank=rank,
-            value=share,
-            limit=self._config.late,
-            onset_step=since,
-            cause="straggler_data" if of_data else "straggler",
-        )
-
-
-def _nobody_is_late(merged: MergedStep, limit: float) -> bool:
-    """Say so where that takes no list: the exchange and the waits for data differ by little."""
-    exchange, _ = finite(merged.ranks.get("communication_seconds"))
-    if len(exchange) < 2 or max(exchange) - min(exchange) > limit:
-        return False
-    waits, _ = finite(merged.ranks.get("data_wait_seconds"))
-    return not waits or max(waits) - min(waits) <= limit
-
-
-def _lateness(merged: MergedStep) -> tuple[Sequence[float], Sequence[int]]:
-    """Return how many seconds each rank comes later than the median rank, as far as is known."""
-    exchange, ranks = finite(merged.ranks.get("communication_seconds"))
-    waits, waiting = finite(merged.ranks.get("data_wait_seconds"))
-    if len(exchange) > 1:
-        middle = upper_median(exchange)
-        late = [middle - waited for waited in exchange]
-    else:
-        late, ranks = _later(*finite(merged.ranks.get("forward_backward_seconds")))
-    by_data, waiting = _later(waits, waiting)
-    if not late or not by_data:
-        return late or by_data, ranks if late else waiting
-    if len(late) == len(by_data) and list(ranks) == list(waiting):
-        if len(exchange) > 1:
-            return list(map(max, late, by_data)), ranks
-        return [max(a + b, b) for a, b in zip(late, by_data, strict=True)], ranks
-    return late, ranks
-
-
-def _later(seconds: Sequence[float], ranks: Sequence[int]) -> tuple[list[float], Sequence[int]]:
-    """Return by how much each is above the lower median; nothing for less than two."""
-    if len(seconds) < 2:
-        return [], ranks
-    middle = sorted(seconds)[len(seconds) - 1 >> 1]
-    return [taken - middle for taken in seconds], ranks
-
-
-def _is_late_by_data(merged: MergedStep, rank: int, late: float) -> bool:
-    by_data, ranks = _later(*finite(merged.ranks.get("data_wait_seconds")))
-    return rank in ranks and bool(by_data) and by_data[list(ranks).index(rank)] > late / 2
-
-
-def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
 
 # -------------------------------------------------------------------------------- one rank's loss

@@ -34,8 +34,6 @@ from trainvitals.detect.fleet.ranks import (
     DataBoundWatcher,
     RankLossConfig,
     RankLossWatcher,
-    StragglerConfig,
-    StragglerWatcher,
 )
 from trainvitals.detect.fleet.speed import (
     CheckpointConfig,
@@ -46,6 +44,7 @@ from trainvitals.detect.fleet.speed import (
     stalled,
     usual_interval,
 )
+from trainvitals.detect.fleet.straggler import StragglerConfig, StragglerWatcher
 from trainvitals.records import Finding
 from trainvitals.stateful import Stateful, row
 

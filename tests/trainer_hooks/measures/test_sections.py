@@ -1,0 +1,149 @@
+"""Where a step's time goes: two real ranks, of which one is late; and on a device, by stand-ins."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.trainer_hooks.measures import ranks_placed as ranks
+from tests.trainer_hooks.measures.journal import Journal
+from tests.trainer_hooks.spawned import spawned
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.measures.sections import SECTIONS, Sections
+
+PARTS = (
+    "data_wait",
+    "checkpoint",
+    *SECTIONS,
+    "communication",
+    "optimizer",
+    "monitor",
+)
+PLACED = ("ddp", "ddp_micro", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("placed")
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VITALS_DIR", str(folder / "runs"))
+        patch.setenv("VITALS_AGENT", "off")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return spawned(ranks.main, folder)
+
+
+def journals(folder: Path, kind: str) -> list[Journal]:
+    return [Journal(folder / "0" / kind, rank) for rank in range(2)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", [*PLACED, "compiled"])
+def test_the_parts_make_up_the_step(folder: Path, said: Any, kind: str) -> None:
+    assert [{}, {}] == [of_rank[kind]["errors"] for of_rank in said]
+    for journal in journals(folder, kind):
+        rows = journal.rows["steps"][1:]
+        assert 2 * len(ranks.PLACES) + 1 == len(rows)
+        for row in rows:
+            whole = sum(row.get(f"{part}_seconds") or 0.0 for part in PARTS)
+            assert whole == pytest.approx(row["step_duration_seconds"], rel=0.03)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", PLACED)
+@pytest.mark.parametrize("place", ranks.PLACES)
+def test_a_rank_is_late_where_it_slept_and_the_other_waits(
+    folder: Path, said: Any, kind: str, place: str
+) -> None:
+    in_time, late = (journal.rows["steps"] for journal in journals(folder, kind))
+    times = 3 if kind == "ddp_micro" and place in ("forward", "backward") else 1
+    slept, longer, waited = ranks.LATE * times, [], []
+    for step in (2 + 2 * ranks.PLACES.index(place), 3 + 2 * ranks.PLACES.index(place)):
+        column = f"{place}_seconds"
+        longer.append(late[step][column] - in_time[step][column])
+        after = step + (place == "optimizer")  # the others wait for it in the next step
+        waits = [
+            rows[after]["gradient_wait_seconds"] + rows[after]["communication_seconds"]
+            for rows in (in_time, late)
+            if after < len(rows)
+        ]
+        waited += [waits[0] - waits[1]] if waits else []
+    # Of two steps: a busy machine may have slept in either.
+    assert max(longer) > 0.8 * slept, "where it slept"
+    assert max(waited) > 0.5 * slept, "the other waited"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["fsdp1", "plain"])
+def test_what_is_not_placed_has_no_columns(folder: Path, said: Any, kind: str) -> None:
+    assert [{}, {}] == [of_rank[kind]["errors"] for of_rank in said]
+    for journal in journals(folder, kind):
+        assert {} == journal.steps("forward_seconds") == journal.steps("gradient_wait_seconds")
+        assert len(journal.steps("communication_seconds")) == 2 * len(ranks.PLACES) + 2
+
+
+@pytest.mark.dist
+def test_a_closed_monitor_leaves_no_hook(said: Any) -> None:
+    for of_rank in said:
+        for kind in ("ddp", "fsdp2", "compiled"):
+            assert (0, 0) == (of_rank[kind]["left"], of_rank[kind]["timed"])
+
+
+@pytest.mark.dist
+def test_a_copy_of_the_model_has_nothing_of_ours(said: Any) -> None:
+    for of_rank in said:
+        original, copied, unpickled = of_rank["copied"]["out"]
+        assert original == copied == unpickled
+        assert not any("trainer_hooks" in hook for hook in of_rank["copied"]["hooks"])
+
+
+# ----------------------------------------------------------------------- on a device, by stand-ins
+
+
+class Event:
+    """A CUDA event whose device does whatever is recorded in a millisecond."""
+
+    recorded = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = -1
+
+    def record(self) -> None:
+        Event.recorded += 1
+        self.at = Event.recorded
+
+    def elapsed_time(self, other: "Event") -> float:
+        return float(other.at - self.at)
+
+
+def test_on_a_device_the_parts_lie_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    faults, model = FaultCounter(), nn.Linear(4, 1)
+    sections = Sections([model], torch.device("cuda"), faults)
+    sections.begin(0)
+    model(torch.ones(2, 4)).sum().backward()
+    exchanged = Event(enable_timing=True)
+    sections.enter(0)
+    exchanged.record()
+    timeline = sections.take()
+    assert timeline is not None
+    assert dict.fromkeys(SECTIONS, 0.001) == pytest.approx(timeline.seconds())
+    assert timeline.since(exchanged) == pytest.approx(0.001), "the optimizers', by the device"
+    assert 0 == faults.total
+
+
+def test_a_step_without_backward_is_not_placed() -> None:
+    faults, model = FaultCounter(), nn.Linear(4, 1)
+    sections = Sections([model], torch.device("cpu"), faults)
+    sections.begin(0)
+    model(torch.ones(2, 4))
+    sections.enter(0)
+    assert sections.take() is None
+    sections.release()
+    assert not model._forward_hooks

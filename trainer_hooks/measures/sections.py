@@ -1,0 +1,304 @@
+"""Where a step's time goes on this rank: before forward, forward, backward, waits, after backward.
+
+After an all-reduce all ranks look alike; what tells them apart is how long each computed before it
+and waited in it. On the CPU these are times of the host, for its collectives block. On CUDA they
+lie between events that nobody waits for: they are read when the step's numbers are on the host.
+
+DDP: a callback at the end of autograd's graph runs before DDP's own, which waits for the buckets,
+and one that the first queues runs behind it. FSDP2: its parameter groups gather, wait and scatter
+in methods of their own, which are timed where they block. Elsewhere nothing is placed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.step.gradients import Models
+
+Section = Literal["before_forward", "forward", "backward", "gradient_wait", "after_backward"]
+SECTIONS: tuple[Section, ...] = (
+    "before_forward",
+    "forward",
+    "backward",
+    "gradient_wait",
+    "after_backward",
+)
+Instant = Any
+"""Nanoseconds of the host's monotonic clock, or a CUDA event."""
+_WAITING_METHODS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+_MOST_OUTPUTS = 16
+"""Tensors of a model's output that are hooked: a loss needs one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timeline:
+    """What was noted of one step; its seconds are known once the device has come past it."""
+
+    begin: Instant
+    marks: list[tuple[Section, Instant]]
+    """Sections in order, and when each ended."""
+    waits: list[tuple[Section, Instant, Instant]]
+    """Collectives within a section that blocked."""
+    asides: Mapping[str, int]
+    """Nanoseconds of each section that other columns have: the wait for data, checkpoints."""
+    end: Instant | None = None
+    """When the device had done the step; on CUDA."""
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each section."""
+        spent: dict[str, float] = dict.fromkeys(SECTIONS, 0.0)
+        before = self.begin
+        for section, instant in self.marks:
+            spent[section] += _between(before, instant)
+            before = instant
+        for section, began, ended in self.waits:
+            waited = _between(began, ended)
+            spent[section] -= waited
+            spent["gradient_wait"] += waited
+        for aside, nanoseconds in self.asides.items():
+            spent[aside] -= nanoseconds / 1e9
+        return {section: max(0.0, seconds) for section, seconds in spent.items()}
+
+    def since(self, instant: Instant) -> float | None:
+        """Return the seconds of the device from an instant to the step's end; None on the CPU."""
+        return None if self.end is None else _between(instant, self.end)
+
+
+def _between(begin: Instant, end: Instant) -> float:
+    if isinstance(begin, int):
+        return float(end - begin) / 1e9
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1000
+
+
+def _host_now() -> Instant:
+    return time.monotonic_ns()
+
+
+def _device_now() -> Instant:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Sections:
+    """Notes when a step's sections end, by hooks of the model. For the training thread.
+
+    Args:
+        wrappers: of DDP, or FSDP2's roots: what the loop calls.
+        device: of the gradients.
+        faults: counts what fails here.
+    """
+
+    def __init__(
+        self, wrappers: list[nn.Module], device: torch.device, faults: FaultCounter
+    ) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._now = _device_now if self._is_cuda else _host_now
+        self._faults = faults
+        self._is_in_backward = False
+        self._has_begun = False
+        self._was_backward = False
+        self._section: Section = "before_forward"
+        self._drop()
+        self._handles: list[Any] = []
+        self._timed: list[tuple[Any, str]] = []
+        for wrapper in wrappers:
+            # Before FSDP's own, which gather, and behind what registers hooks for backward.
+            pre = wrapper.register_forward_pre_hook(_Hook(self._forward), prepend=True)
+            self._handles += [pre, wrapper.register_forward_hook(_Hook(self._forwarded))]
+            for group in _parameter_groups(wrapper):
+                for name in _WAITING_METHODS:
+                    if callable(getattr(group, name, None)):
+                        setattr(group, name, self._timed_call(getattr(group, name)))
+                        self._timed.append((group, name))
+
+    def release(self) -> None:
+        """Leave the models as they were found."""
+        for handle in self._handles:
+            handle.remove()
+        for group, name in self._timed:
+            vars(group).pop(name, None)
+        self._handles, self._timed = [], []
+
+    # ------------------------------------------------------------------------ by the step's clock
+
+    def begin(self, now_ns: int) -> None:
+        """Note that a step ended, so by the step's clock: the next one begins."""
+        self._drop()
+        with self._faults.fail_open("sections"):
+            self._begin = self._now() if self._is_cuda else now_ns
+            self._has_begun = True
+
+    def aside(self, nanoseconds: int) -> None:
+        """Leave so much out of the present section: another column has it."""
+        self._asides[self._section] += nanoseconds
+
+    def enter(self, now_ns: int) -> None:
+        """Note that the loop is done with its part of the step, so by the step's clock."""
+        if self._has_begun:
+            with self._faults.fail_open("sections"):
+                instant = self._now() if self._is_cuda else now_ns
+                self._marks.append((self._section, instant))
+
+    def take(self) -> Timeline | None:
+        """Return the step's times; None where forward or backward were not seen."""
+        if not (self._has_begun and self._was_backward):
+            return None
+        end = None
+        with self._faults.fail_open("sections"):
+            end = self._now() if self._is_cuda else None
+        return Timeline(self._begin, self._marks, self._waits, self._asides, end)
+
+    def forget(self) -> None:
+        """Forget the present step: it is no ordinary one."""
+        self._drop()
+
+    def _drop(self) -> None:
+        self._begin: Instant = 0
+        self._has_begun = self._was_backward = self._is_in_backward = False
+        self._section = "before_forward"
+        self._marks: list[tuple[Section, Instant]] = []
+        self._waits: list[tuple[Section, Instant, Instant]] = []
+        self._asides: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------------------- by the hooks
+
+    def _end(self, following: Section) -> None:
+        """Note that the present section ends."""
+        if self._has_begun:
+            with self._faults.fail_open("sections"):
+                self._marks.append((self._section, self._now()))
+        self._section = following
+
+    def _forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not self._is_in_backward:
+            self._end("forward")
+
+    def _forwarded(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Look out for the backward; until it begins, the loss is a part of forward."""
+        if not torch.is_grad_enabled() or self._is_in_backward:
+            return
+        with self._faults.fail_open("sections"):
+            for tensor in _tensors(output):
+                tensor.register_hook(self._backward)
+
+    def _backward(self, _gradient: Tensor) -> None:
+        """Have the ends of the graph and of what waits behind it noted."""
+        if self._is_in_backward or torch.compiler.is_compiling():
+            return
+        with self._faults.fail_open("sections"):
+            Variable._execution_engine.queue_callback(self._computed)
+            self._is_in_backward = True
+            self._end("backward")
+
+    def _computed(self) -> None:
+        self._end("gradient_wait")
+        with self._faults.fail_open("sections"):
+            Variable._execution_engine.queue_callback(self._received)
+
+    def _received(self) -> None:
+        self._end("after_backward")
+        self._was_backward, self._is_in_backward = True, False
+
+    def _timed_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            section = self._section
+            if section not in ("forward", "backward") or not self._has_begun:
+                return call(*args, **kwargs)
+            began = self._now()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._waits.append((section, began, self._now()))
+
+        return timed
+
+
+class _Hook:
+    """A hook that is nothing in a copy of the module, in a pickle, and in a compiled graph."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._call(*args)
+
+    def __reduce__(self) -> Any:
+        # Takes anything, returns None, and is there without this package.
+        return getattr, (nullcontext(), "__exit__")
+
+
+def _tensors(output: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors of a model's output through which a backward may come."""
+    found = 0
+    for tensor in _all_tensors(output, depth):
+        if tensor.requires_grad:
+            yield tensor
+            found += 1
+            if found == _MOST_OUTPUTS:
+                return
+
+
+def _all_tensors(output: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif depth:
+        parts: Any = ()
+        if isinstance(output, Mapping):
+            parts = output.values()
+        elif isinstance(output, list | tuple):
+            parts = output
+        elif dataclasses.is_dataclass(output):
+            parts = (getattr(output, field.name) for field in dataclasses.fields(output))
+        for part in parts:
+            yield from _all_tensors(part, depth - 1)
+
+
+# ------------------------------------------------------------------------------ what is placed
+
+
+def placed_in(model: nn.Module) -> list[nn.Module]:
+    """Return what to hook of a model: DDP's wrapper or FSDP2's root, or none of it.
+
+    What is inside a wrapper is the user's own: it may be copied, scripted and pickled.
+    """
+    if isinstance(model, Models):
+        return [wrapper for each in model.values() for wrapper in placed_in(each)]
+    inner = getattr(model, "_orig_mod", model)
+    if getattr(inner, "_compiled_call_impl", None) is not None:
+        return []  # its hooks would be part of the graph
+    is_ddp = isinstance(inner, DistributedDataParallel)
+    return [model] if is_ddp or _is_fsdp2(inner) else []
+
+
+def _is_fsdp2(module: nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _parameter_groups(wrapper: nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's groups of parameters; each module's own, each once."""
+    seen: set[int] = set()
+    for module in wrapper.modules():
+        if _is_fsdp2(module):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # before torch 2.12
+                only = getattr(state, "_fsdp_param_group", None)
+                groups = [] if only is None else [only]
+            for group in groups:
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    yield group

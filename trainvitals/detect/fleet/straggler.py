@@ -1,0 +1,452 @@
+"""The rank that all others wait for: who, by what, how often, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
+
+from trainvitals.config import Settings
+from trainvitals.detect.fleet.base import (
+    LONGEST_SECONDS,
+    MergedStep,
+    Value,
+    Watcher,
+    finite,
+    number,
+    step_seconds,
+    tell,
+    upper_median,
+)
+from trainvitals.records import Finding
+from trainvitals.stateful import table
+from trainvitals.units import humanize_seconds
+
+
+class StragglerConfig(Settings, frozen=True, kw_only=True):
+    """When one rank counts as keeping the others waiting. All values are our own choice."""
+
+    section = "straggler"
+
+    late: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.07
+    """Share of a step that the others wait for it, on average over `steps`. A rank that writes logs
+    and checkpoints is a few per cent late."""
+    least_seconds: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.002
+    """Lateness below this never counts: in steps of a few milliseconds a log line is 7 %."""
+    steps: Annotated[int, Meta(ge=2, le=1_000)] = 20
+    """Steps in which it must be late, of the last `window`."""
+    window: Annotated[int, Meta(ge=2, le=1_000)] = 32
+    """Steps that are looked at together."""
+    sigmas: Annotated[float, Meta(ge=1.0, le=100.0)] = 6.0
+    """Standard errors by which the mean lateness must be above 0, where steps in which another
+    rank is late count against it: ranks that are late by turns never come to that."""
+    diffuse_steps: Annotated[int, Meta(ge=0, le=100_000)] = 200
+    """Steps for which it must stay late where no part of the step explains half of it: then its
+    processor is busy with something else, and that mostly passes."""
+    changed_steps: Annotated[int, Meta(ge=1, le=1_000)] = 5
+    """Steps for which a rank that was told must be late by another cause to be told anew."""
+    hits: Annotated[int, Meta(ge=3, le=1_000)] = 6
+    """Late steps at one distance, of 2 to 5 steps, that are told as well: every n-th step. What
+    comes more rarely, such as an evaluation, is not."""
+
+    def __post_init__(self) -> None:
+        """Refuse a window that can never hold enough late steps."""
+        super().__post_init__()
+        if self.window < self.steps:
+            raise self.refusal("window", f"at least straggler.steps ({self.steps})")
+
+
+class _Part(NamedTuple):
+    """A part of the step that is a rank's own."""
+
+    column: str
+    cause: str
+    words: str
+    is_before: bool = True
+    """Whether it lies before the wait for gradients, and not between that and the exchange."""
+
+
+_PARTS = (
+    _Part("data_wait_seconds", "data", "its wait for data"),
+    _Part("before_forward_seconds", "host", "its loop before forward"),
+    _Part("forward_seconds", "forward", "forward"),
+    _Part("backward_seconds", "backward", "backward compute"),
+    _Part("optimizer_seconds", "optimizer", "the optimizer's step"),
+    _Part("checkpoint_seconds", "checkpoint", "snapshots and saves"),
+    _Part("monitor_seconds", "host", "Vitals itself"),
+    _Part("after_backward_seconds", "host", "its loop after backward", is_before=False),
+)
+_BETWEEN = ("monitor_seconds", "after_backward_seconds")
+"""What lies, or may lie, between the wait for gradients and the exchange."""
+_LINK = _Part("", "link", "the other ranks' gradients")
+_DIFFUSE = _Part("", "host", "all parts of its step")
+_UNKNOWN = _Part("", "", "")
+_CAUSES = (*_PARTS, _LINK)
+_FIGURES = 2 + 2 * len(_CAUSES)
+"""Numbers kept of a late rank in a step: which, how late, and of each part its own and the usual
+seconds."""
+_MOST_RANKS = 8
+"""Late ranks of a step that are kept; of one node they are late together."""
+_LONGEST_PERIOD = 5
+_TRIMMED = 0.1
+"""Share of the steps left out of the mean at either end."""
+
+
+class StragglerWatcher(Watcher):
+    """Finds the rank that the others wait for, and in which part of the step it loses the time.
+
+    Synchronous ranks all have the same step time; the late one is the rank that waits least. A rank
+    is late by what the others wait longer than it, for gradients (as far as parts of its own are
+    longer than the others') and in the exchange. The part that is longest beyond the others'
+    median is the cause; where none is, and it had the gradients later than the others, its link.
+
+    Silent where ranks are late by turns, and where one is late rarely, as by an evaluation.
+    """
+
+    name = "straggler"
+    STATE = ("_window", "_optimizer", table("_since"), table("_told"))
+
+    def __init__(self, config: StragglerConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or StragglerConfig()
+        self._window: deque[list[Any]] = deque(maxlen=self._config.window)
+        """Step, seconds, and the figures of each late rank."""
+        self._optimizer: list[Value] = []
+        """Seconds of the last step's optimizers by rank, where they differ: the others wait for
+        them in the next step."""
+        self._since: dict[int, tuple[int]] = {}
+        """By rank that is late enough to be told: steps for which it has been."""
+        self._told: dict[int, tuple[int, int, int, int]] = {}
+        """By rank that was told: steps since it was last late, whether it is at every n-th, by
+        which cause, and for how many steps it has been by another."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return bool(self._told)
+
+    def _restarted(self, merged: MergedStep) -> None:
+        self._window.clear()
+        self._optimizer = []
+        self._since.clear()
+        self._told.clear()
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        duration = step_seconds(merged)
+        if duration <= 0.0:
+            return ()
+        least = max(self._config.late / 2 * duration, self._config.least_seconds)
+        columns = {**merged.ranks, "optimizer_seconds": self._optimizer}
+        latecomers = _latecomers(columns, least)
+        self._keep_optimizer(merged.ranks.get("optimizer_seconds") or (), least)
+        self._window.append([merged.step, duration, latecomers])
+        ranks = {int(figures[0]) for _, _, late in self._window for figures in late}
+        courses = {rank: self._course(rank) for rank in sorted(ranks)} if ranks else {}
+        self._ease(courses)
+        late = {rank: course for rank, course in courses.items() if self._is_late(course)}
+        self._since = {rank: (self._since.get(rank, (0,))[0] + 1,) for rank in late}
+        fresh = [
+            rank
+            for rank, course in late.items()
+            if self._is_clear(course) and (rank not in self._told or self._is_by_another(course))
+        ]
+        if not fresh:
+            return ()
+        for rank in fresh:
+            is_periodic = courses[rank].num_late < self._config.steps
+            self._told[rank] = (0, int(is_periodic), _index(_cause(courses[rank].late)), 0)
+        worst = max(fresh, key=lambda rank: courses[rank].share)
+        return (self._tell(merged, courses[worst], [r for r in fresh if r != worst]),)
+
+    def _ease(self, courses: Mapping[int, _Course]) -> None:
+        """Forget whom was told of and has long been in time: it can be told again."""
+        for rank, (absent, is_periodic, cause, changed) in list(self._told.items()):
+            course = courses.get(rank)
+            share = 0.0 if course is None else course.mean_share if is_periodic else course.recent
+            absent = 0 if share > self._config.late / 2 else absent + 1
+            if absent < self._config.steps // 2:
+                self._told[rank] = (absent, is_periodic, cause, changed)
+            else:
+                del self._told[rank]
+
+    def _keep_optimizer(self, seconds: Sequence[Value], least: float) -> None:
+        values, _ = finite(seconds)
+        differ = len(values) > 1 and max(values) - min(values) > least
+        self._optimizer = [number(value) for value in seconds] if differ else []
+
+    def _course(self, rank: int) -> _Course:
+        """Return how late the rank was in each step of the window, as shares of the step."""
+        shares, figures = [], []
+        for _, duration, late in self._window:
+            own = next((f for f in late if f[0] == rank), None)
+            others = max((f[1] for f in late if f[0] != rank), default=0.0)
+            late_by = min(others if own is None else own[1], duration)
+            shares.append((-late_by if own is None else late_by) / duration)
+            figures.append(own)
+        recent, _ = _robust_mean(shares[-self._config.steps :])
+        mean, error = _robust_mean(shares)
+        return _Course(rank, shares, figures, recent, mean, error)
+
+    def _is_late(self, course: _Course) -> bool:
+        config = self._config
+        usual = _median([duration for _, duration, _ in self._window])
+        limit = max(config.late, config.least_seconds / usual)
+        if course.num_late >= config.steps:
+            is_one_sided = course.mean >= config.sigmas * course.error
+            return course.recent >= limit and is_one_sided
+        return course.share >= limit and course.period(config.hits) > 0
+
+    def _is_by_another(self, course: _Course) -> bool:
+        """Return whether a rank that was told has been late by another cause for some steps."""
+        absent, is_periodic, told, changed = self._told[course.rank]
+        now = _cause(course.late)
+        is_another = now not in (_DIFFUSE, _UNKNOWN) and _index(now) != told
+        changed = changed + 1 if is_another else 0
+        self._told[course.rank] = (absent, is_periodic, told, changed)
+        return changed >= self._config.changed_steps
+
+    def _is_clear(self, course: _Course) -> bool:
+        """Return whether one part explains the lateness, or it has lasted long enough."""
+        is_clear = _cause(course.late) not in (_DIFFUSE, _UNKNOWN)
+        # Where nothing is placed there is no cause to wait for.
+        is_placed = any(_seconds_in(part, course.late)[1] for part in _PARTS[1:])
+        lasted = self._since[course.rank][0] > self._config.diffuse_steps
+        return is_clear or not is_placed or lasted
+
+    def _tell(self, merged: MergedStep, course: _Course, more: Sequence[int]) -> Finding:
+        late = course.late
+        seconds = min(_median([figures[1] for figures in late]), LONGEST_SECONDS)
+        period = course.period(self._config.hits)
+        num_ranks = max(len(values) for values in merged.ranks.values())
+        durations = [duration for _, duration, _ in self._window]
+        share, often = course.share, "a step"
+        if course.num_late < self._config.steps:
+            often = {2: "in every other step", 3: "in every 3rd step"}.get(
+                period, f"in every {period}th step"
+            )
+        part = _cause(late)
+        own, usual = _seconds_in(part, late)
+        since = self._window[course.onset(self._config.steps)][0]
+        why = ""
+        if part.cause == "link":
+            why = (
+                f": it has the other ranks' gradients {humanize_seconds(own - usual)} later than "
+                "they do, and nothing of its own takes longer"
+            )
+        elif part == _DIFFUSE:
+            why = (
+                ": every part of its step takes a little longer, as on a processor that is slow or "
+                "shared"
+            )
+        elif part.cause:
+            why = (
+                f": {part.words} takes {humanize_seconds(own)} against {humanize_seconds(usual)} "
+                "of the others"
+            )
+        verb = "is" if len(more) == 1 else "are"
+        others = f"; {_names(more)} {verb} late as well" if more else ""
+        hours = share * num_ranks
+        return tell(
+            self.name,
+            merged.step,
+            f"rank {course.rank} is late by {humanize_seconds(seconds)} {often} since step {since}"
+            f"{why}{others}; it costs {share:.1%} of the job: {share * 1000:.0f} of every 1,000 "
+            f"steps of {humanize_seconds(_median(durations))}, and {hours:.2g} GPU-hours in every "
+            f"hour of {num_ranks} ranks",
+            rank=course.rank,
+            value=share,
+            limit=self._config.late,
+            onset_step=since,
+            cause=f"straggler_{part.cause}" if part.cause else "straggler",
+        )
+
+
+class _Course(NamedTuple):
+    """How late a rank was in the steps of the window."""
+
+    rank: int
+    shares: list[float]
+    """Of each step; below 0 where another rank was late, and it was not."""
+    figures: list[list[float] | None]
+    recent: float
+    """Robust mean of the last steps."""
+    mean: float
+    error: float
+
+    @property
+    def share(self) -> float:
+        """Share of the time that the others wait for it."""
+        return max(self.recent, self.mean_share)
+
+    @property
+    def mean_share(self) -> float:
+        """Plain mean over the window: of what comes at every n-th step, a robust one has little."""
+        return math.fsum(self.shares) / len(self.shares)
+
+    @property
+    def late(self) -> list[list[float]]:
+        """The figures of the steps in which it was late."""
+        return [figures for figures in self.figures if figures is not None]
+
+    @property
+    def num_late(self) -> int:
+        """Steps in which it was late."""
+        return len(self.late)
+
+    def onset(self, steps: int) -> int:
+        """Return where in the window it began: from there on it is late in most steps."""
+        if self.num_late < steps:
+            return next(i for i, figures in enumerate(self.figures) if figures is not None)
+        best, found, balance = 0.0, len(self.figures) - 1, 0.0
+        for i in reversed(range(len(self.figures))):
+            balance += 1.0 if self.figures[i] is not None else -1.5
+            if balance > best:
+                best, found = balance, i
+        return found
+
+    def period(self, hits: int) -> int:
+        """Return the distance at which the rank alone is late, 0 where there is none.
+
+        One step in six may be off: noise hides a late step, or adds one.
+        """
+        late = [i for i, share in enumerate(self.shares) if share > 0.0]
+        others = sum(share < 0.0 for share in self.shares)
+        if len(late) < hits or others * 4 > len(late):
+            return 0
+        gaps = [b - a for a, b in pairwise(late)]
+        period = int(upper_median(gaps))
+        is_steady = sum(gap == period for gap in gaps) * 6 >= len(gaps) * 5
+        is_on = len(self.shares) - 1 - late[-1] < 2 * period
+        return period if is_steady and is_on and 2 <= period <= _LONGEST_PERIOD else 0
+
+
+def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[list[float]]:
+    """Return the figures of the ranks that the others wait for, the latest first."""
+    waits, exchange = (
+        _by_rank(columns, "gradient_wait_seconds"),
+        _by_rank(columns, "communication_seconds"),
+    )
+    if not waits:
+        return _unplaced(columns, exchange, least)
+    spread = [max(w.values()) - min(w.values()) for w in (waits, exchange) if w]
+    if sum(spread) <= least:  # nearly always, and at the price of no median
+        return []
+    late = [
+        (rank, by_wait, by_exchange)
+        for rank, by_wait, by_exchange in _earlier(waits, exchange)
+        if by_wait + by_exchange > least
+    ]
+    if not late:
+        return []
+    parts = [_by_rank(columns, part.column) for part in _PARTS]
+    usual = [_lower_median(list(part.values())) if len(part) > 1 else 0.0 for part in parts]
+    found = []
+    for rank, by_wait, by_exchange in late:
+        own = [part.get(rank, middle) for part, middle in zip(parts, usual, strict=True)]
+        excess = [max(0.0, a - b) for a, b in zip(own, usual, strict=True)]
+        before = sum(e for e, part in zip(excess, _PARTS, strict=True) if part.is_before)
+        after = sum(excess[i] for i, part in enumerate(_PARTS) if part.column in _BETWEEN)
+        # Who only has the gradients sooner than the others is not late.
+        lateness = min(by_wait, before) + by_exchange
+        if lateness > least:
+            # Between the two waits lie its own loop and our preparation; what they do not explain,
+            # it lost by having the gradients later.
+            by_link = max(0.0, by_exchange - after)
+            pairs = [x for pair in zip(own, usual, strict=True) for x in pair]
+            found.append([float(rank), lateness, *pairs, by_link, 0.0])
+    return sorted(found, key=lambda figures: -figures[1])[:_MOST_RANKS]
+
+
+def _unplaced(
+    columns: Mapping[str, Sequence[Value]], exchange: Mapping[int, float], least: float
+) -> list[list[float]]:
+    """Return the same where forward and backward were not placed: by the exchange and the data.
+
+    With gradients summed during backward, the wait for data is then the only visible sign.
+    """
+    data = _by_rank(columns, "data_wait_seconds")
+    usual = _lower_median(list(data.values())) if len(data) > 1 else 0.0
+    middle = upper_median(list(exchange.values())) if len(exchange) > 1 else 0.0
+    found = []
+    for rank in sorted({*exchange, *data}):
+        own = data.get(rank, usual) if len(data) > 1 else usual
+        by_exchange = middle - exchange.get(rank, middle) if len(exchange) > 1 else 0.0
+        lateness = max(own - usual, by_exchange)
+        if lateness > least:
+            rest = [0.0] * (_FIGURES - 4)
+            found.append([float(rank), lateness, own, usual, *rest])
+    return sorted(found, key=lambda figures: -figures[1])[:_MOST_RANKS]
+
+
+def _earlier(
+    waits: Mapping[int, float], exchange: Mapping[int, float]
+) -> Iterator[tuple[int, float, float]]:
+    """Yield each rank, and by how much it waits less than the others at both places."""
+    middle = upper_median(list(waits.values())) if len(waits) > 1 else 0.0
+    of_exchange = upper_median(list(exchange.values())) if len(exchange) > 1 else 0.0
+    for rank, waited in waits.items():
+        by_wait = max(0.0, middle - waited)
+        by_exchange = max(0.0, of_exchange - exchange.get(rank, of_exchange))
+        yield rank, by_wait, by_exchange
+
+
+def _cause(late: Sequence[Sequence[float]]) -> _Part:
+    """Return the part that is longest beyond the others', if it explains half of the lateness."""
+    lateness = _median([figures[1] for figures in late])
+    excess = [own - usual for own, usual in (_seconds_in(part, late) for part in _CAUSES)]
+    if max(excess) > lateness / 2:
+        return _CAUSES[excess.index(max(excess))]
+    return _DIFFUSE if sum(max(0.0, e) for e in excess) > lateness / 2 else _UNKNOWN
+
+
+def _index(part: _Part) -> int:
+    """Return a part's place among the causes, -1 for one that is none of them."""
+    return _CAUSES.index(part) if part in _CAUSES else -1
+
+
+def _seconds_in(part: _Part, late: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the late rank's and the usual seconds of a part."""
+    if part not in _CAUSES:
+        return 0.0, 0.0
+    i = 2 + 2 * _CAUSES.index(part)
+    return _median([figures[i] for figures in late]), _median([figures[i + 1] for figures in late])
+
+
+def _by_rank(columns: Mapping[str, Sequence[Value]], name: str) -> dict[int, float]:
+    """Return a column's finite values of at least two ranks; nothing of fewer."""
+    values, ranks = finite(columns.get(name))
+    if len(values) < 2:
+        return {}
+    if min(values) < 0.0 or max(values) > LONGEST_SECONDS:
+        values = [min(max(0.0, float(value)), LONGEST_SECONDS) for value in values]
+    return dict(zip(ranks, values, strict=True))
+
+
+def _robust_mean(values: Sequence[float]) -> tuple[float, float]:
+    """Return the trimmed mean and its standard error (Yuen)."""
+    ordered, num = sorted(values), len(values)
+    cut = int(num * _TRIMMED)
+    kept = ordered[cut : num - cut]
+    mean = math.fsum(kept) / len(kept)
+    full = [kept[0]] * cut + kept + [kept[-1]] * cut
+    middle = math.fsum(full) / num
+    variance = math.fsum((x - middle) ** 2 for x in full) / max(1, num - 1)
+    return mean, math.sqrt(variance / num) / (1.0 - 2.0 * cut / num)
+
+
+def _median(values: Sequence[float]) -> float:
+    return upper_median(values)
+
+
+def _lower_median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) - 1 >> 1]
+
+
+def _names(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
