@@ -23,11 +23,7 @@ PROGRAM = "python -m vitals_bench"
 Measure = Callable[..., "Iterator[Row | Grid]"]
 Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
-<<<<<<< HEAD
-APART = ("hang", "corruption", "judgement", "sizes", "attribution")
-=======
-APART = ("hang", "straggler", "judgement", "sizes", "attribution")
->>>>>>> h-straggler
+APART = ("hang", "straggler", "corruption", "judgement", "sizes", "attribution")
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
 
@@ -106,11 +102,8 @@ def build_app() -> typer.Typer:
     app.command("sizes", epilog=f"Example: {PROGRAM} sizes --quick")(bench_sizes)
     app.command("dashboard", epilog=f"Example: {PROGRAM} dashboard --quick")(bench_dashboard)
     app.command("hang", epilog=f"Example: {PROGRAM} hang --quick")(bench_hang)
-<<<<<<< HEAD
     app.command("corruption", epilog=f"Example: {PROGRAM} corruption --quick")(bench_corruption)
-=======
     app.command("straggler", epilog=f"Example: {PROGRAM} straggler --quick")(bench_straggler)
->>>>>>> h-straggler
     app.command("judgement", epilog=f"Example: {PROGRAM} judgement --quick")(bench_judgement)
     app.command("attribution", epilog=f"Example: {PROGRAM} attribution --quick")(bench_attribution)
     return app
@@ -138,12 +131,8 @@ def bench_all(
 ) -> None:
     """Measure what Vitals costs on this machine, beside what others cost; alone, runs every bench.
 
-<<<<<<< HEAD
-    Except judgement, whose trainings take hours, hang and corruption, whose ranks want the machine
-=======
-    Except judgement, whose trainings take hours, hang and straggler, whose ranks want the machine
->>>>>>> h-straggler
-    to themselves, and sizes, which is docs/scale.md's.
+    Except judgement, whose trainings take hours, hang, straggler and corruption, whose ranks want
+    the machine to themselves, and sizes, which is docs/scale.md's.
 
     A goal that was missed is said and is no failure: the exit code is 1 only where a bench could
     not run.
@@ -252,7 +241,6 @@ def bench_hang(quick: Quick = False, output: Output = Format.TABLE, page: Part =
     _run(("hang",), quick=quick, output=output, page=page)
 
 
-<<<<<<< HEAD
 def bench_corruption(
     quick: Quick = False, output: Output = Format.TABLE, page: Part = None
 ) -> None:
@@ -261,14 +249,14 @@ def bench_corruption(
     And what a fingerprint misses, and what looking costs. Rounds of 50 steps are shortened to 5.
     """
     _run(("corruption",), quick=quick, output=output, page=page)
-=======
+
+
 def bench_straggler(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
     """Let a rank of a real training be late now and then, and show who is named, and by what.
 
     And how often somebody is named where ranks are late by turns, or rarely. Half an hour.
     """
     _run(("straggler",), quick=quick, output=output, page=page)
->>>>>>> h-straggler
 
 
 def bench_judgement(
@@ -359,11 +347,8 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "sizes": sizes.PARTS,
         "dashboard": dashboard.PARTS,
         "hang": hang.PARTS,
-<<<<<<< HEAD
         "corruption": corruption.PARTS,
-=======
         "straggler": straggler.PARTS,
->>>>>>> h-straggler
         "judgement": judgement.PARTS,
         "attribution": attribution.PARTS,
     }
