@@ -136,7 +136,8 @@ class HangWatch:
             still = min(rank.still_seconds for rank in ranks)
             is_waiting = still >= self._follower.config.show_seconds
         else:
-            self._say(ranks, world_size)
+            if not self._job.is_ending:  # what ends by our hand is no news
+                self._say(ranks, world_size)
             is_waiting = self._follower.verdict is not None
         with self._run.faults.contained("restart"):
             self._mind_restart(ranks, tails, world_size, now)

@@ -79,6 +79,11 @@ class HungJob:
         self._ended: frozenset[tuple[int, int]] = frozenset()
         """The processes that were sent SIGTERM, or for which the budget was used up."""
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether its processes were told to end, and are not killed yet."""
+        return self._kill_at is not None
+
     def look(
         self,
         verdict: Verdict | None,

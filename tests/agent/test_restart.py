@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.agent.builders import World
-from tests.agent.test_hang import Rank, train
+from tests.agent.test_hang import Rank, told, train
 from trainvitals.detect.hang import HangConfig
 from trainvitals.records import DecisionMade, Note
 from vitals_agent.restart import GRACE_SECONDS, Process, started
@@ -98,15 +98,16 @@ def test_a_stopped_rank_is_killed_once_the_others_have_ended(world, ranks):
 def test_one_that_does_not_listen_is_killed_after_its_time_of_grace(world, ranks):
     agent = world.agent(hang=CONFIG)
     now = train(agent, ranks, 10.0)
-    deaf = Rank(world, 1, prelude="import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)")
-    both = [ranks[0], deaf]
-    ranks[1].end()
+    deaf = Rank(world, 0, prelude="import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    both = [deaf, ranks[1]]
+    ranks[0].end()
     now = train(agent, both, now + 20.0, start=now)
     now = stand(agent, both, now, HELD + 8.0)
     assert 1 == len(decided(world))
     assert deaf.process.poll() is None
     stand(agent, both, now, GRACE_SECONDS)
-    assert -signal.SIGKILL == ended(both)[1]
+    assert [-signal.SIGKILL, -signal.SIGTERM] == ended(both)
+    assert [("waiting", 1), ("hang", 1)] == told(world), "that rank 1 has ended is no news"
 
 
 def test_a_rank_that_goes_on_in_time_is_left_alone(world, ranks):

@@ -162,3 +162,27 @@ def test_the_thread_never_keeps_a_process_from_its_end(tmp_path: Path, end: str)
     )
     assert (1 if "boom" in end else 0) == done.returncode, done.stderr
     assert time.monotonic() - begin < 40
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"on_hang": "restart"}, "restart"),
+        ({}, "alert"),
+        ({"on_hang": "restart", "mode": "observe"}, "alert"),
+    ],
+    ids=str,
+)
+def test_what_shall_be_done_about_a_hang_is_said_to_the_agent_but_by_who_only_observes(
+    how, expected
+):
+    loop = Loop(**{"mode": "guard"} | how)
+    with loop.monitor:
+        assert expected == wait_for(loop, lambda word: word.beat).on_hang
+
+
+@pytest.mark.parametrize(("restarts", "num"), [("0", 1), ("3", 0)])
+def test_a_launcher_that_would_not_start_it_again_is_warned_of(monkeypatch, caplog, restarts, num):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    with Loop(mode="guard", on_hang="restart").monitor:
+        assert num == caplog.text.count("torchrun --max-restarts 3 does")

@@ -199,6 +199,10 @@ def an_unknown_scheduler_every(p):
     p.watch(p.scheduler, scheduler_every="batch")
 
 
+def an_unknown_on_hang(p):
+    p.watch(on_hang="kill")
+
+
 def a_scheduler_that_needs_a_metric(p):
     p.watch(lr_scheduler.ReduceLROnPlateau(p.optimizer))
 
@@ -356,6 +360,10 @@ REFUSED = {
         "observe only records",
     ),
     heal_without_checkpoints: ("mode 'heal' rolls back, so it needs", "checkpoints=True"),
+    an_unknown_on_hang: (
+        "on_hang is 'kill'; it must be 'alert' or 'restart'",
+        "'restart' ends a job that hangs, so that torchrun --max-restarts starts it again",
+    ),
     an_unknown_scheduler_every: (
         "scheduler_every is 'batch'; it must be 'step' or 'epoch'",
         "'epoch' for those that count epochs",

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from trainvitals.detect.hang import HangConfig, HangFollower, WaitHistory, decide
+from trainvitals.detect.hang import HangConfig, HangFollower, WaitHistory, decide, may_end
 from trainvitals.records import RankActivity
 
 
@@ -218,3 +218,26 @@ def test_a_wait_that_ended_by_itself_is_learnt_from():
     )
     follower.look([a_rank(0, still_seconds=0.1), a_rank(1, still_seconds=0.1)], world_size=2)
     assert 450.0 == follower.history.limits(follower.config).computing
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_over"),
+    [
+        ({}, True),
+        ({"process": "stopped"}, True),
+        ({"is_mute": True}, True),
+        ({"is_active": True}, False),
+        ({"process": "disk", "is_active": True}, False),
+        ({"is_announced": True}, False),
+        ({"is_debugged": True}, False),
+        ({"process": "ended"}, False),
+    ],
+    ids=str,
+)
+def test_a_job_that_pages_is_ended_only_where_its_culprit_is_at_no_work(fields, is_over):
+    still = {"still_seconds": 400.0, "num_steps": 50, "phase": "forward_backward"}
+    waits = RankActivity(rank=0, sequences={"0": 9}, is_active=True, **still)
+    given = {"is_active": False, "sequences": {"0": 8}} | still | fields
+    ranks = [waits, RankActivity(rank=1, **given)]
+    verdict = decide(ranks, usual().limits(HangConfig()), world_size=2)
+    assert is_over == (verdict is not None and may_end(verdict, ranks))
