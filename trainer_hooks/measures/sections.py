@@ -166,7 +166,7 @@ class Sections:
         self._drop()
 
     def _drop(self) -> None:
-        self._begin: Instant = 0
+        self._begin = 0
         self._has_begun = self._was_backward = self._is_in_backward = False
         self._section = "before_forward"
         self._marks: list[tuple[Section, Instant]] = []
