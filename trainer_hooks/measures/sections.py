@@ -166,7 +166,7 @@ class Sections:
         self._drop()
 
     def _drop(self) -> None:
-        self._begin: Instant = 0
+        self._begin = 0
         self._has_begun = self._was_backward = self._is_in_backward = False
         self._section = "before_forward"
         self._marks: list[tuple[Section, Instant]] = []
@@ -243,12 +243,12 @@ class _Hook:
 
 def _tensors(output: Any, depth: int = 4) -> Iterator[Tensor]:
     """Yield the tensors of a model's output through which a backward may come."""
-    found = 0
+    num_hooked = 0
     for tensor in _all_tensors(output, depth):
         if tensor.requires_grad:
             yield tensor
-            found += 1
-            if found == _MOST_OUTPUTS:
+            num_hooked += 1
+            if num_hooked == _MOST_OUTPUTS:
                 return
 
 

@@ -301,12 +301,12 @@ class _Course(NamedTuple):
         """Return where in the window it began: from there on it is late in most steps."""
         if self.num_late < steps:
             return next(i for i, figures in enumerate(self.figures) if figures is not None)
-        best, found, balance = 0.0, len(self.figures) - 1, 0.0
+        best, start, balance = 0.0, len(self.figures) - 1, 0.0
         for i in reversed(range(len(self.figures))):
             balance += 1.0 if self.figures[i] is not None else -1.5
             if balance > best:
-                best, found = balance, i
-        return found
+                best, start = balance, i
+        return start
 
     def period(self, hits: int) -> int:
         """Return the distance at which the rank alone is late, 0 where there is none.
@@ -344,7 +344,7 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
         return []
     parts = [_by_rank(columns, part.column) for part in _PARTS]
     usual = [_lower_median(list(part.values())) if len(part) > 1 else 0.0 for part in parts]
-    found = []
+    latecomers = []
     for rank, by_wait, by_exchange in late:
         own = [part.get(rank, middle) for part, middle in zip(parts, usual, strict=True)]
         excess = [max(0.0, a - b) for a, b in zip(own, usual, strict=True)]
@@ -357,8 +357,8 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
             # it lost by having the gradients later.
             by_link = max(0.0, by_exchange - after)
             pairs = [x for pair in zip(own, usual, strict=True) for x in pair]
-            found.append([float(rank), lateness, *pairs, by_link, 0.0])
-    return sorted(found, key=lambda figures: -figures[1])[:_MOST_RANKS]
+            latecomers.append([float(rank), lateness, *pairs, by_link, 0.0])
+    return sorted(latecomers, key=lambda figures: -figures[1])[:_MOST_RANKS]
 
 
 def _unplaced(
@@ -371,15 +371,15 @@ def _unplaced(
     data = _by_rank(columns, "data_wait_seconds")
     usual = _lower_median(list(data.values())) if len(data) > 1 else 0.0
     middle = upper_median(list(exchange.values())) if len(exchange) > 1 else 0.0
-    found = []
+    latecomers = []
     for rank in sorted({*exchange, *data}):
         own = data.get(rank, usual) if len(data) > 1 else usual
         by_exchange = middle - exchange.get(rank, middle) if len(exchange) > 1 else 0.0
         lateness = max(own - usual, by_exchange)
         if lateness > least:
             rest = [0.0] * (_FIGURES - 4)
-            found.append([float(rank), lateness, own, usual, *rest])
-    return sorted(found, key=lambda figures: -figures[1])[:_MOST_RANKS]
+            latecomers.append([float(rank), lateness, own, usual, *rest])
+    return sorted(latecomers, key=lambda figures: -figures[1])[:_MOST_RANKS]
 
 
 def _earlier(
