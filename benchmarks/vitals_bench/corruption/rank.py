@@ -67,7 +67,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     trial: Trial
     ranks: int
     left_trace: bool
-    """Whether any tensor differed between ranks once the flip was made."""
+    """Whether any tensor differed between ranks once the flip was made; without rollbacks, at the
+    end."""
     seen_after: int | None
     is_tensor_right: bool
     named: int
@@ -165,6 +166,9 @@ class Played:
             self.monitor.step(loss)
             if is_due:
                 is_flipped, self.left_trace = True, self._differs()
+        if trial is not None and not trial.heals:
+            # A moment's last bit may be forgotten before it has moved any weight.
+            self.left_trace = self._differs()
 
     def _differs(self) -> bool:
         states = [t for s in self.optimizer.state.values() for t in s.values()]
