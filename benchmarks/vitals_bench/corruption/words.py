@@ -127,7 +127,7 @@ def measure_cost(*, quick: bool) -> Iterator[Row]:
             for step in range(10 * EVERY):
                 replicas.word(step, max_norm=1.0)
 
-        arms = {"words": words, "step": loop.step}
+        arms: dict[str, Callable[[], object]] = {"words": words, "step": loop.step}
         times = interleave(arms, rounds=4 if quick else 12, clock_ns=time.process_time_ns)
         word, step = (
             statistics.median(times["words"]) / (10 * EVERY),

@@ -147,7 +147,7 @@ class _Rows:
                 if schema.stream == "steps":
                     for at in range(0, len(batch.rows), schema.row_size):
                         row = schema.unpack(batch.rows[at : at + schema.row_size])
-                        self._steps[int(row["step"])][batch.header.identity.rank] = row
+                        self._steps[int(row["step"] or 0)][batch.header.identity.rank] = row
 
     def merged(self) -> list[MergedStep]:
         """Return the steps of all ranks, as the collector merges them."""

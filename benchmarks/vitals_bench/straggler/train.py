@@ -108,7 +108,7 @@ class _Layer(nn.Module):
         self.inner = nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Sleep.apply(self.inner(x), self._pace)
+        out: torch.Tensor = _Sleep.apply(self.inner(x), self._pace)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -127,16 +127,18 @@ class _Slow(torch.optim.SGD):
 def _with_slow_link(pace: Pace) -> Callable[..., Any]:
     """Return a hook of DDP by which a rank has the sum later than the others."""
 
-    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         reduced = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
         is_last = bucket.is_last()
 
         def received(future: Any) -> torch.Tensor:
             if is_last:
                 time.sleep(pace.late("link"))
-            return future.value()[0]
+            summed: torch.Tensor = future.value()[0]
+            return summed
 
-        return reduced.get_future().then(received)
+        late: torch.futures.Future[torch.Tensor] = reduced.get_future().then(received)
+        return late
 
     return hook
 
