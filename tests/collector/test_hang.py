@@ -20,7 +20,7 @@ from trainvitals.records import (
 )
 from trainvitals.views import EventsQuestion, RunQuestion, StacksQuestion, StacksView
 from vitals_collector.queries.query import Query
-from vitals_collector.queries.why import standing, stood
+from vitals_collector.queries.stacks import standing, stood
 from vitals_collector.storage.store import Store
 
 LIMITS = WaitHistory().limits(HangConfig())

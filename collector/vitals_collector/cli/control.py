@@ -38,7 +38,7 @@ from trainvitals.views import (
 from vitals_collector.cli.opening import as_folder, choose_run
 from vitals_collector.cli.replay import folder_here
 from vitals_collector.queries.open import Reader, find_run, open_folder, open_reader
-from vitals_collector.queries.why import standing
+from vitals_collector.queries.stacks import standing
 
 Run = Annotated[str, typer.Argument(help="Run id or its beginning, name, or the run's folder.")]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]

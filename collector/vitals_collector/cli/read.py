@@ -35,6 +35,7 @@ from vitals_collector.cli.opening import (
 )
 from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
 from vitals_collector.queries.open import Opened, open_reader
+from vitals_collector.queries.stacks import stood
 from vitals_collector.queries.tail import Tail
 
 _RUN_COLUMNS = (
@@ -128,7 +129,6 @@ def why(
         explain,
         loss_of,
         profiles_near,
-        stood,
         with_kept_samples,
     )
 

@@ -32,12 +32,12 @@ from trainvitals.views import (
     FindingView,
     RunSummary,
     SeriesReply,
-    StacksView,
     StepData,
     StepRow,
     StepView,
 )
 from vitals_collector.ingest.projections import samples
+from vitals_collector.queries.stacks import capital
 from vitals_collector.queries.user_alerts import Episode
 
 _VERDICT = (
@@ -154,74 +154,9 @@ def profiles_near(events: Sequence[EventView], step: int) -> str:
     """Return where traces of about this step lie, a line each."""
     near = [e for e in events if e.profile and abs(e.step - step) <= _NEAR]
     lines = [
-        f"{_capital(e.source.replace(':', ' '))}, until step {e.step}: {e.profile}" for e in near
+        f"{capital(e.source.replace(':', ' '))}, until step {e.step}: {e.profile}" for e in near
     ]
     return "\n".join(map(printable, lines))
-
-
-MAX_FRAMES = 12
-"""Calls of one rank that are shown, the innermost first."""
-
-
-def stood(stacks: Sequence[StacksView], step: int) -> str:
-    """Return where each rank stood in a wait at a step: the calls of its main thread."""
-    newest = {view.rank: view for view in stacks if view.step == step and not view.command_number}
-    parts = []
-    for rank, view in sorted(newest.items()):
-        calls = view.collectives[-1:]
-        parts += [
-            f"Rank {rank}" + (f", last collective {calls[0]}:" if calls else ":"),
-            *(_shown(view.calls) or [f"  {view.detail}"]),
-        ]
-    return "\n".join(map(printable, parts))
-
-
-def _shown(calls: Sequence[str]) -> list[str]:
-    more = len(calls) - MAX_FRAMES
-    return [*calls[:MAX_FRAMES], *([f"  ... and {more} more calls"] if more > 0 else [])]
-
-
-def standing(stacks: Sequence[StacksView], world_size: int) -> str:
-    """Return where all ranks stand: those at one place together, the fewest first.
-
-    Args:
-        stacks: one of each rank that said anything.
-        world_size: ranks of the job; of the others it is said that nothing came.
-    """
-    groups: dict[tuple[str, ...], list[StacksView]] = {}
-    mute: dict[str, list[int]] = {}
-    for view in sorted(stacks, key=lambda view: view.rank):
-        if calls := view.calls:
-            groups.setdefault((*calls, *view.collectives[-1:]), []).append(view)
-        else:
-            mute.setdefault(view.detail, []).append(view.rank)
-    if away := sorted(set(range(world_size)) - {view.rank for view in stacks}):
-        mute.setdefault("no answer from its node's agent", []).extend(away)
-    parts = [f"{_capital(_named(ranks))} did not answer: {why}" for why, ranks in mute.items()]
-    for same in sorted(groups.values(), key=lambda same: (len(same), same[0].rank)):
-        steps = sorted({view.step for view in same})
-        at = f"step {steps[0]}" + (f" to {steps[-1]}" if steps[1:] else "")
-        last = same[0].collectives[-1:]
-        in_call = f", last collective {last[0]}" if last else ""
-        parts.append(f"{_capital(_named([v.rank for v in same]))}, {at}{in_call}:")
-        parts += _shown(same[0].calls)
-    return "\n".join(map(printable, parts))
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0 to 2, 5``."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in spans]
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(words)}"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _ordinal(ordinal: int, num: int) -> str:
