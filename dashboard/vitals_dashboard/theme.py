@@ -52,8 +52,8 @@ ACTIONS: dict[ActionName, ActionLook] = {
     ),
     "restart": ActionLook(
         word="job ended",
-        colour=VERMILLION,
-        symbol="rect",
+        colour=BLUE,
+        symbol="down",
         line="dashed",
         width=1.6,
         icon="\N{CLOCKWISE OPEN CIRCLE ARROW}",
