@@ -186,6 +186,8 @@ color:inherit}
 .st-key-run_links{flex-wrap:wrap}
 [data-testid="stMarkdownContainer"] :is(h2,h3,h4){font-size:1.05rem;font-weight:650;
 padding:.25rem 0 .1rem}
+[data-testid="stLayoutWrapper"]:has(>.st-key-page_heading,>.st-key-charts_loaded){
+position:absolute!important}
 .st-key-page_heading,.st-key-charts_loaded{position:absolute!important;width:1px!important;height:1px!important;
 overflow:hidden;clip-path:inset(50%)}
 .st-key-verdict_strip [data-testid="stText"],.st-key-strip_next [data-testid="stText"]{
