@@ -302,13 +302,13 @@ class Engine:
         )
         # Who reports nothing, as the owner that died, may have stored what nobody was told of.
         quiet = {run.run_id for run in elsewhere} | before.keys()
-        told = {
+        with_news = {
             run_id
             for run_id, report in self._others.items()
             if run_id not in before or before[run_id].news[:2] != report.news[:2]
         }
         try:
-            self._mark_unread(told | (quiet - self._others.keys()))
+            self._mark_unread(with_news | (quiet - self._others.keys()))
         except BaseException:
             self._others = before
             raise
@@ -343,9 +343,9 @@ class Engine:
         self, dirty: Collection[Writer], present: Iterable[RunStatus], *, only_new: bool
     ) -> None:
         """Say how own runs are, to the collector that tells people."""
-        told = [run_id for run_id, _ in dirty]
+        with_words = [run_id for run_id, _ in dirty]
         runs = [self._run_now(run) for run in present if self._is_own(run.run_id)]
-        self._reporter.report(self._owned or {}, told, runs, only_new=only_new)
+        self._reporter.report(self._owned or {}, with_words, runs, only_new=only_new)
 
     # ----------------------------------------------------------------------------------- one look
 

@@ -699,8 +699,8 @@ class LiveMonitor:
             StorageError: the store refused; nothing is lost, call again.
         """
         if owned is not None:
-            known = {*self._live.waiting(), *self._open, *self._pauses}
-            self._leave(known.difference(owned))
+            followed_here = {*self._live.waiting(), *self._open, *self._pauses}
+            self._leave(followed_here.difference(owned))
         elif self._is_first:
             self._begin()
             self._is_first = False
