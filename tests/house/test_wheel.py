@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory, ROOT],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert 0 == done.returncode, done.stdout + done.stderr
@@ -135,7 +135,7 @@ def test_installing_it_changes_no_package_that_is_installed(wheel, extra, tmp_pa
         [*command, "--report", report, f"{wheel}{extra}"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert 0 == done.returncode, done.stderr

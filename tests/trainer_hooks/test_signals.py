@@ -51,8 +51,8 @@ def test_what_snapshots_and_saves_take_is_a_part_of_the_next_step_alone():
         with clock.checkpoint():
             now.advance(seconds)
     after, later = one_step(clock, now), one_step(clock, now)
-    assert after == pytest.approx((0.047, 0.003, 0.007, 0.022, 0.010, 0.001))
-    assert after.duration == pytest.approx(sum(after[1:]) + 0.004)
+    assert after[:6] == pytest.approx((0.047, 0.003, 0.007, 0.022, 0.010, 0.001))
+    assert after.duration == pytest.approx(sum(after[1:6]) + 0.004)
     assert (later.duration, later.forward_backward) == pytest.approx((0.025, 0.007))
     assert later.checkpoint is None
 
