@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import torch
@@ -39,6 +39,12 @@ class Ranks:
         side = dist.new_group(backend="gloo")
         local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
         return cls(dist.get_rank(), dist.get_world_size(), local, cast(dist.ProcessGroup, side))
+
+    def apart(self) -> Ranks:
+        """Return the same ranks with another group: two threads on one abort it. Collective."""
+        if self.side is None:
+            return self
+        return replace(self, side=cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on every rank. Set-up only: it waits."""

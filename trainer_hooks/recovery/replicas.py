@@ -153,6 +153,8 @@ class Replicas:
         self._went_back = False
         self._replayed: tuple[int, Named] | None = None
         self._may_meet = True
+        self._meeting: Ranks | None = None
+        """The ranks as they meet over a difference: a save may use the other group meanwhile."""
         self._lay_out()
 
     @classmethod
@@ -336,6 +338,11 @@ class Replicas:
         """Meet no more: this rank may end alone."""
         self._may_meet = False
 
+    def _together(self) -> Ranks:
+        if self._meeting is None:
+            self._meeting = self._ranks.apart()
+        return self._meeting
+
     def diagnose(self, step: int, by_words: Vote, *, at: int) -> Difference:
         """Return what differs, and on whom. Collective: on all ranks that saw these words.
 
@@ -352,7 +359,7 @@ class Replicas:
         if made_of is not None:
             settings = made_of.settings
             snapshot = None if made_of.snapshot is None else int(made_of.snapshot)
-        everyone = self._ranks.gather((settings, snapshot))
+        everyone = self._together().gather((settings, snapshot))
         by_settings = vote([s for s, _ in everyone], self.groups)
         was_told = self._settings_differ and not (made_of is not None and made_of.looks_again)
         self._settings_differ = bool(by_settings.apart)
@@ -364,7 +371,7 @@ class Replicas:
     def _compare_state(
         self, step: int, by_words: Vote, snapshots: Sequence[int | None], at: int
     ) -> Difference:
-        everyone = self._ranks.gather(self._fingerprints())
+        everyone = self._together().gather(self._fingerprints())
         differing, by_state = _differing(everyone, self.groups)
         was_apart, self._apart = bool(self._apart), tuple(differing)
         self.unresolved = by_state.apart or by_words.apart if differing else ()
@@ -463,9 +470,9 @@ class Replicas:
             self._faults.count("replicas", error)
         chunks = range(0, len(raw), _CHUNK)
         sums = np.array([zlib.crc32(raw[i : i + _CHUNK]) for i in chunks], dtype=np.uint32)
-        everyone = self._ranks.gather(sums.tobytes())
+        everyone = self._together().gather(sums.tobytes())
         apart = _first_apart(everyone, self.groups)
-        pieces = self._ranks.gather([raw[i * _CHUNK : (i + 1) * _CHUNK] for i in apart])
+        pieces = self._together().gather([raw[i * _CHUNK : (i + 1) * _CHUNK] for i in apart])
         if not apart or tensor is None or not all(pieces):
             return [], {}
         dtype = tensor.dtype
