@@ -127,7 +127,7 @@ class _Slow(torch.optim.SGD):
 def _with_slow_link(pace: Pace) -> Callable[..., Any]:
     """Return a hook of DDP by which a rank has the sum later than the others."""
 
-    def hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         reduced = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
         is_last = bucket.is_last()
 
