@@ -308,6 +308,13 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         "Time from the end of backward to `Monitor.step`.",
         scope="rank",
     ),
+    _step(
+        "run_queue_seconds",
+        "seconds",
+        "Time in which the training thread could run and had no CPU core; it is in the other parts "
+        "of the step too. Linux only, where forward and backward are placed.",
+        scope="rank",
+    ),
 )
 
 

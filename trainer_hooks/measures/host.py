@@ -104,6 +104,8 @@ class HostMeasurements:
             of_device = self.timeline.since(self.exchange[1])
             if of_device is not None:
                 columns["optimizer_seconds"] = of_device
+        if self.timeline.run_queue_seconds is not None:
+            columns["run_queue_seconds"] = self.timeline.run_queue_seconds
         return columns
 
 

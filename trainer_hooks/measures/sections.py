@@ -12,10 +12,11 @@ in methods of their own, which are timed where they block. Elsewhere nothing is 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -54,6 +55,8 @@ class Timeline:
     """Nanoseconds of each section that other columns have: the wait for data, checkpoints."""
     end: Instant | None = None
     """When the device had done the step; on CUDA."""
+    run_queue_seconds: float | None = None
+    """How long the training thread could run and had no core; None where the kernel keeps none."""
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each section."""
@@ -112,6 +115,7 @@ class Sections:
         self._was_backward = False
         self._section: Section = "before_forward"
         self._drop()
+        self._queue = _RunQueue()
         self._handles: list[Any] = []
         self._timed: list[tuple[Any, str]] = []
         for wrapper in wrappers:
@@ -131,6 +135,7 @@ class Sections:
         for group, name in self._timed:
             vars(group).pop(name, None)
         self._handles, self._timed = [], []
+        self._queue.close()
 
     # ------------------------------------------------------------------------ by the step's clock
 
@@ -140,6 +145,7 @@ class Sections:
         with self._faults.fail_open("sections"):
             self._begin = self._now() if self._is_cuda else now_ns
             self._has_begun = True
+            self._queue.seconds()
 
     def aside(self, nanoseconds: int) -> None:
         """Leave so much out of the present section: another column has it."""
@@ -156,10 +162,11 @@ class Sections:
         """Return the step's times; None where forward or backward were not seen."""
         if not (self._has_begun and self._was_backward):
             return None
-        end = None
+        end = queued = None
         with self._faults.fail_open("sections"):
             end = self._now() if self._is_cuda else None
-        return Timeline(self._begin, self._marks, self._waits, self._asides, end)
+            queued = self._queue.seconds()
+        return Timeline(self._begin, self._marks, self._waits, self._asides, end, queued)
 
     def forget(self) -> None:
         """Forget the present step: it is no ordinary one."""
@@ -224,6 +231,31 @@ class Sections:
                 self._waits.append((section, began, self._now()))
 
         return timed
+
+
+class _RunQueue:
+    """How long the kernel let this thread wait for a core, by its scheduler's own count (Linux)."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._waited_ns = 0
+        with suppress(OSError):  # another system, or a kernel that does not count
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def seconds(self) -> float | None:
+        """Return the seconds since the last call."""
+        if self._file is None:
+            return None
+        # Time on a core, time waiting for one, and turns (Documentation/scheduler/sched-stats).
+        waited_ns = int(os.pread(self._file, 96, 0).split()[1])
+        before, self._waited_ns = self._waited_ns, waited_ns
+        return (waited_ns - before) / 1e9
+
+    def close(self) -> None:
+        """Let go of the kernel's file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 class _Hook:

@@ -37,6 +37,7 @@ RANK_COLUMNS = (
     "backward_seconds",
     "gradient_wait_seconds",
     "after_backward_seconds",
+    "run_queue_seconds",
     "optimizer_seconds",
     "checkpoint_seconds",
     "monitor_seconds",

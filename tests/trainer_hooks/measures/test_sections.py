@@ -1,5 +1,9 @@
 """Where a step's time goes: two real ranks, of which one is late; and on a device, by stand-ins."""
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +56,8 @@ def test_the_parts_make_up_the_step(folder: Path, said: Any, kind: str) -> None:
         for row in rows:
             whole = sum(row.get(f"{part}_seconds") or 0.0 for part in PARTS)
             assert whole == pytest.approx(row["step_duration_seconds"], rel=0.03)
+            if sys.platform == "linux":
+                assert 0.0 <= row["run_queue_seconds"] <= row["step_duration_seconds"]
 
 
 @pytest.mark.dist
@@ -147,3 +153,33 @@ def test_a_step_without_backward_is_not_placed() -> None:
     assert sections.take() is None
     sections.release()
     assert not model._forward_hooks
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
+def test_the_wait_for_a_core_is_counted_as_the_kernel_does() -> None:
+    model = nn.Linear(2, 1)
+    sections = Sections([model], torch.device("cpu"), FaultCounter())
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # on the same core
+    try:
+        queued = []
+        for _ in range(2):
+            began = time.monotonic()
+            sections.begin(time.monotonic_ns())
+            model(torch.ones(1, 2)).sum().backward()
+            busy_until = time.thread_time() + 0.15
+            while time.thread_time() < busy_until:
+                pass
+            timeline = sections.take()
+            assert timeline is not None
+            queued.append(timeline.run_queue_seconds)
+            wall = time.monotonic() - began
+    finally:
+        os.sched_setaffinity(0, cores)
+        rival.kill()
+        rival.wait()
+    assert 0.05 < queued[1] <= wall - 0.15, "all that it did not compute, and the rival did"
+    open_files = len(os.listdir("/proc/self/fd"))
+    sections.release()
+    assert len(os.listdir("/proc/self/fd")) == open_files - 1

@@ -77,6 +77,7 @@ RANK_COLUMNS = (
     "backward_seconds",
     "gradient_wait_seconds",
     "after_backward_seconds",
+    "run_queue_seconds",
     "communication_seconds",
     "optimizer_seconds",
     "checkpoint_seconds",

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -230,3 +231,35 @@ def test_without_placed_parts_the_exchange_and_the_data_serve() -> None:
 def test_a_window_below_the_steps_is_refused() -> None:
     with pytest.raises(Exception, match=r"straggler\.window"):
         StragglerConfig(steps=40)
+
+
+def test_a_rank_without_a_core_is_told_so_once_it_has_lasted() -> None:
+    """What it is late in is any part; that its thread waits for a core is why."""
+
+    def late(step: int, rank: int, part: str) -> float:
+        return 0.3 if (rank, part) == (1, "backward_seconds") and step >= 60 else 0.0
+
+    def starved(steps: int) -> Iterator[MergedStep]:
+        for merged in trained(late, ranks=3, steps=steps):
+            queued = [0.0, 0.025 if merged.step >= 60 else 0.0, 0.0001]
+            yield replace(merged, ranks={**merged.ranks, "run_queue_seconds": queued})
+
+    assert [] == told(starved(200))
+    (finding,) = told(starved(400))
+    assert (1, "straggler_host") == (finding.rank, finding.cause)
+    assert 60 <= finding.onset_step <= 100
+    assert "its training thread waits 25 ms for a CPU core against 100 us of the others" in (
+        finding.reason
+    )
+
+
+def test_lateness_that_a_little_waiting_for_a_core_does_not_explain_keeps_its_cause() -> None:
+    def late(step: int, rank: int, part: str) -> float:
+        return 0.3 if (rank, part) == (1, "backward_seconds") and step >= 60 else 0.0
+
+    steps = (
+        replace(merged, ranks={**merged.ranks, "run_queue_seconds": [0.0, 0.01, 0.0]})
+        for merged in trained(late, ranks=3, steps=120)
+    )
+    (finding,) = told(steps)
+    assert (1, "straggler_backward") == (finding.rank, finding.cause)

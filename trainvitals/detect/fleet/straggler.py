@@ -45,8 +45,8 @@ class StragglerConfig(Settings, frozen=True, kw_only=True):
     """Standard errors by which the mean lateness must be above 0, where steps in which another
     rank is late count against it: ranks that are late by turns never come to that."""
     diffuse_steps: Annotated[int, Meta(ge=0, le=100_000)] = 200
-    """Steps for which it must stay late where no part of the step explains half of it: then its
-    processor is busy with something else, and that mostly passes."""
+    """Steps for which it must stay late where no part of the step explains half of it, or where it
+    waits for a core: then its processor is busy with something else, and that mostly passes."""
     changed_steps: Annotated[int, Meta(ge=1, le=1_000)] = 5
     """Steps for which a rank that was told must be late by another cause to be told anew."""
     hits: Annotated[int, Meta(ge=3, le=1_000)] = 6
@@ -83,9 +83,13 @@ _PARTS = (
 _BETWEEN = ("monitor_seconds", "after_backward_seconds")
 """What lies, or may lie, between the wait for gradients and the exchange."""
 _LINK = _Part("", "link", "the other ranks' gradients")
+_QUEUE = _Part("run_queue_seconds", "host", "the wait for a CPU core")
+"""Why other parts are long, and no part beside them."""
 _DIFFUSE = _Part("", "host", "all parts of its step")
 _UNKNOWN = _Part("", "", "")
-_CAUSES = (*_PARTS, _LINK)
+_LASTING = (_QUEUE, _DIFFUSE, _UNKNOWN)
+"""What must last longer to be told: mostly it passes."""
+_CAUSES = (*_PARTS, _LINK, _QUEUE)
 _FIGURES = 2 + 2 * len(_CAUSES)
 """Numbers kept of a late rank in a step: which, how late, and of each part its own and the usual
 seconds."""
@@ -204,14 +208,14 @@ class StragglerWatcher(Watcher):
         """Return whether a rank that was told has been late by another cause for some steps."""
         absent, is_periodic, told, changed = self._told[course.rank]
         now = _cause(course.late)
-        is_another = now not in (_DIFFUSE, _UNKNOWN) and _index(now) != told
+        is_another = now not in _LASTING and _index(now) != told
         changed = changed + 1 if is_another else 0
         self._told[course.rank] = (absent, is_periodic, told, changed)
         return changed >= self._config.changed_steps
 
     def _is_clear(self, course: _Course) -> bool:
         """Return whether one part explains the lateness, or it has lasted long enough."""
-        is_clear = _cause(course.late) not in (_DIFFUSE, _UNKNOWN)
+        is_clear = _cause(course.late) not in _LASTING
         # Where nothing is placed there is no cause to wait for.
         is_placed = any(_seconds_in(part, course.late)[1] for part in _PARTS[1:])
         lasted = self._since[course.rank][0] > self._config.diffuse_steps
@@ -230,7 +234,8 @@ class StragglerWatcher(Watcher):
             )
         part = _cause(late)
         own, usual = _seconds_in(part, late)
-        since = self._window[course.onset(self._config.steps)][0]
+        lasted = self._since[course.rank][0]  # the window does not reach as far back
+        since = min(self._window[course.onset(self._config.steps)][0], merged.step - lasted + 1)
         why = ""
         if part.cause == "link":
             why = (
@@ -241,6 +246,11 @@ class StragglerWatcher(Watcher):
             why = (
                 ": every part of its step takes a little longer, as on a processor that is slow or "
                 "shared"
+            )
+        elif part == _QUEUE:
+            why = (
+                f": its training thread waits {humanize_seconds(own)} for a CPU core against "
+                f"{humanize_seconds(usual)} of the others"
             )
         elif part.cause:
             why = (
@@ -344,6 +354,8 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
         return []
     parts = [_by_rank(columns, part.column) for part in _PARTS]
     usual = [_lower_median(list(part.values())) if len(part) > 1 else 0.0 for part in parts]
+    queued = _by_rank(columns, _QUEUE.column)
+    usually_queued = _lower_median(list(queued.values())) if queued else 0.0
     latecomers = []
     for rank, by_wait, by_exchange in late:
         own = [part.get(rank, middle) for part, middle in zip(parts, usual, strict=True)]
@@ -357,7 +369,8 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
             # it lost by having the gradients later.
             by_link = max(0.0, by_exchange - after)
             pairs = [x for pair in zip(own, usual, strict=True) for x in pair]
-            latecomers.append([float(rank), lateness, *pairs, by_link, 0.0])
+            of_queue = (queued.get(rank, usually_queued), usually_queued)
+            latecomers.append([float(rank), lateness, *pairs, by_link, 0.0, *of_queue])
     return sorted(latecomers, key=lambda figures: -figures[1])[:_MOST_RANKS]
 
 
@@ -395,9 +408,14 @@ def _earlier(
 
 
 def _cause(late: Sequence[Sequence[float]]) -> _Part:
-    """Return the part that is longest beyond the others', if it explains half of the lateness."""
+    """Return the part that is longest beyond the others', if it explains half of the lateness.
+
+    Whose thread waits for a core is late in other parts by just that.
+    """
     lateness = _median([figures[1] for figures in late])
-    excess = [own - usual for own, usual in (_seconds_in(part, late) for part in _CAUSES)]
+    *excess, by_queue = (own - usual for own, usual in (_seconds_in(p, late) for p in _CAUSES))
+    if by_queue > lateness / 2:
+        return _QUEUE
     if max(excess) > lateness / 2:
         return _CAUSES[excess.index(max(excess))]
     return _DIFFUSE if sum(max(0.0, e) for e in excess) > lateness / 2 else _UNKNOWN
@@ -413,6 +431,9 @@ def _seconds_in(part: _Part, late: Sequence[Sequence[float]]) -> tuple[float, fl
     if part not in _CAUSES:
         return 0.0, 0.0
     i = 2 + 2 * _CAUSES.index(part)
+    late = [figures for figures in late if len(figures) == _FIGURES]
+    if not late:  # of a state that was stored before a part was added
+        return 0.0, 0.0
     return _median([figures[i] for figures in late]), _median([figures[i + 1] for figures in late])
 
 
