@@ -1,5 +1,6 @@
 """Samples of a node's GPUs: joined, looked at, and told of."""
 
+import msgspec
 import pytest
 
 from tests.collector.alerting import Agent, Asked, Job
@@ -7,6 +8,7 @@ from tests.collector.rows import SECOND, Writer
 from trainvitals.catalog import GPU_SCHEMA, NODE_SCHEMA
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import NodeSample
+from trainvitals.detect.fleet.node import HARDWARE_HEAT
 from trainvitals.rows import rows_of
 from trainvitals.wire import decode_batch
 from vitals_collector.live.step_join import GPU_COLUMNS, HostRow, NodeMerger, host_rows
@@ -47,6 +49,27 @@ def test_gpus_whose_rows_come_a_look_later_are_not_lost_and_those_that_vanish_ar
         job.place.send(first)
     assert ["GpuLost firing"] == job.look()
     assert [("gpu_lost", 9)] == job.found()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_late_rank_whose_gpu_is_throttled_is_told_with_it(job: Job, is_restarted: bool):
+    """Which GPU is whose is read of the ranks' own rows, or of the store."""
+    agent = Agent()
+    for writer, uuid in zip(job.ranks, ["GPU-a", "GPU-b", "GPU-c"], strict=True):
+        writer.identity = msgspec.structs.replace(writer.identity, gpu_uuid=uuid)
+    job.train(range(10))
+    job.look()
+    for _ in range(8):
+        for raw in agent.round(throttle_reasons=HARDWARE_HEAT):
+            job.place.send(raw)
+    job.look()
+    if is_restarted:
+        job.place.restart()
+    job.train(range(10, 40), slow=True)
+    job.look()
+    (alert,) = (a for a in job.place.heard.alerts if a.name == "StragglerRank")
+    assert "straggler_gpu" == alert.labels["cause"]
+    assert "its GPU GPU-b is throttled for heat or power" in alert.summary
 
 
 def test_what_a_node_wrote_between_two_of_its_own_rows_is_one_sample():

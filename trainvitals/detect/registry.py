@@ -111,6 +111,7 @@ KINDS: Mapping[str, Kind] = {
                 "straggler_link",
                 "straggler_optimizer",
                 "straggler_checkpoint",
+                "straggler_gpu",
             ),
             domain="speed",
             subject="machine",

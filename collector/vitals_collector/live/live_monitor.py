@@ -287,6 +287,7 @@ class FollowedRun:
     def __post_init__(self) -> None:
         self._onsets = OnsetTracker(self.saved.onsets or ())
         self._fresh = TailReader(self.run_id, self.saved.done, self.steps.number_of)
+        self.watchers.gpus = self._fresh.gpus
         self._num_unmerged = self.steps.num_missing
 
     # -------------------------------------------------------------------------------- reading

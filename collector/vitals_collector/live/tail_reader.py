@@ -214,6 +214,9 @@ class TailReader:
     ) -> None:
         self.names: dict[str, dict[int, str]] = {}
         """By incarnation, what the numbers of its layers are called."""
+        self.gpus: dict[int, str] = {}
+        """By rank, the UUID of the GPU that its newest start trains on."""
+        self._placed: dict[int, int] = {}
         self._run_id = run_id
         self._done = done
         self._number_of = number_of
@@ -277,16 +280,26 @@ class TailReader:
             who.rank,
             who.world_size,
             who.started_unix_ns,
+            who.gpu_uuid,
         )
 
     def _add(
-        self, writer: Writer, source: str, node: str, rank: int, world_size: int, started: int
+        self,
+        writer: Writer,
+        source: str,
+        node: str,
+        rank: int,
+        world_size: int,
+        started: int,
+        gpu_uuid: str,
     ) -> Stream:
         done = self._done.get("/".join(writer), -1)
         number = self._number_of(writer)
         stream = Stream(writer, source, node, rank, world_size, started, number, done)
         self._streams[writer] = stream
         self._largest = max(self._largest, world_size)
+        if gpu_uuid and writer[1] == "steps" and started >= self._placed.get(rank, 0):
+            self.gpus[rank], self._placed[rank] = gpu_uuid, started
         if source == "rank:0" and writer[1] == "steps" and started >= self._head[0]:
             self._head = (started, world_size)
         return stream
@@ -310,6 +323,7 @@ class TailReader:
                 streams.c.stream,
                 streams.c.last_seq,
                 *(table.source, table.node, table.rank, table.world_size, table.started_unix_ns),
+                table.gpu_uuid,
             )
             .join(sources, at)
             .where(streams.c.run_id == self._run_id, streams.c.stream.in_(sorted(WATCHED)))

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.detect.fleet import FleetDetectors
+from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.detect.fleet.node import HARDWARE_HEAT
 from trainvitals.detect.fleet.straggler import StragglerConfig, StragglerWatcher
 from trainvitals.records import Finding
 from trainvitals.testing.merged import watched
@@ -263,3 +265,42 @@ def test_lateness_that_a_little_waiting_for_a_core_does_not_explain_keeps_its_ca
     )
     (finding,) = told(steps)
     assert (1, "straggler_backward") == (finding.rank, finding.cause)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cause", "words"),
+    [
+        ({0: "GPU-a", 1: "GPU-b"}, "straggler_gpu", "; its GPU GPU-b is throttled for heat"),
+        ({0: "GPU-b", 1: "GPU-a"}, "straggler_backward", ""),
+        ({}, "straggler_backward", ""),
+    ],
+)
+def test_a_throttled_gpu_is_why_its_rank_is_late(
+    gpus: dict[int, str], cause: str, words: str
+) -> None:
+    def late(_step: int, rank: int, part: str) -> float:
+        return 0.3 if (rank, part) == (1, "backward_seconds") else 0.0
+
+    detectors = FleetDetectors()
+    detectors.gpus = gpus
+    clocks = {"GPU-a": {"throttle_reasons": 0}, "GPU-b": {"throttle_reasons": HARDWARE_HEAT}}
+    for i in range(4):
+        detectors.update_node(NodeSample(node="n", time_unix_ns=i, step=0, gpus=clocks))
+    findings = [f for step in trained(late, ranks=2, steps=60) for f in detectors.update(step)]
+    (finding,) = (f for f in findings if f.kind == "straggler")
+    assert cause == finding.cause
+    assert words in finding.reason
+    assert ("GPU GPU-" in finding.reason) is bool(words)
+
+
+def test_data_that_comes_late_is_no_fault_of_a_throttled_gpu() -> None:
+    def late(_step: int, rank: int, part: str) -> float:
+        return 0.3 if (rank, part) == (1, "data_wait_seconds") else 0.0
+
+    detectors = FleetDetectors()
+    detectors.gpus = {1: "GPU-b"}
+    clocks = {"GPU-b": {"throttle_reasons": HARDWARE_HEAT}}
+    for i in range(4):
+        detectors.update_node(NodeSample(node="n", time_unix_ns=i, step=0, gpus=clocks))
+    findings = [f for step in trained(late, ranks=2, steps=60) for f in detectors.update(step)]
+    assert ["straggler_data"] == [f.cause for f in findings if f.kind == "straggler"]

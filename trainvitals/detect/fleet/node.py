@@ -113,6 +113,16 @@ class GpuThrottleWatcher(NodeWatcher):
                 findings.append(tell(self.name, sample.step, text, cause=cause, value=clock))
         return tuple(findings)
 
+    def now(self, uuid: str) -> str:
+        """Return what slows a GPU's clocks at present, in words; "" where nothing is known to."""
+        for (_, known), clocks in self._gpus.items():
+            if known == uuid:
+                if clocks.hot >= self._config.samples:
+                    return "is throttled for heat or power"
+                if clocks.capped >= self._config.cap_samples:
+                    return _CAPPED
+        return ""
+
     def _slowed(self, clocks: _Clocks, mask: int, columns: Mapping[str, Value]) -> str:
         """Return what is to be said of a GPU's clocks, or nothing."""
         config = self._config
@@ -127,9 +137,10 @@ class GpuThrottleWatcher(NodeWatcher):
         begins_cap = clocks.cap.begins(clocks.capped >= config.cap_samples)
         if begins_hot:
             return _WORDS[_cause(mask)]
-        return "runs far below its usual clock because of its power limit" if begins_cap else ""
+        return _CAPPED if begins_cap else ""
 
 
+_CAPPED = "runs far below its usual clock because of its power limit"
 THROTTLES: dict[int, str] = {
     HARDWARE_SLOWDOWN: "hardware slowdown",
     SOFTWARE_HEAT: "heat (driver)",

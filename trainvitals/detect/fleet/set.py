@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from trainvitals.config import Settings
 from trainvitals.detect.fleet.base import MergedStep, NodeSample, NodeWatcher, Watcher
 from trainvitals.detect.fleet.layers import (
@@ -49,6 +51,8 @@ from trainvitals.records import Finding
 from trainvitals.stateful import Stateful, row
 
 _KEPT_CHECKPOINTS = 16
+_BY_CLOCKS = ("straggler_forward", "straggler_backward", "straggler_optimizer", "straggler")
+"""What slow clocks make slow; the last is of ranks whose steps are not placed."""
 
 
 class FleetConfig(Settings, frozen=True, kw_only=True):
@@ -100,6 +104,9 @@ class FleetDetectors(Stateful):
         self._config = config = config or FleetConfig()
         self._throughput = ThroughputWatcher(config.throughput)
         self._memory = MemoryCreepWatcher(config.memory)
+        self._clocks = GpuThrottleWatcher(config.throttle)
+        self.gpus: Mapping[int, str] = {}
+        """By rank, the UUID of the GPU it trains on, as far as it is known."""
         self._of_steps: tuple[Watcher, ...] = (
             LearningRateWatcher(config.learning_rate),
             LossScaleWatcher(config.loss_scale),
@@ -113,7 +120,7 @@ class FleetDetectors(Stateful):
             RankLossWatcher(config.rank_loss),
         )
         self._of_nodes: tuple[NodeWatcher, ...] = (
-            GpuThrottleWatcher(config.throttle),
+            self._clocks,
             GpuErrorWatcher(config.gpu_errors),
             GpuLostWatcher(config.gpu_lost),
         )
@@ -135,11 +142,21 @@ class FleetDetectors(Stateful):
         for watcher in self._of_steps:
             of_watcher = watcher.update(merged)
             if of_watcher:
-                findings += of_watcher
+                findings += map(self._with_gpu, of_watcher)
         self._last, self._is_stalled = (merged.step, merged.time_unix_ns), False
         if self._interval is not None:
             findings += self._overdue(merged.step)
         return tuple(findings)
+
+    def _with_gpu(self, finding: Finding) -> Finding:
+        """Return a late rank's finding with its GPU's clocks, where they explain what is slow."""
+        if finding.cause not in _BY_CLOCKS or finding.rank not in self.gpus:
+            return finding
+        uuid = self.gpus[finding.rank]
+        if not (slowed := self._clocks.now(uuid)):
+            return finding
+        reason = f"{finding.reason}; its GPU {uuid} {slowed}"
+        return msgspec.structs.replace(finding, reason=reason, cause="straggler_gpu")
 
     def update_node(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Take one sample of a node in and return all that is to be told about it."""
