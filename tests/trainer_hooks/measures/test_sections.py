@@ -180,6 +180,6 @@ def test_the_wait_for_a_core_is_counted_as_the_kernel_does() -> None:
         rival.kill()
         rival.wait()
     assert 0.05 < queued[1] <= wall - 0.15, "all that it did not compute, and the rival did"
-    open_files = len(os.listdir("/proc/self/fd"))
+    open_files = len(list(Path("/proc/self/fd").iterdir()))
     sections.release()
-    assert len(os.listdir("/proc/self/fd")) == open_files - 1
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_files - 1
