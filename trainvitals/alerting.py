@@ -175,6 +175,15 @@ ALERTS: tuple[AlertSpec, ...] = (
         "shows the elements. Where the loop itself writes on one rank alone, mend the loop.",
     ),
     AlertSpec(
+        name="ReductionWrong",
+        severity="page",
+        point=True,
+        help="The averaged gradients of a rank, or of all, are not the sum of what the ranks put "
+        "in (`SignalSettings(reduction=True)`): a link, a network card or the reduction is faulty.",
+        to_do="Look at the errors of the named rank's link, and try its node by `vitals doctor "
+        "--burn-in 60`. Restart from a checkpoint of before if the loss has moved.",
+    ),
+    AlertSpec(
         name="SettingsDiffer",
         severity="page",
         point=True,

@@ -272,6 +272,13 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         scope="rank",
     ),
     _step(
+        "reduction_error",
+        "",
+        "How far the averaged gradients of one bucket are, on this rank, from the sum of what the "
+        "ranks put in, in standard errors of rounding. Opt-in, `SignalSettings.reduction`.",
+        scope="rank",
+    ),
+    _step(
         "critical_batch_tokens",
         "tokens",
         "Gradient noise scale in tokens. Opt-in, as `noise_scale_ratio`.",

@@ -218,6 +218,27 @@ def rank_loss() -> list[Panel]:
     ]
 
 
+def reduction() -> list[Panel]:
+    """One rank's link flips bits; rounding alone."""
+    rng = random.Random(23)
+    errors = [[abs(rng.gauss(0.0, 0.3)) for _ in range(RANKS)] for _ in range(240)]
+    broken = [list(of_step) for of_step in errors]
+    for i in range(120, 240, 30):
+        broken[i][0] = 4000.0
+    return [
+        _reductions("rank 0 gets changed gradients from step 120 on", broken, "reduction"),
+        _reductions("silent: rounding", errors),
+    ]
+
+
+def _reductions(title: str, errors: Sequence[Sequence[float]], detector: str = "") -> Panel:
+    rows = [step(i, ranks={"reduction_error": of_step}) for i, of_step in enumerate(errors)]
+    lines = each_rank("reduction_error", RANKS)
+    most = ranks.ReductionConfig().limit
+    return watched(title, rows, detector, of="reduction", lines=lines,
+                   limit=(f"{most:g}", lambda _: most), y_label="roundings", log=True)  # fmt: skip
+
+
 def _ranks_row(number: int, losses: Sequence[float]) -> MergedStep:
     return step(number, ranks={"rank_loss": losses})
 
@@ -284,6 +305,14 @@ ENTRIES = (
         needs="`rank_loss` of three ranks or more.",
         examples=rank_loss,
         config=ranks.RankLossConfig,
+    ),
+    Entry(
+        name="reduction",
+        title="Gradients that do not add up",
+        owner=ranks.ReductionWatcher,
+        needs="`reduction_error` of every rank: `SignalSettings(reduction=True)`, with DDP.",
+        examples=reduction,
+        config=ranks.ReductionConfig,
     ),
 )
 """The detectors that are drawn here."""

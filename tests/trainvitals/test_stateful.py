@@ -184,6 +184,7 @@ IN_STORES = {
     "straggler": "place window optimizer since told",
     "memory_creep": "place total settling scales creeps episode",
     "rank_loss": "place counts told",
+    "reduction": "place episode",
     "gpu_throttle": "gpus",
     "gpu_error": "gpus",
     "gpu_lost": "missing",

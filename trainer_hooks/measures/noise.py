@@ -1,4 +1,7 @@
-"""Gradient noise scale: how large a batch still pays, from the ranks' own gradients under DDP.
+"""What the ranks' own gradients tell under DDP: the noise scale, and whether a sum is right.
+
+The noise scale says how large a batch still pays. A linear checksum of what each rank puts into a
+bucket adds up as the gradients do, so what comes out of the reduction can be held against it.
 
 A rank's gradient is seen before it is averaged only in DDP's communication hook, of which there is
 one; ours hands each bucket on to torch's own all-reduce. That divides by the number of ranks, where
@@ -70,7 +73,7 @@ class NoiseScale:
 
 
 class _HookState(NamedTuple):
-    owner: "LocalSquares"
+    owner: "OwnGradients"
     group: dist.ProcessGroup
 
 
@@ -78,20 +81,81 @@ def vitals_noise_hook(state: _HookState, bucket: GradBucket) -> torch.futures.Fu
     """Measure the rank's own gradients in this bucket, if asked to, and average them as ever."""
     state.owner.see(bucket)
     averaged: torch.futures.Future[torch.Tensor] = allreduce_hook(state.group, bucket)
-    return averaged
+    return state.owner.check(bucket, averaged)
 
 
-class LocalSquares:
-    """Adds up the squares of this rank's gradients before DDP averages them."""
+class Sums(NamedTuple):
+    """Two sums over one bucket, in float64; what the ranks put in adds up to what comes out."""
+
+    checksum: Tensor
+    """Linear: each element by a weight of its own, 1 to 4."""
+    energy: Tensor
+    """Of squares: rounding is measured by it."""
+
+
+def sums_of(buffer: Tensor) -> Sums:
+    """Return a bucket's sums. Waits for nothing; at most ``_PIECE`` elements are copied at once."""
+    flat = buffer.detach().reshape(-1)
+    checksum, energy = flat.new_zeros(2, dtype=torch.float64).unbind()
+    columns = _weights(0, _COLUMNS, _GOLDEN, flat.device)
+    for i, piece in enumerate(flat.split(_PIECE)):
+        wide = piece.double()
+        energy = energy + torch.dot(wide, wide)
+        short = -len(wide) % _COLUMNS
+        rows = torch.nn.functional.pad(wide, (0, short)).view(-1, _COLUMNS)
+        first = i * (_PIECE // _COLUMNS)
+        of_rows = _weights(first, len(rows), _SILVER, flat.device)
+        checksum = checksum + of_rows @ rows @ columns
+    return Sums(checksum, energy)
+
+
+_COLUMNS, _PIECE = 4096, 1 << 20
+_GOLDEN, _SILVER = (math.sqrt(5) - 1) / 2, math.sqrt(2) - 1
+
+
+def _weights(first: int, num: int, step: float, device: torch.device) -> Tensor:
+    """Return numbers from 1 to 2 of which no two near each other are alike."""
+    places = torch.arange(first, first + num, dtype=torch.float64, device=device)
+    return 1.0 + (places * step) % 1.0
+
+
+def rounding_of(energy: float, *, num_ranks: int, dtype: torch.dtype) -> float:
+    """Return the standard error of a checksum that comes of rounding alone, rather too large.
+
+    Each of n numbers is rounded as it is divided and as it is added, by half a unit in the last
+    place of the sum so far, which is at most the sum of magnitudes; Cauchy's inequality bounds that
+    by the squares. Roundings are independent, so they add up as squares do.
+
+    Args:
+        energy: sum of the squares of all ranks' own gradients.
+        num_ranks: that were averaged.
+        dtype: in which they are added.
+    """
+    info = torch.finfo(dtype)
+    mean_square_of_weights = 49 / 9  # of two weights, each even from 1 to 2
+    of_rounding = math.sqrt(mean_square_of_weights * (num_ranks + 1) * energy / num_ranks)
+    return info.eps * of_rounding + info.tiny  # tiny: what is flushed to zero
+
+
+class OwnGradients:
+    """Sees this rank's gradients before DDP averages them, and one bucket of a step afterwards."""
 
     def __init__(self, device: torch.device, faults: FaultCounter) -> None:
         self._faults = faults
         self._square = torch.zeros((), dtype=torch.float64, device=device)
-        self._sampled = False
+        self._measures_square = False
+        self._turn: int | None = None
         self._passes = 0
+        self._num_buckets = 1
+        self._put_in: Sums | None = None
+        self._came_out: Tensor | None = None
+        self.dtype = torch.float32
+        """Of the bucket that was checked last."""
 
     @classmethod
-    def on(cls, model: nn.Module, norms: GradNorms, faults: FaultCounter) -> "LocalSquares":
+    def on(
+        cls, model: nn.Module, norms: GradNorms, faults: FaultCounter, setting: str
+    ) -> "OwnGradients":
         """Hook into the model's reduction.
 
         Raises:
@@ -100,32 +164,34 @@ class LocalSquares:
         ddp = getattr(model, "_orig_mod", model)
         if not isinstance(ddp, DistributedDataParallel):
             raise UsageError(
-                f"SignalSettings.noise_scale needs DDP; the model is {type(ddp).__name__}",
+                f"SignalSettings.{setting} needs DDP; the model is {type(ddp).__name__}",
                 hint="elsewhere a rank's own gradients are never seen whole; leave it out",
             )
         if ddp.process_group.size() != dist.get_world_size() or dist.get_world_size() < 2:
             raise UsageError(
-                f"SignalSettings.noise_scale compares ranks; DDP has {ddp.process_group.size()} of "
+                f"SignalSettings.{setting} compares ranks; DDP has {ddp.process_group.size()} of "
                 f"{dist.get_world_size()}",
                 hint="it needs one DDP over all ranks, and at least two of them",
             )
         reduced = {id(p) for p in ddp.parameters() if p.requires_grad}
         if reduced != {id(p) for p in norms.params if p.requires_grad}:
             raise UsageError(
-                "SignalSettings.noise_scale: DDP and the optimizers hold other parameters",
+                f"SignalSettings.{setting}: DDP and the optimizers hold other parameters",
                 hint="turn requires_grad off for what is not trained, before DDP is made",
             )
-        return cls._hooked(ddp, cls(norms.device, faults))
+        return cls._hooked(ddp, cls(norms.device, faults), setting)
 
     @classmethod
-    def _hooked(cls, ddp: DistributedDataParallel, made: "LocalSquares") -> "LocalSquares":
+    def _hooked(
+        cls, ddp: DistributedDataParallel, made: "OwnGradients", setting: str
+    ) -> "OwnGradients":
         for hook, state in ddp._comm_hooks:
             if hook is vitals_noise_hook:  # of an earlier monitor: none can be taken off
-                owner: LocalSquares = state.owner  # type: ignore[attr-defined]
+                owner: OwnGradients = state.owner  # type: ignore[attr-defined]
                 return owner
         taken = UsageError(
-            "SignalSettings.noise_scale needs DDP's communication hook, and this model has one",
-            hint="leave noise_scale out; your hook can say what it sees by monitor.observe()",
+            f"SignalSettings.{setting} needs DDP's communication hook, and this model has one",
+            hint=f"leave {setting} out; your hook can say what it sees by monitor.observe()",
         )
         if ddp._comm_hooks:
             raise taken
@@ -135,24 +201,60 @@ class LocalSquares:
             raise taken from error
         return made
 
-    def begin(self, *, sampled: bool) -> None:
-        """Begin a step."""
+    def begin(self, *, square: bool, turn: int | None = None) -> None:
+        """Begin a step.
+
+        Args:
+            square: whether its own gradients are measured.
+            turn: the number of the check, where one bucket is checked: each has its turn.
+        """
         if self._passes:
             self._square.zero_()
             self._passes = 0
-        self._sampled = sampled
+        self._put_in = self._came_out = None
+        self._measures_square, self._turn = square, turn
+
+    def _is_due(self, bucket: GradBucket) -> bool:
+        return self._turn is not None and bucket.index() == self._turn % self._num_buckets
 
     def see(self, bucket: GradBucket) -> None:
-        """Add a bucket that is not averaged yet. Waits for nothing."""
-        if not self._sampled:
+        """Take in a bucket that is not averaged yet. Waits for nothing."""
+        if not self._measures_square and self._turn is None:
             return
-        with self._faults.fail_open("noise_scale"):
-            norm = torch.linalg.vector_norm(bucket.buffer(), dtype=torch.float64)
-            self._square.add_(norm * norm)
-            self._passes += bucket.is_last()
+        with self._faults.fail_open("own_gradients"):
+            if self._measures_square:
+                norm = torch.linalg.vector_norm(bucket.buffer(), dtype=torch.float64)
+                self._square.add_(norm * norm)
+            if self._is_due(bucket):
+                self._put_in, self.dtype = sums_of(bucket.buffer()), bucket.buffer().dtype
+            if bucket.is_last():
+                self._passes += 1
+                self._num_buckets = bucket.index() + 1
+
+    def check(
+        self, bucket: GradBucket, averaged: torch.futures.Future[torch.Tensor]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Look at what comes out of the reduction, where this bucket has its turn."""
+        if self._put_in is None or not self._is_due(bucket):
+            return averaged
+
+        def look(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            reduced = future.value()
+            with self._faults.fail_open("own_gradients"):
+                self._came_out = sums_of(reduced).checksum
+            return reduced
+
+        looked: torch.futures.Future[torch.Tensor] = averaged.then(look)
+        return looked
 
     def square(self, loss_scale: Tensor | None) -> Tensor | None:
         """Return the step's square, unscaled; None where not one backward was reduced in it."""
-        if self._passes != 1:
+        if self._passes != 1 or not self._measures_square:
             return None
         return self._square if loss_scale is None else self._square / loss_scale.double() ** 2
+
+    def checked(self) -> tuple[Sums, Tensor] | None:
+        """Return what this rank put into a bucket, and the checksum of what came out of it."""
+        if self._passes != 1 or self._put_in is None or self._came_out is None:
+            return None
+        return self._put_in, self._came_out

@@ -5,7 +5,8 @@ Its part of the pack, where anything is opted in that the ranks sum::
     ranks that measured the weights | the update | their own gradients | outside writes |
     squares of the ranks' own gradients | weights' squares, one of each parameter |
     updates' squares | changes of the weights from outside | of the optimizer's state |
-    ranks on which a module's output was not finite, one of each module
+    ranks on which a module's output was not finite, one of each module |
+    of a bucket: ranks that checked it | checksums and squares of what they put in
 
 A measurement that one rank lacks is short of its part, and so is none.
 """
@@ -142,6 +143,8 @@ def _relative_change(before: Tensor, now: Tensor) -> Tensor:
 
 
 _HEAD = 5
+_BEYOND = 1e30
+"""The error of a sum that is not finite, though what the ranks put in is."""
 
 
 class Samples(NamedTuple):
@@ -159,6 +162,8 @@ class Samples(NamedTuple):
     """How far each parameter changed from outside, 0 to 1."""
     moment_writes: Sequence[float] | None = None
     """The same of each parameter's optimizer state."""
+    reduction_error: float | None = None
+    """How far a bucket's averaged gradients are from what the ranks put in, in roundings."""
     activations: dict[str, Activation] = {}  # noqa: RUF012 - never written to
 
     @property
@@ -191,11 +196,13 @@ class Sampler:
         self._writes = OutsideWrites(norms, optimizers) if settings.outside_writes else None
         self._own_square = torch.full((1,), -1.0, dtype=torch.float64, device=norms.device)
         modules = choose(model, settings.activations)
-        self._noise = None
-        if settings.noise_scale:
-            from trainer_hooks.measures.noise import LocalSquares
+        self._own_gradients = None
+        if settings.noise_scale or settings.reduction:
+            from trainer_hooks.measures.noise import OwnGradients
 
-            self._noise = LocalSquares.on(model, norms, faults)
+            setting = "noise_scale" if settings.noise_scale else "reduction"
+            self._own_gradients = OwnGradients.on(model, norms, faults, setting)
+        self._came_out = torch.zeros(1, dtype=torch.float64, device=norms.device)
         self._activations = None  # the last to put hooks on: nothing after it may be refused
         if modules:
             self._activations = Activations(modules, norms.device, faults)
@@ -203,9 +210,13 @@ class Sampler:
     @property
     def pack_size(self) -> int:
         """Numbers that the ranks sum."""
-        sums = (self._updates, self._noise, self._writes, self._activations)
+        sums = (self._updates, self._own_gradients, self._writes, self._activations)
         if all(part is None for part in sums):
             return 0
+        return self._end_of_activations + (3 if self.settings.reduction else 0)
+
+    @property
+    def _end_of_activations(self) -> int:
         return self._end_of_writes + len(self.activation_names)
 
     @property
@@ -220,9 +231,8 @@ class Sampler:
     @property
     def own_size(self) -> int:
         """Numbers of this rank alone that are read back behind the others."""
-        return (0 if self._activations is None else self._activations.size) + (
-            self._noise is not None
-        )
+        of_activations = 0 if self._activations is None else self._activations.size
+        return of_activations + self.settings.noise_scale + self.settings.reduction
 
     @property
     def activation_names(self) -> tuple[str, ...]:
@@ -235,8 +245,12 @@ class Sampler:
         """Get ready for a step; call at the start, and at the end of the step before."""
         sampled = self.settings.due(step)
         with self._faults.fail_open("signals"):
-            if self._noise is not None:
-                self._noise.begin(sampled=sampled)
+            if self._own_gradients is not None:
+                checked = sampled and self.settings.reduction
+                self._own_gradients.begin(
+                    square=sampled and self.settings.noise_scale,
+                    turn=step // self.settings.every if checked else None,
+                )
             if self._activations is not None:
                 self._activations.begin(sampled=sampled)
 
@@ -249,17 +263,22 @@ class Sampler:
             if (moved := self._updates.update_squares()) is not None:
                 out[_HEAD + n : _HEAD + 2 * n] = moved
                 out[1] = 1.0
-        if self._noise is not None:
+        if self._own_gradients is not None:
             self._own_square = torch.full_like(self._own_square, -1.0)
-            if (square := self._noise.square(loss_scale)) is not None:
+            if (square := self._own_gradients.square(loss_scale)) is not None:
                 out[4] = square
                 out[2] = 1.0
                 self._own_square = square.reshape(1).clone()
+            if (checked := self._own_gradients.checked()) is not None:
+                put_in, came_out = checked
+                at = self._end_of_activations
+                out[at : at + 3] = torch.stack((torch.ones_like(came_out), *put_in))
+                self._came_out = came_out.reshape(1)
         if self._writes is not None and (changes := self._writes.changes()) is not None:
             out[self._end_of_squares : self._end_of_writes] = torch.cat(changes)
             out[3] = 1.0
         if self._activations is not None:
-            out[self._end_of_writes :] = self._activations.nonfinite()
+            out[self._end_of_writes : self._end_of_activations] = self._activations.nonfinite()
 
     def before_update(self, step: int) -> None:
         """Keep the parameters, if the next step is to measure the update that led to it."""
@@ -278,8 +297,10 @@ class Sampler:
 
     def own_numbers(self) -> tuple[Tensor, ...]:
         """Return what is read back of this rank alone."""
-        numbers = () if self._activations is None else (self._activations.numbers(),)
-        return numbers if self._noise is None else (*numbers, self._own_square)
+        numbers = [] if self._activations is None else [self._activations.numbers()]
+        numbers += [self._own_square] if self.settings.noise_scale else []
+        numbers += [self._came_out] if self.settings.reduction else []
+        return tuple(numbers)
 
     def forget(self) -> None:
         """Drop the copy of the parameters: they have been put back."""
@@ -292,15 +313,17 @@ class Sampler:
         self._updates = self._writes = None
         if self._activations is not None:
             self._activations.release()
-        if self._noise is not None:
-            self._noise.begin(sampled=False)
+        if self._own_gradients is not None:
+            self._own_gradients.begin(square=False)
 
     # ------------------------------------------------------------------------------ on the host
 
     def read(self, summed: list[float], own: list[float]) -> Samples:
         """Return what a step's numbers say: the pack's part, and this rank's own."""
-        norm = None
-        if self._noise is not None:
+        norm, came_out = None, 0.0
+        if self.settings.reduction:
+            *own, came_out = own
+        if self.settings.noise_scale:
             *own, square = own
             norm = math.sqrt(square) if square >= 0.0 else None if square < 0.0 else math.nan
         activations = {} if self._activations is None else self._activations.read(own)
@@ -309,7 +332,8 @@ class Sampler:
         weights, updates, noise, writes = (n == self._world_size for n in summed[: _HEAD - 1])
         squares, n = summed[_HEAD : self._end_of_squares], self._num_params
         changes = summed[self._end_of_squares : self._end_of_writes]
-        for name, num in zip(self.activation_names, summed[self._end_of_writes :], strict=True):
+        nonfinite = summed[self._end_of_writes : self._end_of_activations]
+        for name, num in zip(self.activation_names, nonfinite, strict=True):
             measured = activations.get(name)
             if num and measured is not None and math.isfinite(measured.rms):
                 # On some other rank, whose figures are not read here.
@@ -321,5 +345,19 @@ class Sampler:
             own_grad_norm=norm,
             weight_writes=changes[:n] if writes else None,
             moment_writes=changes[n:] if writes else None,
+            reduction_error=self._reduction_error(summed, came_out),
             activations=activations,
         )
+
+    def _reduction_error(self, summed: list[float], came_out: float) -> float | None:
+        """Return how far off the checked bucket is on this rank; None where none was checked."""
+        if self._own_gradients is None or not self.settings.reduction:
+            return None
+        from trainer_hooks.measures.noise import rounding_of
+
+        num, put_in, energy = summed[self._end_of_activations :]
+        if num != self._world_size or not math.isfinite(energy):
+            return None  # gradients that are not finite are told as such
+        rounding = rounding_of(energy, num_ranks=int(num), dtype=self._own_gradients.dtype)
+        error = abs(came_out - put_in / num) / rounding
+        return min(error, _BEYOND) if math.isfinite(error) else _BEYOND

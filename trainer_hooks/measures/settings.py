@@ -31,6 +31,9 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
         noise_scale: gradient noise scale, the critical batch size, and the norm of each rank's own
             gradients. DDP without a communication hook
             only: it takes the hook's place. One pass over the gradients in each sampled step.
+        reduction: whether the averaged gradients are what the ranks put in, of one of DDP's buckets
+            in each sampled step: a faulty link or reduction is named. DDP without a communication
+            hook only, as ``noise_scale``. Two passes over the bucket.
         flops_per_token: model FLOPs of one trained token, for utilization: from
             ``trainvitals.flops.transformer_flops_per_token``, or your own. None is 6 per parameter.
         profile_slowdowns: whether three steps of the slowest rank and a typical one are profiled
@@ -49,6 +52,7 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
     outside_writes: bool = False
     activations: tuple[str, ...] = ()
     noise_scale: bool = False
+    reduction: bool = False
     profile_slowdowns: bool = False
     flops_per_token: Annotated[float, Meta(gt=0.0, le=1e30)] | None = None
     peak_flops: Annotated[float, Meta(gt=0.0, le=1e30)] | None = None
@@ -69,8 +73,9 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
     @property
     def measures(self) -> bool:
         """Whether anything is opted in that has to be measured."""
-        norms = self.weight_norm or self.update_norm or self.outside_writes or self.noise_scale
-        return norms or bool(self.activations)
+        norms = self.weight_norm or self.update_norm or self.outside_writes
+        own_gradients = self.noise_scale or self.reduction
+        return norms or own_gradients or bool(self.activations)
 
     def due(self, step: int) -> bool:
         """Return whether the step is a sampled one."""

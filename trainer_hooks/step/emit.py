@@ -428,7 +428,9 @@ class StepLog:
             extra["communication_seconds"] = measured.communication_seconds()
             extra["optimizer_seconds"] = measured.optimizer_seconds
             extra |= measured.section_columns()
-            extra["rank_grad_norm"] = None if samples is None else samples.own_grad_norm
+            if samples is not None:
+                extra["rank_grad_norm"] = samples.own_grad_norm
+                extra["reduction_error"] = samples.reduction_error
             if self._is_rank0:
                 extra |= self._columns.of(measured, record, derived, losses, samples, tokens)
                 if tokens is not None:

@@ -121,6 +121,7 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="hang", alert="RankHung", domain="speed", subject="machine"),
         Kind(name="memory_creep", alert="MemoryCreep", domain="memory", subject="machine"),
         Kind(name="rank_loss", alert="RankLossApart", subject="machine"),
+        Kind(name="reduction", alert="ReductionWrong", subject="machine"),
         Kind(
             name="checkpoint_overdue",
             alert="CheckpointOverdue",
@@ -282,6 +283,7 @@ DETECTORS: Mapping[str, DetectorSpec] = {
         DetectorSpec(name="straggler", where="collector", kinds={"straggler": "advisory"}),
         DetectorSpec(name="memory_creep", where="collector", kinds={"memory_creep": "advisory"}),
         DetectorSpec(name="rank_loss", where="collector", kinds={"rank_loss": "advisory"}),
+        DetectorSpec(name="reduction", where="collector", kinds={"reduction": "advisory"}),
         DetectorSpec(name="stalled", where="collector", kinds={"stalled": "advisory"}),
         DetectorSpec(
             name="checkpoint_overdue", where="collector", kinds={"checkpoint_overdue": "advisory"}

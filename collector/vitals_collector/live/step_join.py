@@ -42,6 +42,7 @@ RANK_COLUMNS = (
     "checkpoint_seconds",
     "monitor_seconds",
     "rank_grad_norm",
+    "reduction_error",
     "memory_allocated_bytes",
     "memory_peak_bytes",
 )

@@ -16,12 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
 from trainer_hooks import SignalSettings
+from trainer_hooks.measures import noise
 from trainvitals.errors import UsageError
 
 CPU = torch.device("cpu")
 STEPS = 14
 UPDATES = SignalSettings(every=3, update_norm=True)
 NOISE = SignalSettings(every=1, noise_scale=True)
+REDUCTION = SignalSettings(every=1, reduction=True)
+FLIPPED_AT = 7
+"""The step in which rank 1 gets another gradient than was summed."""
 
 
 def network() -> nn.Module:
@@ -52,6 +56,7 @@ def train(
     synced: bool = True,
     scaler: torch.amp.GradScaler | None = None,
     fail_at: int = -1,
+    flip_at: int = -1,
 ) -> dict[str, Any]:
     """Train; return the pairs of squares that rank 0 took in, and the last parameters."""
     place.mkdir(exist_ok=True)
@@ -62,23 +67,38 @@ def train(
     with trainer_hooks.watch(
         model, optimizer, signals=signals, scaler=scaler, tokens_per_step=12
     ) as monitor:
-        noise = monitor._controller.log._columns._noise
-        if noise is not None:
-            add = noise.add
-            noise.add = lambda **squares: (pairs.append(tuple(squares.values())), add(**squares))
+        scale = monitor._controller.log._columns._noise
+        if scale is not None:
+            add = scale.add
+            scale.add = lambda **squares: (pairs.append(tuple(squares.values())), add(**squares))
         for step in range(STEPS):
             if step == fail_at and rank == 1:
                 monitor._device.sampler._updates._squares.of = lambda *_: 1 / 0
+            if step == flip_at and rank == 1:
+                noise.allreduce_hook = with_a_flipped_bit
             parts = data(step, rank).chunk(micro)
             for i, part in enumerate(parts):
                 with nullcontext() if synced or i == micro - 1 else model.no_sync():
                     loss = loss_of(model, part) / micro
                     (loss if scaler is None else scaler.scale(loss)).backward()
             monitor.step(loss)
+            noise.allreduce_hook = allreduce_hook
         errors = dict(monitor.swallowed_errors)
     replicated = isinstance(model, DistributedDataParallel)
     last = [p.detach().tolist() for p in model.parameters()] if replicated else []
     return {"pairs": pairs, "errors": errors, "last": last}
+
+
+def with_a_flipped_bit(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Average a bucket, and flip a bit of the mantissa of what comes out: as a link would."""
+
+    def flip(future: torch.futures.Future[Tensor]) -> Tensor:
+        reduced = future.value()
+        largest = int(reduced.abs().argmax())
+        reduced.view(torch.int32)[largest] ^= 1 << 20
+        return reduced
+
+    return allreduce_hook(group, bucket).then(flip)
 
 
 def hooked(builtin: bool) -> nn.Module:
@@ -121,6 +141,11 @@ def trainings(folder: Path) -> dict[str, Any]:
         ),
         "first": train(twice, NOISE, folder / "first"),
         "again": train(twice, NOISE, folder / "again"),
+        "reduction": train(ddp(), REDUCTION, folder / "reduction"),
+        "reduction, no_sync": train(
+            ddp(), REDUCTION, folder / "reduction_no_sync", micro=2, synced=False
+        ),
+        "flipped": train(ddp(), REDUCTION, folder / "flipped", flip_at=FLIPPED_AT),
         "failing": train(ddp(), UPDATES, folder / "failing", fail_at=5),
     }
 
@@ -138,6 +163,7 @@ def main(rank: int, folder: str) -> None:
             "hook": refused(hooked(builtin=False), NOISE),
             "builtin": refused(hooked(builtin=True), NOISE),
             "plain": refused(network(), NOISE),
+            "reduction": refused(network(), REDUCTION),
             "differing": refused(DistributedDataParallel(network()), differing),
             "other parameters": refused(ddp, NOISE, trained=ddp.module[0]),
         },

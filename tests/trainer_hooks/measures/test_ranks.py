@@ -10,7 +10,7 @@ import torch
 from tests.trainer_hooks.measures import ranks_measured as ranks
 from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.spawned import start_ranks
-from trainer_hooks.measures.noise import NoiseScale
+from trainer_hooks.measures.noise import NoiseScale, rounding_of, sums_of
 
 pytestmark = pytest.mark.dist
 
@@ -130,6 +130,61 @@ def test_the_noise_scale_is_written_from_the_tenth_sample_on(folder, reference):
 
 def test_where_each_backward_is_averaged_there_is_no_rank_s_own_gradient(found):
     assert found[0]["trainings"]["synced twice"]["pairs"] == []
+
+
+@pytest.mark.parametrize("case", ["reduction", "reduction_no_sync"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gradients_that_were_averaged_rightly_are_off_by_rounding_alone(folder, case, rank):
+    errors = Journal(folder / case, rank=rank).steps("reduction_error")
+    # Where steps have two backwards, DDP's first step reduces both: it waits for none of them.
+    assert errors.keys() >= set(range(1, ranks.STEPS))
+    assert 0.0 <= max(errors.values()) < 2.0
+
+
+def test_a_bit_that_a_link_flips_is_seen_on_its_rank_alone(folder):
+    seen, other = (Journal(folder / "flipped", rank=r).steps("reduction_error") for r in (1, 0))
+    assert seen.pop(ranks.FLIPPED_AT) > 1000.0
+    assert max(seen.values()) < 2.0
+    assert max(other.values()) < 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+def test_rounding_is_told_from_a_flipped_bit_whatever_the_type(dtype, num_ranks):
+    generator = torch.Generator().manual_seed(num_ranks)
+    size = 10_000
+    scales = torch.logspace(-6, 0, size)[torch.randperm(size, generator=generator)]
+    worst = 0.0
+    for _ in range(20):
+        own = [
+            (torch.randn(size, generator=generator) * scales).to(dtype) for _ in range(num_ranks)
+        ]
+        sums = [sums_of(gradient) for gradient in own]
+        reduced = torch.zeros(size, dtype=dtype)
+        for gradient in own:  # as a ring adds them, one after the other, in their type
+            reduced += gradient / num_ranks
+        put_in = sum(float(s.checksum) for s in sums) / num_ranks
+        rounding = rounding_of(sum(float(s.energy) for s in sums), num_ranks=num_ranks, dtype=dtype)
+        worst = max(worst, abs(float(sums_of(reduced).checksum) - put_in) / rounding)
+        reduced[int(reduced.abs().argmax())] *= 2
+        broken = abs(float(sums_of(reduced).checksum) - put_in) / rounding
+    assert worst < 2.0
+    if dtype == torch.float32:  # in shorter types the others' rounding hides one element
+        assert broken > 1000.0
+
+
+def test_a_checksum_is_linear_and_knows_the_places_of_its_elements():
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(3_000_001, generator=generator) for _ in range(2))
+    together = sums_of(one.double() + other.double()).checksum
+    assert float(together) == pytest.approx(
+        float(sums_of(one).checksum + sums_of(other).checksum), rel=1e-9
+    )
+    before = float(sums_of(one).checksum)
+    for a, b in ((0, 1), (5, 4101), (7, 2_500_000)):
+        swapped = one.clone()
+        swapped[a], swapped[b] = one[b], one[a]
+        assert abs(float(sums_of(swapped).checksum) - before) > 1e-3
 
 
 def test_measuring_noise_changes_no_bit_on_two_ranks(found):

@@ -34,6 +34,7 @@ from trainvitals.detect.fleet.ranks import (
     DataBoundWatcher,
     RankLossConfig,
     RankLossWatcher,
+    ReductionWatcher,
 )
 from trainvitals.detect.fleet.speed import ThroughputConfig, ThroughputWatcher
 from trainvitals.detect.fleet.straggler import StragglerConfig, StragglerWatcher
@@ -61,6 +62,7 @@ STEP_WATCHERS: list[Callable[[], Any]] = [
     ),
     quick_memory,
     lambda: RankLossWatcher(RankLossConfig(steps=10)),
+    ReductionWatcher,
     FleetDetectors,
 ]
 """With short memories, so that few steps reach every branch."""
@@ -82,6 +84,7 @@ RANK_COLUMNS = (
     "optimizer_seconds",
     "checkpoint_seconds",
     "monitor_seconds",
+    "reduction_error",
     "memory_allocated_bytes",
     "memory_peak_bytes",
 )

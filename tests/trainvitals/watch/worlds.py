@@ -16,7 +16,7 @@ from trainvitals.detect.fleet.layers import (
 from trainvitals.detect.fleet.memory import MemoryCreepWatcher
 from trainvitals.detect.fleet.node import GpuErrorWatcher, GpuLostWatcher, GpuThrottleWatcher
 from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWatcher
-from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher
+from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher, ReductionWatcher
 from trainvitals.detect.fleet.speed import ThroughputWatcher
 from trainvitals.detect.fleet.straggler import StragglerWatcher
 
@@ -67,6 +67,7 @@ def healthy_step(rng: random.Random, step: int, *, attempt: int = 1, ranks: int 
         },
         ranks={
             "rank_loss": losses,
+            "reduction_error": [abs(rng.gauss(0.0, 0.3)) for _ in range(ranks)],
             "step_duration_seconds": [seconds] * ranks,
             "data_wait_seconds": [
                 min(seconds, abs(rng.gauss(0.004, 0.003)) + 2.0 * (step % 400 == 0))
@@ -324,6 +325,12 @@ GONE_WRONG: dict[str, Case] = {
         cause="rank_loss",
         within=120,
         change=lambda row: with_rank(row, "rank_loss", 6, lambda loss: 1.3 * loss),
+    ),
+    "a link changes gradients": Case(
+        make=ReductionWatcher,
+        cause="reduction",
+        within=1,
+        change=lambda row: with_rank(row, "reduction_error", 6, lambda error: error + 1e3),
     ),
     "a GPU is too hot": Case(
         make=GpuThrottleWatcher,

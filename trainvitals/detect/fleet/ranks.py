@@ -1,4 +1,4 @@
-"""Waiting for data, and one rank's loss against the others'."""
+"""Waiting for data, one rank's loss against the others', and gradients that do not add up."""
 
 from __future__ import annotations
 
@@ -265,3 +265,61 @@ class RankLossWatcher(Watcher):
             limit=middle,
             onset_step=since,
         )
+
+
+class ReductionConfig(Settings, frozen=True, kw_only=True):
+    """When averaged gradients are not what the ranks put in."""
+
+    section = "reduction"
+
+    limit: Annotated[float, Meta(ge=1.0, le=1e9)] = 16.0
+    """Standard errors of rounding. These are taken rather too large, so a right sum stays below 1
+    or 2; a flipped bit is seen where it changes an element by more than about 1e-5 of the norm of
+    its bucket, in float32."""
+    clear_after: AtLeastOne = 20
+    """Checks without it, after which it can be reported again."""
+
+
+class ReductionWatcher(Watcher):
+    """Finds gradients that a reduction, or the link to a rank, changed on their way.
+
+    Where all ranks got the same wrong sum, it was wrong before it was handed out.
+    """
+
+    name = "reduction"
+    STATE = ("_episode",)
+
+    def __init__(self, config: ReductionConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or ReductionConfig()
+        self._episode = Episode(self._config.clear_after)
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        errors, ranks = finite(merged.ranks.get("reduction_error"))
+        if not errors:
+            return ()
+        limit = self._config.limit
+        wrong = [rank for rank, error in zip(ranks, errors, strict=True) if error > limit]
+        if not self._episode.begins(bool(wrong)):
+            return ()
+        worst = max(errors)
+        if len(wrong) == len(errors):
+            who = "the ranks all got gradients that are"
+            why = "what reduces them, or the link of a rank that puts in, is faulty"
+        else:
+            names = ", ".join(map(str, wrong[:_MOST_NAMED]))
+            more = "" if len(wrong) <= _MOST_NAMED else f" and {len(wrong) - _MOST_NAMED} more"
+            who = f"rank{'s' * (len(wrong) > 1)} {names}{more} got gradients that are"
+            why = "the others got the right ones, so its link or its reduction is faulty"
+            if len(wrong) > 1:
+                why = "the others got the right ones, so their links or reductions are faulty"
+        reason = (
+            f"{who} not the sum of what the ranks put in (off by {worst:.3g} times what rounding "
+            f"explains): {why}"
+        )
+        rank = wrong[0] if len(wrong) == 1 else -1
+        finding = tell(self.name, merged.step, reason, rank=rank, value=worst, limit=limit)
+        return (finding,)
+
+
+_MOST_NAMED = 8

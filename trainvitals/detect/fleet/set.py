@@ -36,6 +36,8 @@ from trainvitals.detect.fleet.ranks import (
     DataBoundWatcher,
     RankLossConfig,
     RankLossWatcher,
+    ReductionConfig,
+    ReductionWatcher,
 )
 from trainvitals.detect.fleet.speed import (
     CheckpointConfig,
@@ -78,6 +80,8 @@ class FleetConfig(Settings, frozen=True, kw_only=True):
     """Creeping device memory."""
     rank_loss: RankLossConfig = RankLossConfig()
     """One rank's loss off from the others'."""
+    reduction: ReductionConfig = ReductionConfig()
+    """Gradients that are not the sum of what the ranks put in."""
     throttle: ThrottleConfig = ThrottleConfig()
     """Slowed clocks of a GPU."""
     gpu_errors: GpuErrorConfig = GpuErrorConfig()
@@ -118,6 +122,7 @@ class FleetDetectors(Stateful):
             StragglerWatcher(config.straggler),
             self._memory,
             RankLossWatcher(config.rank_loss),
+            ReductionWatcher(config.reduction),
         )
         self._of_nodes: tuple[NodeWatcher, ...] = (
             self._clocks,
