@@ -171,8 +171,9 @@ def reducing(devices: Sequence[Device]) -> Kernel:
         teams, backend = [list(devices)], dist.ProcessGroupNCCL
     else:
         teams = [list(devices[first : first + 2]) for first in range(0, len(devices), 2)]
-        if len(teams[-1]) == 1:
-            teams[-2] += teams.pop()
+        if len(teams[-1]) == 1:  # an odd one joins the last pair
+            alone = teams.pop()
+            teams[-1] += alone
         backend = dist.ProcessGroupGloo
     ranks = {}
     for team in teams:

@@ -130,7 +130,7 @@ class TestAllReduce:
         assert (NUM_SUMMED - 1, 1) == (wrong.element, wrong.num_wrong)
         assert 1 << 9 == wrong.expected ^ wrong.actual
 
-    @pytest.mark.parametrize("num_devices", [2, 5])
+    @pytest.mark.parametrize("num_devices", [2, 3, 5])
     def test_the_sums_of_gloo_are_right_on_every_core(self, num_devices):
         devices = [Device(f"cpu {n}", CPU, max_bytes=64) for n in range(num_devices)]
         *_, last = try_devices(devices, {"all-reduce": burn_in.reducing(devices)}, seconds=0.1)

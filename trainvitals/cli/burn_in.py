@@ -10,6 +10,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 import msgspec
+import typer
 
 from trainvitals.cli.doctor import Check
 from trainvitals.errors import VitalsError
@@ -39,7 +40,7 @@ def running_here(environ: Mapping[str, str]) -> list[str]:
 
 
 def burn_in(
-    seconds: float, environ: Mapping[str, str], *, program: Sequence[str] = _PROGRAM
+    seconds: int, environ: Mapping[str, str], *, program: Sequence[str] = _PROGRAM
 ) -> tuple[list[Check], bool]:
     """Try every device of this node; return a check for each, and whether Ctrl-C ended it.
 
@@ -53,6 +54,7 @@ def burn_in(
     """
     if find_spec("torch") is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    typer.echo(f"Trying this node for {seconds} s; Ctrl-C shows what was found so far.", err=True)
     environ = {**environ, "OMP_NUM_THREADS": "1"}  # a thread for each device is started anyway
     if sys.platform == "linux":
         environ["GLOO_SOCKET_IFNAME"] = "lo"  # a suspected node's own name may not resolve
@@ -89,6 +91,7 @@ def burn_in(
     process.kill()
     with suppress(subprocess.TimeoutExpired):  # a process that waits for a broken device stays
         process.wait(1)
+    process.stdout.close()
     if is_interrupted:
         text = "stopped by Ctrl-C; above is what was tried until then"
         checks.append(Check(name="burn-in", status="info", text=text))

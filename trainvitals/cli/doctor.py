@@ -226,5 +226,4 @@ def _burn_in(seconds: int, yes: bool) -> tuple[list[Check], bool]:
             f"{', '.join(runs)} trains on this node; a burn-in takes CPU, GPU and memory from it",
             hint="wait until it has ended, or add --yes",
         )
-    typer.echo(f"Trying this node for {seconds} s; Ctrl-C shows what was found so far.", err=True)
     return burn_in.burn_in(seconds, os.environ)
