@@ -18,8 +18,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,86 +36,69 @@ _GEMM_SECONDS = 0.1
 _GROUP_TIMEOUT = timedelta(seconds=60)
 
 
+@dataclass(eq=False)
 class Device:
-    """A core or a GPU, the thread that is bound to it, and what was seen of it.
+    """A core or a GPU, the thread that is bound to it, and what was seen of it."""
 
-    Args:
-        name: for people: ``cpu 3``, ``cuda:0``.
-        device: torch's.
-        core: the thread is bound to it; None for a GPU, and where threads cannot be bound.
-        model: of a GPU, with its UUID.
-        max_bytes: memory to try.
-    """
+    name: str
+    """For people: ``cpu 3``, ``cuda:0``."""
+    device: torch.device
+    max_bytes: int
+    """Memory to try."""
+    core: int | None = None
+    """To bind the thread to; None for a GPU, and where the system binds none."""
+    model: str = ""
+    failed: str = ""
+    rounds: Counter[str] = field(default_factory=Counter)
+    wrong: list[WrongAnswer] = field(default_factory=list)
+    blocks: list[torch.Tensor] = field(default_factory=list)
 
-    def __init__(
-        self,
-        name: str,
-        device: torch.device,
-        *,
-        max_bytes: int,
-        core: int | None = None,
-        model: str = "",
-    ) -> None:
-        self.name = name
-        self.device = device
-        self.failed = ""
-        self._max_bytes = max_bytes
-        self._core = core
-        self._model = model
-        self._blocks: list[torch.Tensor] = []
-        self.rounds: Counter[str] = Counter()
-        self._wrong: list[WrongAnswer] = []
+    def __post_init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, initializer=self._bind)
 
     def _bind(self) -> None:
         torch.set_num_threads(1)
-        if self._core is not None:
-            os.sched_setaffinity(0, {self._core})  # 0 is this thread, not the process
+        if self.core is not None:
+            os.sched_setaffinity(0, {self.core})  # 0 is this thread, not the process
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def try_memory(self, visit: int) -> WrongAnswer | None:
         """Try a new block of memory until all that may be held is; then each in turn."""
-        size = min(_BLOCK_BYTES[self.device.type], self._max_bytes)
-        if not self._blocks or (len(self._blocks) + 1) * size <= self._max_bytes:
-            self._blocks.append(torch.empty(size // 8, dtype=torch.int64, device=self.device))
-            return memory(self._blocks[-1], visit)
-        turn, index = divmod(visit, len(self._blocks))
-        return memory(self._blocks[index], visit + turn)  # else a block had one pattern for good
-
-    def note(self, kernel: str, wrong: WrongAnswer | None) -> None:
-        """Count a round of a kernel."""
-        self.rounds[kernel] += 1
-        if wrong is not None:
-            self._wrong.append(wrong)
+        size = min(_BLOCK_BYTES[self.device.type], self.max_bytes)
+        if not self.blocks or (len(self.blocks) + 1) * size <= self.max_bytes:
+            self.blocks.append(torch.empty(size // 8, dtype=torch.int64, device=self.device))
+            return memory(self.blocks[-1], visit)
+        turn, index = divmod(visit, len(self.blocks))
+        return memory(self.blocks[index], visit + turn)  # else a block had one pattern for good
 
     def check(self) -> dict[str, str]:
         """Return what is known so far, as one of the doctor's checks."""
         tried = ", ".join(f"{kernel} {count:,}x" for kernel, count in self.rounds.items())
-        megabytes = sum(block.nbytes for block in self._blocks) >> 20
-        parts = [self._model, f"{tried} ({megabytes:,} MiB held)"]
-        if self._wrong:
-            parts += [f"WRONG {len(self._wrong):,}x", f"first: {self._wrong[0]}"]
-        parts.append(self.failed)
-        if self._wrong or self.failed:
+        megabytes = sum(block.nbytes for block in self.blocks) >> 20
+        parts = [self.model, f"{tried} ({megabytes:,} MiB held)", self.failed]
+        status, hint = "ok", ""
+        if self.wrong:
+            parts += [f"WRONG {len(self.wrong):,}x", f"first: {self.wrong[0]}"]
             status, hint = "fail", self._remedy()
+        elif self.failed:
+            status = "fail"
+            hint = "see dmesg; try again while nothing else runs here; if it comes back, drain it"
         elif 0 in self.rounds.values():
             status, hint = "note", "0x was not tried: give it more seconds"
-        else:
-            status, hint = "ok", ""
         text = "; ".join(filter(None, parts))
         return {"name": self.name, "status": status, "text": text, "hint": hint}
 
     def _remedy(self) -> str:
-        drain = f"drain node {socket.gethostname()}: train nothing on it until"
-        kernels = {wrong.kernel.split()[0] for wrong in self._wrong}
+        kernels = {wrong.kernel.split()[0] for wrong in self.wrong}
+        part = f"the processor with {self.name} is replaced"
         if self.device.type == "cuda":
-            return f"{drain} this GPU is replaced; see `nvidia-smi -q -d ECC` and `dcgmi diag -r 3`"
-        if kernels == {"memory"}:
-            return f"{drain} its memory modules are tested; see `ras-mc-ctl --errors`"
-        if kernels == {"all-reduce"}:
-            return f"{drain} its memory and processor are tested (gemm and memory were right)"
-        return f"{drain} the processor with {self.name} is replaced"
+            part = f"{self.name} is replaced; see `nvidia-smi -q -d ECC` and `dcgmi diag -r 3`"
+        elif kernels == {"memory"}:
+            part = "its memory modules are tested; see `ras-mc-ctl --errors`"
+        elif kernels == {"all-reduce"}:
+            part = "its memory and processor are tested (gemm and memory were right)"
+        return f"drain node {socket.gethostname()}: train nothing on it until {part}"
 
 
 Kernel = Callable[[Device, int], WrongAnswer | None]
@@ -122,32 +107,28 @@ Kernel = Callable[[Device, int], WrongAnswer | None]
 
 def find_devices() -> list[Device]:
     """Return every GPU; without one, every core that this process may use."""
-    if torch.cuda.is_available():
-        gpus = []
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            gpus.append(
-                Device(
-                    f"cuda:{index}",
-                    torch.device("cuda", index),
-                    model=f"{properties.name} GPU-{getattr(properties, 'uuid', '?')}",
-                    max_bytes=min(torch.cuda.mem_get_info(index)[0] // 4, MAX_BYTES),
-                )
-            )
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        model = f"{properties.name} GPU-{getattr(properties, 'uuid', '?')}"
+        max_bytes = min(torch.cuda.mem_get_info(index)[0] // 4, MAX_BYTES)
+        gpus.append(Device(f"cuda:{index}", torch.device("cuda", index), max_bytes, model=model))
+    if gpus:
         return gpus
-    max_bytes = min((host_memory_left() or MAX_BYTES) // 4, MAX_BYTES)
+    left = host_memory_left()
+    max_bytes = min((MAX_BYTES if left is None else left) // 4, MAX_BYTES)
     if not hasattr(os, "sched_getaffinity"):  # macOS binds no thread
-        return [Device("cpu", torch.device("cpu"), max_bytes=max_bytes)]
+        return [Device("cpu", torch.device("cpu"), max_bytes)]
     cores = sorted(os.sched_getaffinity(0))
-    each = max_bytes // len(cores)
-    return [Device(f"cpu {n}", torch.device("cpu"), core=n, max_bytes=each) for n in cores]
+    each = max(max_bytes // len(cores), 1 << 20)
+    return [Device(f"cpu {core}", torch.device("cpu"), each, core) for core in cores]
 
 
 def kernels_for(devices: Sequence[Device]) -> dict[str, Kernel]:
     """Return what is tried on each device, by name."""
     kernels: dict[str, Kernel] = {}
+    is_on_gpu = devices[0].device.type == "cuda"
     for dtype in LARGEST:
-        is_on_gpu = devices[0].device.type == "cuda"
         if dtype is torch.bfloat16 and is_on_gpu and not torch.cuda.is_bf16_supported():
             continue
 
@@ -156,7 +137,7 @@ def kernels_for(devices: Sequence[Device]) -> dict[str, Kernel]:
 
         kernels[f"gemm {str(dtype).removeprefix('torch.')}"] = multiply
     kernels["memory"] = Device.try_memory
-    if len(devices) > 1:
+    if len(devices) > 1 and dist.is_available():
         kernels["all-reduce"] = reducing(devices)
     return kernels
 
@@ -164,35 +145,27 @@ def kernels_for(devices: Sequence[Device]) -> dict[str, Kernel]:
 def reducing(devices: Sequence[Device]) -> Kernel:
     """Return a kernel that sums over devices: all GPUs by NCCL, or pairs of cores by gloo.
 
-    Each rank is a device's thread. Groups are made here and belong to no job: no default group, no
-    port but the ones that gloo takes on the loopback interface.
+    Each rank is a device's thread. The groups are of nobody else: no default group, no rendezvous.
     """
-    if devices[0].device.type == "cuda":
-        teams, backend = [list(devices)], dist.ProcessGroupNCCL
-    else:
-        teams = [list(devices[first : first + 2]) for first in range(0, len(devices), 2)]
-        if len(teams[-1]) == 1:  # an odd one joins the last pair
-            alone = teams.pop()
-            teams[-1] += alone
-        backend = dist.ProcessGroupGloo
-    ranks = {}
+    teams, backend = [list(devices)], "ProcessGroupNCCL"
+    if devices[0].device.type != "cuda":
+        firsts = range(0, len(devices) - 1, 2)  # an odd one joins the last pair
+        teams, backend = [list(devices[first : first + 2]) for first in firsts], "ProcessGroupGloo"
+        teams[-1] = list(devices[firsts[-1] :])
+    joining = {}
     for team in teams:
-        store = dist.HashStore()
-        joining = [
-            device.thread.submit(backend, store, rank, len(team), _GROUP_TIMEOUT)
-            for rank, device in enumerate(team)
-        ]
-        for rank, (device, group) in enumerate(zip(team, joining, strict=True)):
-            ranks[device] = (rank, len(team), group.result())
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch lists it nowhere
+        for rank, device in enumerate(team):
+            joining[device] = (store, rank, len(team), _GROUP_TIMEOUT)
+    groups: dict[Device, Any] = {}
 
     def reduce(device: Device, seed: int) -> WrongAnswer | None:
-        rank, world_size, group = ranks[device]
+        if device not in groups:
+            groups[device] = getattr(dist, backend)(*joining[device])
+        _, rank, world_size, _ = joining[device]
+        allreduce = groups[device].allreduce
         return all_reduce(
-            rank,
-            world_size,
-            device.device,
-            seed,
-            reduce=lambda tensor: group.allreduce([tensor]).wait(),
+            rank, world_size, device.device, seed, reduce=lambda total: allreduce(total).wait()
         )
 
     return reduce
@@ -218,9 +191,12 @@ def try_devices(
             trying = [(d, d.thread.submit(kernel, d, seed)) for d in devices if not d.failed]
             for device, answer in trying:
                 try:
-                    device.note(name, answer.result())
+                    wrong = answer.result()
                 except RuntimeError as error:  # torch's for all faults of a device; told, not lost
                     device.failed = f"{name} failed: {str(error).splitlines()[0]}"
+                    continue
+                device.rounds[name] += 1
+                device.wrong += [wrong] if wrong else []
             yield [device.check() for device in devices]
             if time.monotonic() >= deadline:
                 break

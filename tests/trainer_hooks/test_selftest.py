@@ -132,7 +132,7 @@ class TestAllReduce:
 
     @pytest.mark.parametrize("num_devices", [2, 3, 5])
     def test_the_sums_of_gloo_are_right_on_every_core(self, num_devices):
-        devices = [Device(f"cpu {n}", CPU, max_bytes=64) for n in range(num_devices)]
+        devices = [Device(f"cpu {n}", CPU, 64) for n in range(num_devices)]
         *_, last = try_devices(devices, {"all-reduce": burn_in.reducing(devices)}, seconds=0.1)
         assert ["ok"] * num_devices == [check["status"] for check in last]
 
@@ -153,7 +153,7 @@ class TestBurnIn:
             assert all(f"{name} 1x" in check["text"] for name in kernels)
 
     def test_the_core_with_the_fault_is_named_and_the_other_one_is_not(self):
-        devices = [Device("cpu 0", CPU, max_bytes=64), Device("cpu 1", CPU, max_bytes=64)]
+        devices = [Device("cpu 0", CPU, 64), Device("cpu 1", CPU, max_bytes=64)]
 
         def stub(device: Device, seed: int) -> WrongAnswer | None:
             multiply = stub_multiply if device.name == "cpu 1" else torch.matmul
@@ -167,7 +167,7 @@ class TestBurnIn:
         assert "the processor with cpu 1 is replaced" in faulty["hint"]
 
     def test_a_device_that_raises_has_failed_and_is_left_alone(self):
-        devices = [Device("cpu 0", CPU, max_bytes=64), Device("cpu 1", CPU, max_bytes=64)]
+        devices = [Device("cpu 0", CPU, 64), Device("cpu 1", CPU, max_bytes=64)]
         calls = []
 
         def stub(device: Device, seed: int) -> None:

@@ -95,30 +95,13 @@ def burn_in(
     if is_interrupted:
         text = "stopped by Ctrl-C; above is what was tried until then"
         checks.append(Check(name="burn-in", status="info", text=text))
-    elif is_overdue.is_set():
-        late = seconds + GRACE_SECONDS if checks else START_SECONDS
-        checks.append(
-            Check(
-                name="burn-in",
-                status="fail",
-                text=f"no answer within {late:.0f} s: a device hangs, or this machine is too busy",
-                hint="look at dmesg, and try again while nothing else runs here",
-            )
-        )
-    elif process.returncode:
-        checks.append(
-            Check(
-                name="burn-in",
-                status="fail",
-                text=f"the self-test ended early, by {_ending(process.returncode)}",
-                hint="its message is above; without one look at dmesg: memory may have run out, or "
-                "a device is faulty",
-            )
-        )
+    elif is_overdue.is_set() or process.returncode:
+        if is_overdue.is_set():
+            text = "no answer in time: a device hangs, or this machine is too busy"
+        elif process.returncode < 0:
+            text = f"the self-test was ended by {signal.Signals(-process.returncode).name}"
+        else:
+            text = f"the self-test ended early with exit code {process.returncode}"
+        hint = "see dmesg (did memory run out?), and try again while nothing else runs here"
+        checks.append(Check(name="burn-in", status="fail", text=text, hint=hint))
     return checks, is_interrupted
-
-
-def _ending(returncode: int | None) -> str:
-    if returncode is not None and returncode < 0:
-        return signal.Signals(-returncode).name
-    return f"exit code {returncode}"

@@ -74,7 +74,7 @@ def test_a_device_that_hangs_ends_it_soon_after_its_time(monkeypatch):
     checks, _ = stub("time.sleep(600)", seconds=1)
     assert time.monotonic() - started < 300
     assert ["ok", "fail"] == [check.status for check in checks]
-    assert "no answer within 2 s" in checks[-1].text
+    assert "no answer in time" in checks[-1].text
 
 
 def test_a_crash_is_a_fault_and_named_by_its_signal():
