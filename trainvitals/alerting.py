@@ -172,7 +172,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         "and Vitals did not roll back (mode `guard` or `observe`, the budget, or the same "
         "difference came again bit for bit). The finding names rank, node, GPU and tensor.",
         to_do="Restart from a checkpoint of before, without the named node; `vitals why RUN STEP` "
-        "shows the elements. Where the loop itself writes on one rank alone, mend the loop.",
+        "shows the elements, and `vitals doctor --burn-in 60` tries that node. Where the loop "
+        "itself writes on one rank alone, mend the loop.",
     ),
     AlertSpec(
         name="ReductionWrong",

@@ -16,7 +16,7 @@ import typer
 
 from trainvitals import __version__
 from trainvitals.cli.programs import PACKAGES, install
-from trainvitals.errors import VitalsError
+from trainvitals.errors import UsageError, VitalsError
 
 Status = Literal["ok", "info", "note", "fail"]
 """``info`` is no fault: something optional that is not installed. A ``note`` is a fault that
@@ -177,18 +177,53 @@ def render(checks: list[Check]) -> str:
 def register(app: typer.Typer) -> None:
     """Add `vitals doctor`."""
 
-    @app.command(epilog="Example: vitals doctor --format json")
+    @app.command(epilog="Example: vitals doctor --burn-in 60")
     def doctor(
         format: Annotated[
             Literal["table", "json"], typer.Option(help="How to print the checks.")
         ] = "table",
+        burn_in: Annotated[
+            int | None,
+            typer.Option(
+                metavar="SECONDS",
+                min=1,
+                max=86_400,
+                help="Instead try each GPU, or without one each CPU core, on computations with "
+                "known answers, for this long.",
+            ),
+        ] = None,
+        yes: Annotated[
+            bool, typer.Option("--yes", help="Burn in although a run trains here.")
+        ] = False,
     ) -> None:
         """Check this machine: versions, packages, shared memory, and where runs are written.
 
         ok and info need no action; note and fail name the remedy. Exits 1 if a check fails.
+
+        --burn-in is for a node that is suspected of silent corruption. It compares matrix
+        products, memory patterns and sums over devices bit for bit. It runs at the lowest
+        priority and holds at most a quarter of the free memory, 4 GiB at most of the host and of
+        each GPU. Ctrl-C ends it and shows what was found.
         """
-        checks = examine(os.environ)
+        if burn_in is None:
+            checks, is_interrupted = examine(os.environ), False
+        else:
+            checks, is_interrupted = _burn_in(burn_in, yes)
         as_json = json.dumps([asdict(check) for check in checks], indent=2)
         typer.echo(as_json if format == "json" else render(checks))
         if any(check.status == "fail" for check in checks):
             raise typer.Exit(1)
+        if is_interrupted:
+            raise typer.Exit(130)
+
+
+def _burn_in(seconds: int, yes: bool) -> tuple[list[Check], bool]:
+    from trainvitals.cli import burn_in  # it needs the checks of this module
+
+    runs = burn_in.running_here(os.environ)
+    if runs and not yes:
+        raise UsageError(
+            f"{', '.join(runs)} trains on this node; a burn-in takes CPU, GPU and memory from it",
+            hint="wait until it has ended, or add --yes",
+        )
+    return burn_in.burn_in(seconds, os.environ)
