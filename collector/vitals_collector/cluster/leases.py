@@ -21,6 +21,8 @@ from sqlalchemy import BigInteger, ColumnElement, Connection, case, cast, func, 
 
 from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
+from vitals_collector.numbers.lake_engine import TAKEN
+from vitals_collector.storage.migrate import take_turns
 from vitals_collector.storage.schema import leases
 from vitals_collector.storage.store import LOCKED, Store, insert
 
@@ -28,6 +30,8 @@ PAGER = "pager"
 """The lease of the collector that delivers alerts, of all runs."""
 UPKEEP = "upkeep"
 """The lease of the collector that merges, thins and removes what is stored."""
+RUN = "run/"
+"""How the name of a run's lease begins."""
 LEASE_SECONDS = 9.0
 """How long a holder that died keeps others waiting, at most."""
 MARGIN_SECONDS = 2.0
@@ -255,6 +259,50 @@ def held(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[
     return {row.name for row in rows if row.epoch == epochs[row.name]}
 
 
+# A commit of the lake says of which runs' leases it is (``numbers.lake_engine.Engine.transaction``).
+# It locks them for the moment that it takes, so that whoever takes one of the runs does so before
+# the commit, which is refused then, or behind it, and reads its marks. What it said is not kept.
+_FENCE = f"""
+CREATE OR REPLACE FUNCTION vitals_fence() RETURNS trigger
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+  taken text;
+BEGIN
+  PERFORM 1 FROM leases
+  WHERE name IN (SELECT '{RUN}' || key FROM json_each(NEW.commit_extra_info::json))
+  ORDER BY name FOR SHARE;
+  SELECT min(key) INTO taken FROM json_each_text(NEW.commit_extra_info::json)
+  LEFT JOIN leases ON name = '{RUN}' || key
+  WHERE epoch IS DISTINCT FROM value::bigint;
+  IF taken IS NOT NULL THEN
+    RAISE EXCEPTION '{TAKEN}%', taken;
+  END IF;
+  NEW.commit_extra_info := NULL;
+  RETURN NEW;
+END $$
+"""
+_FENCED = text(
+    "SELECT FROM pg_trigger WHERE tgname = 'vitals_fence'"
+    " AND tgrelid = 'ducklake_snapshot_changes'::regclass"
+)
+_TRIGGER = """
+CREATE TRIGGER vitals_fence BEFORE INSERT ON ducklake_snapshot_changes
+FOR EACH ROW WHEN (NEW.commit_extra_info IS NOT NULL) EXECUTE FUNCTION vitals_fence()
+"""
+
+
+def fence(connection: Connection) -> None:
+    """Have the lake's catalogue refuse what former owners of runs commit, from here on.
+
+    Args:
+        connection: to the database that has leases and catalogue, inside a transaction.
+    """
+    take_turns(connection)
+    connection.execute(text(_FENCE))
+    if connection.execute(_FENCED).first() is None:
+        connection.execute(text(_TRIGGER))
+
+
 def _end() -> ColumnElement[int]:
     return NOW + int(LEASE_SECONDS * 1e9)
 
@@ -262,9 +310,11 @@ def _end() -> ColumnElement[int]:
 __all__ = [
     "NOW",
     "PAGER",
+    "RUN",
     "UPKEEP",
     "Lease",
     "ended",
+    "fence",
     "held",
     "hold",
     "holders_of",
