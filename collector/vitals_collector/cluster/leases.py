@@ -170,6 +170,7 @@ def take(
     Returns:
         The epoch of each that is held; none of what another collector holds.
     """
+    _bound(connection)
     rows = [
         {"name": name, "holder": holder, "epoch": 1, "expires_unix_ns": _end()}
         for name in sorted(names)  # in order, so that two do not wait for each other
@@ -209,6 +210,7 @@ def ended(connection: Connection, prefix: str, seconds: float) -> list[str]:
 
 def renew(connection: Connection, holder: str, names: Collection[str]) -> dict[str, int]:
     """Renew those of the names that the holder still has; return their epochs."""
+    _bound(connection)
     mine = (leases.c.holder == holder) & leases.c.name.in_(names)
     # In the order of ``take``: it locks those as well that it does not get.
     connection.execute(select(leases.c.name).where(mine).order_by(leases.c.name).with_for_update())
@@ -225,6 +227,7 @@ def holders_of(connection: Connection, names: Collection[str]) -> dict[str, str]
 
 def release(connection: Connection, names: Collection[str], holder: str) -> None:
     """End the holder's leases now; their epochs stay, so that the next ones are above them."""
+    _bound(connection)
     mine = leases.c.name.in_(names) & (leases.c.holder == holder)
     connection.execute(select(leases.c.name).where(mine).order_by(leases.c.name).with_for_update())
     connection.execute(update(leases).where(mine).values(expires_unix_ns=0))
@@ -249,8 +252,7 @@ def held(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[
 
     That is until this transaction ends.
     """
-    # A process that is stopped here must not keep the others from it for long.
-    connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'"))
+    _bound(connection)
     query = select(leases.c.name, leases.c.epoch).where(
         leases.c.name.in_(epochs), leases.c.holder == holder
     )
@@ -259,15 +261,22 @@ def held(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[
     return {row.name for row in rows if row.epoch == epochs[row.name]}
 
 
-# A commit of the lake says of which runs' leases it is (``numbers.lake_engine.Engine.transaction``).
-# It locks them for the moment that it takes, so that whoever takes one of the runs does so before
-# the commit, which is refused then, or behind it, and reads its marks. What it said is not kept.
+def _bound(connection: Connection) -> None:
+    """Let a process that is stopped in this transaction not keep others from leases for long."""
+    connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'"))
+
+
+# A commit of the lake says of which runs' leases it is (``numbers.lake_engine.Engine``). It locks
+# them for the moment that it takes, so that whoever takes one of the runs does so before the commit,
+# which is refused then, or behind it, and reads its marks. A process that is stopped in between
+# loses the transaction, so nobody waits for it. What a commit said is not kept.
 _FENCE = f"""
 CREATE OR REPLACE FUNCTION vitals_fence() RETURNS trigger
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
   taken text;
 BEGIN
+  PERFORM set_config('idle_in_transaction_session_timeout', '{_IDLE_SECONDS}s', true);
   PERFORM 1 FROM leases
   WHERE name IN (SELECT '{RUN}' || key FROM json_each(NEW.commit_extra_info::json))
   ORDER BY name FOR SHARE;

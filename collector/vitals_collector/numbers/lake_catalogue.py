@@ -93,9 +93,7 @@ def places_for(schema: Schema, places: Places) -> Places:
     return added
 
 
-def to_arrow(
-    group: Sequence[Part], runs: Mapping[str, int], places: Places
-) -> pa.Table:
+def to_arrow(group: Sequence[Part], runs: Mapping[str, int], places: Places) -> pa.Table:
     """Return rows of one schema."""
     schema = group[0].batch.header.stream_schema
     size = schema.row_size
@@ -207,8 +205,8 @@ each writer."""
 HOLES = "holes"
 """Numbers of rows that were stored and then lost by damage: they are taken when they come again."""
 NUMBERED = "numbered"
-"""How often runs were given numbers: one row, changed with each time. Of two processes that do it at
-once, which might give the same number, one is refused."""
+"""How often runs were given numbers: one row, changed each time. Of two processes that do it at
+once, and might give the same number, one is refused."""
 LEVELLED = "levelled"
 """Which rows of which writers became levels or were thinned, by windows: they are not missing."""
 OUTLINES = "outlines"
@@ -395,7 +393,7 @@ class Catalogue:
         return numbers
 
     def write_numbers(self, numbers: Mapping[str, int]) -> None:
-        """Write runs' new numbers, in a transaction: it is refused where others did so meanwhile."""
+        """Write runs' new numbers, in a transaction; refused where others did so meanwhile."""
         if numbers:
             self._engine.execute(f"UPDATE {NUMBERED} SET times = times + 1")
             self._engine.insert(RUNS, table_of(("run_id", "run"), numbers.items()))

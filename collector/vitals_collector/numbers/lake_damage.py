@@ -151,7 +151,8 @@ def _mend(
         if any(file.table in (MARKS, NEW_MARKS) for file in damaged):
             for stream in catalogue.places:
                 left = engine.read(
-                    f"SELECT run, incarnation, source, max(seq) AS seq FROM {stream} WHERE run IN ({listed}) GROUP BY ALL"
+                    f"SELECT run, incarnation, source, max(seq) AS seq FROM {stream}"
+                    f" WHERE run IN ({listed}) GROUP BY ALL"
                 )
                 for row in left.to_pylist():
                     key = row["run"], row["incarnation"], stream
@@ -182,7 +183,7 @@ def _holes(
     engine: Engine,
     stream: str,
     numbers: Sequence[int],
-    marks: dict[tuple[int, str, str], tuple[str, int, int]],
+    marks: dict[tuple[int, str, str], tuple[str, int]],
     first: int,
     last: int,
 ) -> list[_Hole]:
@@ -201,7 +202,7 @@ def _holes(
     }
     levelled = _levelled(engine, stream, listed, first, last)
     holes = []
-    for (run, incarnation, of_stream), (source, mark, _) in marks.items():
+    for (run, incarnation, of_stream), (source, mark) in marks.items():
         if of_stream != stream or not source:
             continue
         own = present.get((run, incarnation), np.zeros(0, np.int64))

@@ -729,8 +729,8 @@ class Engine:
 
         Args:
             is_merge: whether it merges files.
-            epochs: of the leases of the runs that are written. Once another one has taken a run, the
-                commit is refused: by the catalogue's database, in the same transaction
+            epochs: of the leases of the runs that are written. Once another collector has taken
+                one, the commit is refused: by the catalogue's database, in the same transaction
                 (``cluster.leases.fence``).
 
         Raises:

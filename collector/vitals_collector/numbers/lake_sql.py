@@ -112,7 +112,8 @@ def _numbers(
 ) -> str:
     kinds = {kind: short for short, kind in TYPES.items()}
     places: Places = {
-        (unspelled(place), kinds[kind]): place for place, kind in columns
+        (unspelled(place), kinds[kind]): place
+        for place, kind in columns
         if place not in (*KEYS, FORMER_KEY)
     }
     shown = {"rank": "rank", "time": _time("time_unix_ns")}

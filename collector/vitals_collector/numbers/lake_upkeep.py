@@ -228,17 +228,17 @@ def own(engine: Engine, catalogue: Catalogue, epochs: Mapping[str, int]) -> None
         StorageError: it is to be called again.
     """
     with engine.lock:
-        for tries_left in reversed(range(_MOST_TRIES)):
-            catalogue.look_again()
+        catalogue.look_again()
+        tries_left = _MOST_TRIES
+        while new := catalogue.new_numbers(epochs):
+            tries_left -= 1
             try:
-                if new := catalogue.new_numbers(epochs):
-                    with engine.transaction():
-                        catalogue.write_numbers(new)
-                break
+                with engine.transaction():
+                    catalogue.write_numbers(new)
             except StorageError as error:
                 if not tries_left or "conflict" not in error.text:
                     raise
-        catalogue.look_again()
+            catalogue.look_again()
         for run_id, epoch in epochs.items():
             catalogue.forget_run(run_id)
             catalogue.epochs[run_id] = epoch
