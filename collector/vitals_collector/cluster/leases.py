@@ -267,7 +267,7 @@ def _bound(connection: Connection) -> None:
 
 
 # A commit of the lake says of which runs' leases it is (``numbers.lake_engine.Engine``). It locks
-# them for the moment that it takes, so that whoever takes one of the runs does so before the commit,
+# them for the moment that it takes, so that who takes one of the runs does so before the commit,
 # which is refused then, or behind it, and reads its marks. A process that is stopped in between
 # loses the transaction, so nobody waits for it. What a commit said is not kept.
 _FENCE = f"""
