@@ -32,6 +32,9 @@ UPKEEP = "upkeep"
 """The lease of the collector that merges, thins and removes what is stored."""
 RUN = "run/"
 """How the name of a run's lease begins."""
+_FENCE = "fence/"
+"""How the name of the row begins that has a run's epoch alone: it changes with the owner, and not
+when the lease is renewed, which would be in the way of commits."""
 LEASE_SECONDS = 9.0
 """How long a holder that died keeps others waiting, at most."""
 MARGIN_SECONDS = 2.0
@@ -266,11 +269,11 @@ def _bound(connection: Connection) -> None:
     connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'"))
 
 
-# A commit of the lake says of which runs' leases it is (``numbers.lake_engine.Engine``). It locks
-# them for the moment that it takes, so that who takes one of the runs does so before the commit,
-# which is refused then, or behind it, and reads its marks. A process that is stopped in between
-# loses the transaction, so nobody waits for it. What a commit said is not kept.
-_FENCE = f"""
+# A commit of the lake says under which epochs of the runs it is (``numbers.lake_engine.Engine``).
+# It locks those for the moment that it takes, so that who takes one of the runs does so before the
+# commit, which is refused then, or behind it, and reads its marks. A process that is stopped in
+# between loses the transaction, so nobody waits for it. What a commit said is not kept.
+_REFUSE = f"""
 CREATE OR REPLACE FUNCTION vitals_fence() RETURNS trigger
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -278,10 +281,10 @@ DECLARE
 BEGIN
   PERFORM set_config('idle_in_transaction_session_timeout', '{_IDLE_SECONDS}s', true);
   PERFORM 1 FROM leases
-  WHERE name IN (SELECT '{RUN}' || key FROM json_each(NEW.commit_extra_info::json))
+  WHERE name IN (SELECT '{_FENCE}' || key FROM json_each(NEW.commit_extra_info::json))
   ORDER BY name FOR SHARE;
   SELECT min(key) INTO taken FROM json_each_text(NEW.commit_extra_info::json)
-  LEFT JOIN leases ON name = '{RUN}' || key
+  LEFT JOIN leases ON name = '{_FENCE}' || key
   WHERE epoch IS DISTINCT FROM value::bigint;
   IF taken IS NOT NULL THEN
     RAISE EXCEPTION '{TAKEN}%', taken;
@@ -307,9 +310,20 @@ def fence(connection: Connection) -> None:
         connection: to the database that has leases and catalogue, inside a transaction.
     """
     take_turns(connection)
-    connection.execute(text(_FENCE))
+    connection.execute(text(_REFUSE))
     if connection.execute(_FENCED).first() is None:
         connection.execute(text(_TRIGGER))
+
+
+def fence_off(connection: Connection, holder: str, epochs: Mapping[str, int]) -> None:
+    """Refuse what is committed under other epochs of the runs, once this transaction has ended."""
+    rows = [
+        {"name": _FENCE + run_id, "holder": holder, "epoch": epoch, "expires_unix_ns": 0}
+        for run_id, epoch in sorted(epochs.items())  # in order, as in ``take``
+    ]
+    statement = insert(connection, leases).values(rows)
+    changed = {name: statement.excluded[name] for name in ("holder", "epoch")}
+    connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=changed))
 
 
 def _end() -> ColumnElement[int]:
@@ -324,6 +338,7 @@ __all__ = [
     "Lease",
     "ended",
     "fence",
+    "fence_off",
     "held",
     "hold",
     "holders_of",

@@ -21,6 +21,7 @@ from vitals_collector.cluster.leases import (
     RUN,
     ended,
     fence,
+    fence_off,
     held,
     holders_of,
     release,
@@ -123,6 +124,9 @@ class RunOwners:
             asked = {RUN + run_id for run_id in run_ids}
             names = {name: name.removeprefix(RUN) for name in (*asked, *more)}
             taken = take(connection, names, self._holder, is_held=False)
+            epochs = {names[name]: epoch for name, epoch in taken.items()}
+            if epochs:
+                fence_off(connection, self._holder, epochs)
             others = asked - taken.keys()
             holders = holders_of(connection, others) if others else {}
         elsewhere = {
@@ -131,7 +135,6 @@ class RunOwners:
         }
         owned: dict[str, _Owned] = {}
         if taken:
-            epochs = {names[name]: epoch for name, epoch in taken.items()}
             self._lake.own(epochs)
             asked_ns = self._clock.monotonic_ns()  # for many runs that took a while
             with self._store.write() as connection:
