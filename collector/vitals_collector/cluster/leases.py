@@ -21,6 +21,8 @@ from sqlalchemy import BigInteger, ColumnElement, Connection, case, cast, func, 
 
 from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
+from vitals_collector.numbers.lake_engine import TAKEN
+from vitals_collector.storage.migrate import take_turns
 from vitals_collector.storage.schema import leases
 from vitals_collector.storage.store import LOCKED, Store, insert
 
@@ -28,6 +30,11 @@ PAGER = "pager"
 """The lease of the collector that delivers alerts, of all runs."""
 UPKEEP = "upkeep"
 """The lease of the collector that merges, thins and removes what is stored."""
+RUN = "run/"
+"""How the name of a run's lease begins."""
+_FENCE = "fence/"
+"""How the name of the row begins that has a run's epoch alone: it changes with the owner, and not
+when the lease is renewed, which would be in the way of commits."""
 LEASE_SECONDS = 9.0
 """How long a holder that died keeps others waiting, at most."""
 MARGIN_SECONDS = 2.0
@@ -166,6 +173,7 @@ def take(
     Returns:
         The epoch of each that is held; none of what another collector holds.
     """
+    _bound(connection)
     rows = [
         {"name": name, "holder": holder, "epoch": 1, "expires_unix_ns": _end()}
         for name in sorted(names)  # in order, so that two do not wait for each other
@@ -205,6 +213,7 @@ def ended(connection: Connection, prefix: str, seconds: float) -> list[str]:
 
 def renew(connection: Connection, holder: str, names: Collection[str]) -> dict[str, int]:
     """Renew those of the names that the holder still has; return their epochs."""
+    _bound(connection)
     mine = (leases.c.holder == holder) & leases.c.name.in_(names)
     # In the order of ``take``: it locks those as well that it does not get.
     connection.execute(select(leases.c.name).where(mine).order_by(leases.c.name).with_for_update())
@@ -221,6 +230,7 @@ def holders_of(connection: Connection, names: Collection[str]) -> dict[str, str]
 
 def release(connection: Connection, names: Collection[str], holder: str) -> None:
     """End the holder's leases now; their epochs stay, so that the next ones are above them."""
+    _bound(connection)
     mine = leases.c.name.in_(names) & (leases.c.holder == holder)
     connection.execute(select(leases.c.name).where(mine).order_by(leases.c.name).with_for_update())
     connection.execute(update(leases).where(mine).values(expires_unix_ns=0))
@@ -245,14 +255,75 @@ def held(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[
 
     That is until this transaction ends.
     """
-    # A process that is stopped here must not keep the others from it for long.
-    connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'"))
+    _bound(connection)
     query = select(leases.c.name, leases.c.epoch).where(
         leases.c.name.in_(epochs), leases.c.holder == holder
     )
     # In the order of ``take``, so that two do not wait for each other.
     rows = connection.execute(query.order_by(leases.c.name).with_for_update(read=True))
     return {row.name for row in rows if row.epoch == epochs[row.name]}
+
+
+def _bound(connection: Connection) -> None:
+    """Let a process that is stopped in this transaction not keep others from leases for long."""
+    connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'"))
+
+
+# A commit of the lake says under which epochs of the runs it is (``numbers.lake_engine.Engine``).
+# It locks those for the moment that it takes, so that who takes one of the runs does so before the
+# commit, which is refused then, or behind it, and reads its marks. A process that is stopped in
+# between loses the transaction, so nobody waits for it. What a commit said is not kept.
+_REFUSE = f"""
+CREATE OR REPLACE FUNCTION vitals_fence() RETURNS trigger
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+  taken text;
+BEGIN
+  PERFORM set_config('idle_in_transaction_session_timeout', '{_IDLE_SECONDS}s', true);
+  PERFORM 1 FROM leases
+  WHERE name IN (SELECT '{_FENCE}' || key FROM json_each(NEW.commit_extra_info::json))
+  ORDER BY name FOR SHARE;
+  SELECT min(key) INTO taken FROM json_each_text(NEW.commit_extra_info::json)
+  LEFT JOIN leases ON name = '{_FENCE}' || key
+  WHERE epoch IS DISTINCT FROM value::bigint;
+  IF taken IS NOT NULL THEN
+    RAISE EXCEPTION '{TAKEN}%', taken;
+  END IF;
+  NEW.commit_extra_info := NULL;
+  RETURN NEW;
+END $$
+"""
+_FENCED = text(
+    "SELECT FROM pg_trigger WHERE tgname = 'vitals_fence'"
+    " AND tgrelid = 'ducklake_snapshot_changes'::regclass"
+)
+_TRIGGER = """
+CREATE TRIGGER vitals_fence BEFORE INSERT ON ducklake_snapshot_changes
+FOR EACH ROW WHEN (NEW.commit_extra_info IS NOT NULL) EXECUTE FUNCTION vitals_fence()
+"""
+
+
+def fence(connection: Connection) -> None:
+    """Have the lake's catalogue refuse what former owners of runs commit, from here on.
+
+    Args:
+        connection: to the database that has leases and catalogue, inside a transaction.
+    """
+    take_turns(connection)
+    connection.execute(text(_REFUSE))
+    if connection.execute(_FENCED).first() is None:
+        connection.execute(text(_TRIGGER))
+
+
+def fence_off(connection: Connection, holder: str, epochs: Mapping[str, int]) -> None:
+    """Refuse what is committed under other epochs of the runs, once this transaction has ended."""
+    rows = [
+        {"name": _FENCE + run_id, "holder": holder, "epoch": epoch, "expires_unix_ns": 0}
+        for run_id, epoch in sorted(epochs.items())  # in order, as in ``take``
+    ]
+    statement = insert(connection, leases).values(rows)
+    changed = {name: statement.excluded[name] for name in ("holder", "epoch")}
+    connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=changed))
 
 
 def _end() -> ColumnElement[int]:
@@ -262,9 +333,12 @@ def _end() -> ColumnElement[int]:
 __all__ = [
     "NOW",
     "PAGER",
+    "RUN",
     "UPKEEP",
     "Lease",
     "ended",
+    "fence",
+    "fence_off",
     "held",
     "hold",
     "holders_of",

@@ -1,15 +1,15 @@
 """Which collector takes which run's rows: of several on one store, each run has one owner.
 
 A run that nobody owns belongs to the first collector that is sent rows of it; agents of a run that
-another one owns are told where to go. An owner that dies is replaced once its lease has ended; one
-that was paused answers nobody for what it commits afterwards, and the lake takes that out again.
+another one owns are told where to go. An owner that dies is replaced once its lease has ended; what
+one that was paused commits afterwards is refused, by the database that has leases and catalogue.
 """
 
 import logging
 import socket
 import threading
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from sqlalchemy import Connection
 
@@ -18,16 +18,19 @@ from trainvitals.errors import NotOwnerError, StorageError
 from vitals_collector.cluster.leases import (
     LEASE_SECONDS,
     MARGIN_SECONDS,
+    RUN,
     ended,
+    fence,
+    fence_off,
     held,
     holders_of,
     release,
     renew,
     take,
 )
-from vitals_collector.cluster.reports import RUN, owned_elsewhere
+from vitals_collector.cluster.reports import owned_elsewhere
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.storage.store import LOCKED, OwnedElsewhere, Store
+from vitals_collector.storage.store import OwnedElsewhere, Store
 
 _RENEW_SECONDS = 2.0
 _IDLE_SECONDS = 600.0
@@ -55,6 +58,9 @@ class RunOwners:
         clock: its monotonic clock says when a lease is over.
         url: this collector's address, as agents know it; "" if it is not known.
         place: names what this process alone holds while it lives; "" where nothing does.
+
+    Raises:
+        StorageError: the database does not let former owners be refused.
     """
 
     def __init__(self, store: Store, *, clock: Clock, url: str = "", place: str = "") -> None:
@@ -68,6 +74,8 @@ class RunOwners:
         self._owned: dict[str, _Owned] = {}
         self._elsewhere: dict[str, tuple[NotOwnerError, int]] = {}
         """Runs of others, and until when they are thought to be."""
+        with store.write() as connection:
+            fence(connection)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals-owners", daemon=True)
 
@@ -116,6 +124,9 @@ class RunOwners:
             asked = {RUN + run_id for run_id in run_ids}
             names = {name: name.removeprefix(RUN) for name in (*asked, *more)}
             taken = take(connection, names, self._holder, is_held=False)
+            epochs = {names[name]: epoch for name, epoch in taken.items()}
+            if epochs:
+                fence_off(connection, self._holder, epochs)
             others = asked - taken.keys()
             holders = holders_of(connection, others) if others else {}
         elsewhere = {
@@ -124,8 +135,6 @@ class RunOwners:
         }
         owned: dict[str, _Owned] = {}
         if taken:
-            epochs = {names[name]: epoch for name, epoch in taken.items()}
-            # Before rows of it are stored: what an owner before commits from here on is known.
             self._lake.own(epochs)
             asked_ns = self._clock.monotonic_ns()  # for many runs that took a while
             with self._store.write() as connection:
@@ -141,27 +150,6 @@ class RunOwners:
             self._elsewhere = current | {run: (e, until_ns) for run, e in elsewhere.items()}
             self._owned |= owned
         return elsewhere
-
-    def confirm(self, run_ids: Iterable[str]) -> None:
-        """Raise if one of the runs is not owned any more: what was stored of it may not count.
-
-        What does not is taken out again, at once where it can be; else by the next upkeep.
-        """
-        now_ns = self._clock.monotonic_ns()
-        with self._lock:
-            owned = {run for run, mine in self._owned.items() if mine.until_ns > now_ns}
-        lost = [run_id for run_id in run_ids if run_id not in owned]
-        if not lost:
-            return
-        try:
-            self._lake.take_out(lost)
-        except StorageError as error:
-            _LOG.warning("rows_not_taken_out num_runs=%d: %s", len(lost), error)
-        raise StorageError(
-            f"the lease of run {lost[0]} ended while its rows were stored",
-            hint="nothing to do: agents send them again, here or to the next owner",
-            code=LOCKED,
-        )
 
     def owned(self) -> dict[str, int]:
         """Return the runs that this collector owns now, and the number of each lease."""

@@ -8,12 +8,10 @@ from collections.abc import Iterable, Mapping
 
 from sqlalchemy import Connection, delete, func, literal, select
 
-from vitals_collector.cluster.leases import NOW
+from vitals_collector.cluster.leases import NOW, RUN
 from vitals_collector.storage.schema import engine_state, leases
 from vitals_collector.storage.store import OwnedElsewhere, insert
 
-RUN = "run/"
-"""How the name of a run's lease begins."""
 _REPORT = "report/"
 
 
@@ -52,4 +50,4 @@ def forget_reports(connection: Connection, run_ids: Iterable[str]) -> None:
     connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))
 
 
-__all__ = ["RUN", "forget_reports", "owned_elsewhere", "write_reports"]
+__all__ = ["forget_reports", "owned_elsewhere", "write_reports"]

@@ -160,7 +160,6 @@ class FolderIngest:
             return [], True
         with self._store.write_rows() as connection:
             stored = store_batches(connection, self._store.numbers, checked)
-            self._store.claims.confirm(run_ids)
             _remember(connection, spool, group[len(checked) - 1][0])
         for outcome in stored:
             if outcome.error is not None:

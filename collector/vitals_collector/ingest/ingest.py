@@ -232,8 +232,6 @@ def store_bodies(
     of_rows = any(isinstance(batch, Batch) and batch.header.stream != EVENTS for batch in every)
     with store.write_rows() if of_rows else store.write() as connection:
         stored = store_batches(connection, store.numbers, every, received_unix_ns, named)
-        # Of a run whose lease has ended by now the rows may not count: the database says nothing.
-        store.claims.confirm(run_ids - elsewhere.keys())
     announce(store, stored)
     outcomes = iter(stored)
     return [

@@ -405,12 +405,6 @@ class RunStatusCache:
                 self._touched[run_id] = at_once or self._touched.get(run_id, False)
 
     @property
-    def has_urgent(self) -> bool:
-        """Whether something came that may have changed a run's state."""
-        with self._lock:
-            return any(self._touched.values())
-
-    @property
     def running(self) -> set[str]:
         """The runs that go on."""
         return {status.run_id for status in self._statuses.values() if status.state == "running"}

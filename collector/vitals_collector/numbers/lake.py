@@ -30,8 +30,6 @@ from vitals_collector.numbers.lake_catalogue import (
     KINDS,
     MARK_COLUMNS,
     NEW_MARKS,
-    NOBODYS,
-    RUNS,
     SORTED_BY,
     TYPES,
     Catalogue,
@@ -113,7 +111,9 @@ class Lake(OpenLake):
             self._be_sure()
             num_new, parts, taken = self._new(batches)
             if parts:
-                self._store(parts, taken, self.catalogue.epochs)
+                own = self.catalogue.epochs
+                epochs = {run_id: own[run_id] for run_id, _, _ in taken if run_id in own}
+                self._store(parts, taken, epochs)
             return num_new
 
     def _be_sure(self) -> None:
@@ -135,25 +135,17 @@ class Lake(OpenLake):
         runs = self.catalogue.new_numbers(run_id for run_id, _, _ in taken)
         numbers = {**self.catalogue.runs, **runs}
         kinds = self.catalogue.new_kinds(_written(groups))
-        with self.engine.transaction():
-            if runs:
-                self.engine.insert(RUNS, table_of(("run_id", "run"), runs.items()))
+        with self.engine.transaction(epochs=epochs):
+            self.catalogue.write_numbers(runs)
             for group in groups:
                 stream = group[0].batch.header.stream
-                rows = to_arrow(group, numbers, epochs, self.catalogue.places[stream])
+                rows = to_arrow(group, numbers, self.catalogue.places[stream])
                 self.engine.insert(stream, rows)
             if kinds:
                 named = [(numbers[run_id], *column) for run_id, *column in kinds]
                 self.engine.insert(KINDS, table_of(("run", "stream", "name", "kind"), named))
             marks = [
-                (
-                    numbers[run],
-                    incarnation,
-                    of.source,
-                    stream,
-                    of.mark,
-                    epochs.get(run, 0),
-                )
+                (numbers[run], incarnation, of.source, stream, of.mark)
                 for (run, incarnation, stream), of in taken.items()
             ]
             self.engine.insert(NEW_MARKS, table_of(MARK_COLUMNS, marks))
@@ -170,28 +162,15 @@ class Lake(OpenLake):
                 self.catalogue.run(run_id).kinds[stream].setdefault(name, set()).add(kind)
 
     def own(self, epochs: Mapping[str, int]) -> None:
-        """Take runs over: what an owner before it commits from here on is taken out again.
+        """Take runs over: what is appended of them from here on is under these leases.
 
         Args:
-            epochs: of each run's lease; above those of all owners before. A run without a lease
-                has 0.
+            epochs: the number of each run's lease.
 
         Raises:
-            StorageError: nothing was changed, or it is to be called again.
+            StorageError: it is to be called again.
         """
         lake_upkeep.own(self.engine, self.catalogue, epochs)
-
-    def take_out(self, run_ids: Collection[str]) -> None:
-        """Remove what this process committed of runs that others had taken over by then.
-
-        Raises:
-            StorageError: it is still there, and goes with the next ``merge``.
-        """
-        with self.engine.lock:
-            numbers = [self.catalogue.runs[run] for run in run_ids if run in self.catalogue.runs]
-            lake_upkeep.take_out(self.engine, self.catalogue, numbers)
-            for run_id in run_ids:
-                self.catalogue.forget_run(run_id)
 
     def mark(self, key: StreamKey) -> int:
         """Return the number of the last row that the stream has stored; -1 where it has none."""
@@ -317,7 +296,7 @@ class Lake(OpenLake):
             self._store(
                 parts,
                 taken,
-                {run_id: NOBODYS},
+                {},  # maintenance writes levels, whoever owns the run
                 lambda: lake_thinning.take_away(self.engine, planned),
             )
         return planned.result

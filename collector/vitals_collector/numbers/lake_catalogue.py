@@ -42,9 +42,10 @@ KEYS = {
     "source": "VARCHAR",
     "rank": "INTEGER",
     "seq": "BIGINT",
-    "$epoch": "INTEGER",
 }
 """The columns that every stream's table has beside those of its rows."""
+FORMER_KEY = "$epoch"
+"""A column that lakes have which an earlier version made; nothing is written there any more."""
 TYPES = {"f8": "DOUBLE", "i8": "BIGINT", "S": "VARCHAR"}
 SORTED_BY = "run ASC, step // 64 ASC, rank ASC, step ASC"
 """Of merged files: one rank's steps lie together, and one step of all ranks in few groups of rows.
@@ -92,9 +93,7 @@ def places_for(schema: Schema, places: Places) -> Places:
     return added
 
 
-def to_arrow(
-    group: Sequence[Part], runs: Mapping[str, int], epochs: Mapping[str, int], places: Places
-) -> pa.Table:
+def to_arrow(group: Sequence[Part], runs: Mapping[str, int], places: Places) -> pa.Table:
     """Return rows of one schema."""
     schema = group[0].batch.header.stream_schema
     size = schema.row_size
@@ -115,7 +114,6 @@ def to_arrow(
         "source": _repeated([w.source for w in writers], counts, pa.string()),
         "rank": _repeated([rank_of(w.source) for w in writers], counts, pa.int32()),
         "seq": pa.array(rows["seq"]),
-        "$epoch": _repeated([epochs.get(w.run_id, 0) for w in writers], counts, pa.int32()),
     }
     for column in schema.columns:
         values, is_valid = column_of(schema, rows, column.name)
@@ -206,34 +204,30 @@ NEW_MARKS, MARKS = "new_marks", "marks"
 each writer."""
 HOLES = "holes"
 """Numbers of rows that were stored and then lost by damage: they are taken when they come again."""
-OWNERS, FENCES = "owners", "fences"
-"""Who took which run over, and how far its streams were then."""
+NUMBERED = "numbered"
+"""How often runs were given numbers: one row, changed each time. Of two processes that do it at
+once, and might give the same number, one is refused."""
 LEVELLED = "levelled"
 """Which rows of which writers became levels or were thinned, by windows: they are not missing."""
 OUTLINES = "outlines"
 """What stands in place of rows in overviews (``outlines``)."""
-EPOCH = "$epoch"
-"""The column of rows that says whose they are."""
-NOBODYS = 2**31 - 1
-"""The epoch of levels: maintenance writes them, whoever owns the run."""
-MARK_COLUMNS = ("run", "incarnation", "source", "stream", "seq", "epoch")
+MARK_COLUMNS = ("run", "incarnation", "source", "stream", "seq")
 LEVELLED_COLUMNS = (
     *("run", "stream", "attempt", "first_at", "end_at", "incarnation"),
     *("first_seq", "last_seq", "num_taken", "reason"),
 )
-_MARK = "run BIGINT, incarnation VARCHAR, source VARCHAR, stream VARCHAR, seq BIGINT, epoch BIGINT"
+_MARK = "run BIGINT, incarnation VARCHAR, source VARCHAR, stream VARCHAR, seq BIGINT"
 _TABLES = {
     RUNS: "run_id VARCHAR, run BIGINT",
     NEW_MARKS: _MARK,
     MARKS: _MARK,
-    OWNERS: "run BIGINT, epoch BIGINT",
-    FENCES: "run BIGINT, epoch BIGINT, incarnation VARCHAR, stream VARCHAR, seq BIGINT",
+    NUMBERED: "times BIGINT",
     HOLES: "run BIGINT, incarnation VARCHAR, stream VARCHAR, first_seq BIGINT, end_seq BIGINT",
     LEVELLED: "run BIGINT, stream VARCHAR, attempt BIGINT, first_at BIGINT, end_at BIGINT,"
     " incarnation VARCHAR, first_seq BIGINT, last_seq BIGINT, num_taken BIGINT, reason VARCHAR",
     KINDS: "run BIGINT, stream VARCHAR, name VARCHAR, kind VARCHAR",
 }
-_INLINED = (RUNS, KINDS, HOLES, OWNERS, FENCES)
+_INLINED = (RUNS, KINDS, HOLES, NUMBERED)
 """These lie in the catalogue itself; 4,096 marks there would cost 90 ms more."""
 _FRESH_SECONDS = 1.0
 _MINE_SECONDS = 5.0
@@ -297,34 +291,14 @@ def name_key(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def marks_of(runs: Iterable[int], snapshot: int | None = None, *, is_stale: bool = False) -> str:
-    """Return the question for the marks that count, or for those of owners that were replaced.
-
-    Args:
-        runs: the numbers of the runs.
-        snapshot: the state of the lake; None for the newest.
-        is_stale: whether the marks that do not count are wanted.
-    """
-    listed = ", ".join(map(str, runs))
-    at = "" if snapshot is None else f" AT (VERSION => {snapshot})"
-    counts = "(coalesce(m.epoch >= e.newest, true) OR m.seq <= coalesce(f.seq, -1))"
-    columns = ", ".join(f"m.{name}" for name in MARK_COLUMNS)
-    return (
-        f"SELECT {columns} FROM (SELECT * FROM {NEW_MARKS}{at} WHERE run IN ({listed})"
-        f" UNION ALL SELECT * FROM {MARKS}{at} WHERE run IN ({listed})) m"
-        f" LEFT JOIN (SELECT run, max(epoch) AS newest FROM {FENCES}{at} GROUP BY run) e"
-        " ON e.run = m.run"
-        f" LEFT JOIN (SELECT * FROM {FENCES}{at}) f ON f.run = m.run AND f.epoch = e.newest"
-        " AND f.incarnation = m.incarnation AND f.stream = m.stream"
-        f" WHERE {'NOT ' if is_stale else ''}{counts}"
-    )
-
-
-def newest_marks(runs: Iterable[int], snapshot: int | None = None) -> str:
+def newest_marks(runs: Iterable[int]) -> str:
     """Return the question for each writer's newest mark."""
+    listed = ", ".join(map(str, runs))
+    columns = ", ".join(MARK_COLUMNS)
     return (
-        "SELECT run, incarnation, arg_max(source, seq) AS source, stream, max(seq) AS seq,"
-        f" arg_max(epoch, seq) AS epoch FROM ({marks_of(runs, snapshot)})"
+        "SELECT run, incarnation, arg_max(source, seq) AS source, stream, max(seq) AS seq"
+        f" FROM (SELECT {columns} FROM {NEW_MARKS} WHERE run IN ({listed})"
+        f" UNION ALL SELECT {columns} FROM {MARKS} WHERE run IN ({listed}))"
         " GROUP BY run, incarnation, stream"
     )
 
@@ -353,6 +327,8 @@ class Catalogue:
                 engine.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns})")
         for name in _INLINED:
             engine.inline(name)
+        if not len(engine.ask(f"SELECT times FROM {NUMBERED}")):
+            engine.execute(f"INSERT INTO {NUMBERED} VALUES (0)")
         self.look_again()
 
     @locked
@@ -369,7 +345,7 @@ class Catalogue:
         for table, place, kind in zip(*columns.to_pydict().values(), strict=True):
             if table in STORED_STREAMS:
                 of_table = places.setdefault(table, {})
-                if place not in KEYS:
+                if place not in (*KEYS, FORMER_KEY):
                     of_table[unspelled(place), kinds[kind]] = place
         self.places = places
 
@@ -415,6 +391,12 @@ class Catalogue:
             if run_id not in self.runs and run_id not in numbers:
                 numbers[run_id] = number_for(run_id, (*self.runs.values(), *numbers.values()))
         return numbers
+
+    def write_numbers(self, numbers: Mapping[str, int]) -> None:
+        """Write runs' new numbers, in a transaction; refused where others did so meanwhile."""
+        if numbers:
+            self._engine.execute(f"UPDATE {NUMBERED} SET times = times + 1")
+            self._engine.insert(RUNS, table_of(("run_id", "run"), numbers.items()))
 
     @locked
     def run(self, run_id: str, *, is_fresh: bool = False) -> RunState:
@@ -474,7 +456,7 @@ class Catalogue:
             self._engine.files.need(table, *states)
         runs = ", ".join(map(str, states))
         marks = self._engine.ask(newest_marks(states)).to_pydict()
-        for run, incarnation, source, stream, seq, _ in zip(*marks.values(), strict=True):
+        for run, incarnation, source, stream, seq in zip(*marks.values(), strict=True):
             states[run].marks[incarnation, stream] = seq
             if source:
                 states[run].sources[incarnation, stream] = source

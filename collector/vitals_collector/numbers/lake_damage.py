@@ -7,8 +7,6 @@ import numpy as np
 
 from vitals_collector.numbers.interface import STORED_STREAMS
 from vitals_collector.numbers.lake_catalogue import (
-    EPOCH,
-    FENCES,
     HOLES,
     LEVELLED,
     MARK_COLUMNS,
@@ -45,7 +43,7 @@ class DamagedFile(NamedTuple):
 def check(engine: Engine, catalogue: Catalogue) -> list[DamagedFile]:
     """Read every file; return those that are damaged, or gone."""
     catalogue.look_again()
-    paths = engine.files.check((*catalogue.places, OUTLINES, MARKS, NEW_MARKS, FENCES, LEVELLED))
+    paths = engine.files.check((*catalogue.places, OUTLINES, MARKS, NEW_MARKS, LEVELLED))
     return [_described(engine, catalogue, path) for path in paths]
 
 
@@ -146,23 +144,23 @@ def _mend(
     """Make marks, holes and outlines of these runs agree with the rows that are left."""
     listed = ", ".join(map(str, numbers))
     with engine.transaction():
-        marks: dict[tuple[int, str, str], tuple[str, int, int]] = {}
+        marks: dict[tuple[int, str, str], tuple[str, int]] = {}
         for row in engine.read(newest_marks(numbers)).to_pylist():
             key = row["run"], row["incarnation"], row["stream"]
-            marks[key] = row["source"], row["seq"], row["epoch"]
+            marks[key] = row["source"], row["seq"]
         if any(file.table in (MARKS, NEW_MARKS) for file in damaged):
             for stream in catalogue.places:
                 left = engine.read(
-                    f'SELECT run, incarnation, source, max(seq) AS seq, max("{EPOCH}") AS epoch'
-                    f" FROM {stream} WHERE run IN ({listed}) GROUP BY ALL"
+                    f"SELECT run, incarnation, source, max(seq) AS seq FROM {stream}"
+                    f" WHERE run IN ({listed}) GROUP BY ALL"
                 )
                 for row in left.to_pylist():
                     key = row["run"], row["incarnation"], stream
-                    if marks.get(key, ("", -1, 0))[1] < row["seq"]:
-                        marks[key] = row["source"], row["seq"], row["epoch"]
+                    if marks.get(key, ("", -1))[1] < row["seq"]:
+                        marks[key] = row["source"], row["seq"]
         rows = [
-            (run, incarnation, source, stream, seq, epoch)
-            for (run, incarnation, stream), (source, seq, epoch) in marks.items()
+            (run, incarnation, source, stream, seq)
+            for (run, incarnation, stream), (source, seq) in marks.items()
         ]
         if rows:  # among the new ones: upkeep looks at these runs again
             engine.insert(NEW_MARKS, table_of(MARK_COLUMNS, rows))
@@ -185,7 +183,7 @@ def _holes(
     engine: Engine,
     stream: str,
     numbers: Sequence[int],
-    marks: dict[tuple[int, str, str], tuple[str, int, int]],
+    marks: dict[tuple[int, str, str], tuple[str, int]],
     first: int,
     last: int,
 ) -> list[_Hole]:
@@ -204,7 +202,7 @@ def _holes(
     }
     levelled = _levelled(engine, stream, listed, first, last)
     holes = []
-    for (run, incarnation, of_stream), (source, mark, _) in marks.items():
+    for (run, incarnation, of_stream), (source, mark) in marks.items():
         if of_stream != stream or not source:
             continue
         own = present.get((run, incarnation), np.zeros(0, np.int64))

@@ -9,6 +9,7 @@ several, or a bucket; the *checksums* of the files, held against them before fir
 """
 
 import ctypes
+import json
 import os
 import re
 import sqlite3
@@ -581,6 +582,9 @@ _INLINED_ROWS = 2_000
 """More of them lie in a file, which is quicker."""
 _PASSWORD = re.compile(r"password=.*")
 """To the end of the line: it is the last of the words for libpq, and may have spaces and quotes."""
+TAKEN = "another collector has taken run "
+"""How the catalogue's database refuses a commit of a former owner; the run's id follows."""
+_TAKEN = re.compile(TAKEN + r"\w+")
 _CLOSE_SECONDS = 10.0
 """So long the end waits for questions that were interrupted."""
 _MOST_COMMITS = 50
@@ -715,11 +719,19 @@ class Engine:
     # --------------------------------------------------------------------------------- writing
 
     @contextmanager
-    def transaction(self, *, is_merge: bool = False) -> Iterator[None]:
+    def transaction(
+        self, *, is_merge: bool = False, epochs: Mapping[str, int] | None = None
+    ) -> Iterator[None]:
         """Make one commit of what ``execute`` is given meanwhile, durable when it ends.
 
         A commit that merges files cannot hold their checksums as well (DuckLake refuses that):
         they lie in files of their own until ``keep_checksums``.
+
+        Args:
+            is_merge: whether it merges files.
+            epochs: of the leases of the runs that are written. Once another collector has taken
+                one, the commit is refused: by the catalogue's database, in the same transaction
+                (``cluster.leases.fence``).
 
         Raises:
             StorageError: nothing was changed, or (``is_unsure``) nobody knows.
@@ -738,6 +750,11 @@ class Engine:
                     self._place.set_aside(checksums)
                 elif checksums:
                     self._insert_checksums(checksums)
+                if epochs:
+                    words = escaped(json.dumps(epochs))
+                    self._root.execute(
+                        f"CALL lake.set_commit_message('', '', extra_info => '{words}')"
+                    )
                 self._commit()
             except BaseException:
                 # Whether a commit that failed was one is known to the catalogue alone, and another
@@ -905,6 +922,11 @@ def translated() -> Iterator[None]:
     except (duckdb.Error, OSError) as error:
         # What could not be attached is named with all it was given.
         text = without_keys(_PASSWORD.sub("password=***", str(error).strip()))
+        if taken := _TAKEN.search(text):
+            raise StorageError(
+                f"{taken[0]}: its rows are not stored here any more, nor what came with them",
+                hint="nothing to do: agents send them again, here or to the next owner",
+            ) from error
         if is_full(text):
             raise full_error("the lake", text) from error
         what = "files cannot be kept" if isinstance(error, OSError) else "engine refused"

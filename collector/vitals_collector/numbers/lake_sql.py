@@ -27,6 +27,7 @@ import pyarrow as pa
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.numbers.interface import RANKS
 from vitals_collector.numbers.lake_catalogue import (
+    FORMER_KEY,
     KEYS,
     TYPES,
     Places,
@@ -111,7 +112,9 @@ def _numbers(
 ) -> str:
     kinds = {kind: short for short, kind in TYPES.items()}
     places: Places = {
-        (unspelled(place), kinds[kind]): place for place, kind in columns if place not in KEYS
+        (unspelled(place), kinds[kind]): place
+        for place, kind in columns
+        if place not in (*KEYS, FORMER_KEY)
     }
     shown = {"rank": "rank", "time": _time("time_unix_ns")}
     for (name, _), place in places.items():

@@ -232,7 +232,7 @@ def _rows_levelled(planned: Plan) -> pa.Table:
 
 # --------------------------------------------------------------------------------- layers and hosts
 
-_GROUP = ("run", "incarnation", "source", "rank", "$epoch")
+_GROUP = ("run", "incarnation", "source", "rank")
 
 
 def next_window(

@@ -1,12 +1,7 @@
-"""What keeps a lake small, quick and true: outlines, few files and marks, no rows of former owners.
+"""What keeps a lake small and quick: outlines, few files and marks.
 
 Outlines are written behind the rows, some writers' new ones at a time. Old states and removed runs
 go.
-
-Whose rows of a run count: each owner has an epoch. A lease says who owns a run; an owner that was
-paused does not know that its lease was taken, and may still commit. So a new owner first commits
-its epoch: what was committed before counts, and how far each stream was by then is its fence. Rows
-of an older epoch above the fence came later: they are found by their marks, and taken out.
 """
 
 import sys
@@ -18,27 +13,21 @@ import pyarrow as pa
 import pyarrow.compute
 
 from trainvitals.catalog import ROW_COLUMNS
+from trainvitals.errors import StorageError
 from vitals_collector.numbers import outlines
 from vitals_collector.numbers.interface import Column, Span, rank_of
 from vitals_collector.numbers.lake_catalogue import (
-    EPOCH,
-    FENCES,
     HOLES,
     LEVELLED,
-    MARK_COLUMNS,
     MARKS,
     NEW_MARKS,
     OUTLINES,
-    OWNERS,
-    RUNS,
     Catalogue,
     Places,
     RunState,
     expression,
-    marks_of,
     name_key,
     newest_marks,
-    table_of,
     to_column,
 )
 from vitals_collector.numbers.lake_engine import CHECKSUMS, META, Engine
@@ -223,85 +212,36 @@ def _table(
 # ------------------------------------------------------------------------------------------- owners
 
 
+_MOST_TRIES = 50
+"""At giving runs numbers while others do."""
+
+
 def own(engine: Engine, catalogue: Catalogue, epochs: Mapping[str, int]) -> None:
     """Take runs over: from here on this process commits for them.
 
     Args:
         engine: the lake.
         catalogue: its catalogue.
-        epochs: of each run's lease; above those of all owners before.
+        epochs: the number of each run's lease.
 
     Raises:
-        StorageError: nothing was changed, or it is to be called again.
+        StorageError: it is to be called again.
     """
     with engine.lock:
         catalogue.look_again()
-        new = catalogue.new_numbers(epochs)
-        numbers = {**catalogue.runs, **new}
-        owned = {numbers[run_id]: epoch for run_id, epoch in epochs.items()}
-        take_out(engine, catalogue, owned)
-        with engine.transaction():
-            if new:
-                engine.insert(RUNS, table_of(("run_id", "run"), new.items()))
-            engine.insert(OWNERS, table_of(("run", "epoch"), owned.items()))
-        snapshot = engine.read("SELECT id FROM ducklake_last_committed_snapshot('lake') AS s(id)")
-        marks = engine.read(newest_marks(owned, snapshot["id"][0].as_py())).to_pylist()
-        fences = [
-            (m["run"], owned[m["run"]], m["incarnation"], m["stream"], m["seq"]) for m in marks
-        ]
-        fences += [(run, epoch, "", "", -1) for run, epoch in owned.items()]
-        names = ("run", "epoch", "incarnation", "stream", "seq")
-        with engine.transaction():  # the last ones say that there are all of them
-            before = " OR ".join(f"run = {run} AND epoch < {epoch}" for run, epoch in owned.items())
-            for table in (FENCES, OWNERS):
-                engine.execute(f"DELETE FROM {table} WHERE {before}")
-            engine.insert(FENCES, table_of(names, fences))
-        catalogue.look_again()
+        tries_left = _MOST_TRIES
+        while new := catalogue.new_numbers(epochs):
+            tries_left -= 1
+            try:
+                with engine.transaction():
+                    catalogue.write_numbers(new)
+            except StorageError as error:
+                if not tries_left or "conflict" not in error.text:
+                    raise
+            catalogue.look_again()
         for run_id, epoch in epochs.items():
             catalogue.forget_run(run_id)
             catalogue.epochs[run_id] = epoch
-
-
-def take_out(engine: Engine, catalogue: Catalogue, runs: Collection[int] | None = None) -> int:
-    """Remove what owners committed after others had taken their runs; of all runs or of these.
-
-    Returns:
-        How many marks it was found by.
-
-    Raises:
-        StorageError: nothing was removed.
-    """
-    for table in (NEW_MARKS, MARKS, FENCES):
-        engine.files.need_small(table, sys.maxsize)
-    if runs is None:
-        runs = engine.ask(f"SELECT DISTINCT run FROM {FENCES}")["run"].to_pylist()
-    stale = engine.ask(marks_of(runs, is_stale=True))["run"].to_pylist() if runs else []
-    num = 0
-    for run in sorted(set(stale)):
-        with engine.transaction():
-            num += _take_out(engine, catalogue, run)
-    return num
-
-
-def _take_out(engine: Engine, catalogue: Catalogue, run: int) -> int:
-    stale = engine.read(marks_of([run], is_stale=True))
-    if not len(stale):
-        return 0
-    fences = f"SELECT * FROM {FENCES} WHERE run = {run}"
-    newest = f"(SELECT max(epoch) FROM ({fences}))"
-    for table in (*catalogue.places, NEW_MARKS, MARKS):
-        is_stream = table in catalogue.places
-        epoch, stream = (f'"{EPOCH}"', f"'{table}'") if is_stream else ("epoch", "t.stream")
-        engine.execute(
-            f"DELETE FROM {table} t WHERE run = {run} AND {epoch} < {newest}"
-            f" AND seq > coalesce((SELECT max(f.seq) FROM ({fences}) f WHERE f.epoch = {newest}"
-            f" AND f.incarnation = t.incarnation AND f.stream = {stream}), -1)"
-        )
-    # Outlines do not say whose rows they are of: upkeep writes them anew.
-    engine.execute(f"DELETE FROM {OUTLINES} WHERE run = {run}")
-    marks = engine.read(newest_marks([run])).select(list(MARK_COLUMNS))
-    engine.insert(NEW_MARKS, marks)
-    return len(stale)
 
 
 # ------------------------------------------------------------------------------------------- upkeep
@@ -324,9 +264,8 @@ def merge(engine: Engine, catalogue: Catalogue, max_seconds: float) -> bool:
         StorageError: another collector was in the way; nothing is lost, call it later.
     """
     end = time.monotonic() + max_seconds
-    for table in (NEW_MARKS, MARKS, FENCES):
+    for table in (NEW_MARKS, MARKS):
         engine.files.need_small(table, sys.maxsize)
-    take_out(engine, catalogue)
     is_done = outline_runs(engine, catalogue, catalogue.changed(), end)
     if is_done:  # else it would be forgotten which runs have changed
         _fold_marks(engine)
@@ -375,7 +314,7 @@ def _fold_marks(engine: Engine) -> None:
     """Leave one mark of each writer: a commit adds one for each that it had rows of."""
     with engine.transaction():
         runs = engine.read(f"SELECT DISTINCT run FROM {NEW_MARKS}")["run"].to_pylist()
-        if runs and not len(engine.read(marks_of(runs, is_stale=True))):  # they tell of stale rows
+        if runs:
             marks = engine.read(newest_marks(runs))
             engine.execute(f"DELETE FROM {MARKS} WHERE run IN ({', '.join(map(str, runs))})")
             engine.execute(f"DELETE FROM {NEW_MARKS}")

@@ -8,7 +8,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -192,13 +192,6 @@ class Claims(Protocol):
             StorageError: the store refused; call again.
         """
 
-    def confirm(self, run_ids: Iterable[str]) -> None:
-        """Raise if one of the runs is not owned any more: what was stored of it may not count.
-
-        Raises:
-            StorageError: it is to be sent again.
-        """
-
     def owned(self) -> dict[str, int] | None:
         """Return the runs that are owned here, each with the number of its lease; None: all."""
 
@@ -215,9 +208,6 @@ class AllMine:
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
         """Return nothing: no other collector has any."""
         return {}
-
-    def confirm(self, run_ids: Iterable[str]) -> None:
-        """Do nothing."""
 
     def owned(self) -> None:
         """Return nothing: all runs are."""

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,13 @@ from trainvitals.clock import SystemClock
 from trainvitals.errors import NotOwnerError, StorageError
 from trainvitals.identity import new_run_id
 from trainvitals.testing import ManualClock
+from trainvitals.wire import decode_batch
 from vitals_collector.cluster import leases, owners
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.ingest import ingest, ingest_all, ingest_bodies
+from vitals_collector.numbers.interface import Span
 from vitals_collector.numbers.lake import Lake
+from vitals_collector.numbers.lake_catalogue import number_for
 from vitals_collector.storage.store import Store, open_data_store
 
 pytestmark = [
@@ -73,7 +76,7 @@ def test_owners_that_take_turns_at_a_stream_store_each_row_once(
     assert [*range(24)] == seqs_stored(first)
 
 
-def test_an_owner_that_was_paused_answers_nobody_and_what_it_commits_is_taken_out(
+def test_what_an_owner_that_was_paused_commits_is_refused(
     first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
 ):
     for module in (leases, owners):
@@ -87,19 +90,99 @@ def test_an_owner_that_was_paused_answers_nobody_and_what_it_commits_is_taken_ou
     last = writer.steps(range(10, 15))
     # It was stopped behind this question, and goes on now.
     monkeypatch.setattr(first.claims, "claim", lambda run_ids: {})
-    with pytest.raises(StorageError, match="lease of run"):
+    with pytest.raises(StorageError, match=f"another collector has taken run {RUN}"):
         ingest(first, last)
-    assert [*range(10)] == seqs_stored(second), "it took them out itself"
-    # Where it could not, maintenance does.
-    monkeypatch.setattr(first.numbers, "take_out", lambda run_ids: None)
-    with pytest.raises(StorageError, match="lease of run"):
-        ingest(first, last)
-    assert [*range(15)] == seqs_stored(second)
-    second.numbers.merge()
     assert [*range(10)] == seqs_stored(second)
     assert 5 == ingest(second, last).num_new
-    second.numbers.merge()
     assert [*range(15)] == seqs_stored(second)
+
+
+def test_no_reader_sees_rows_of_an_owner_whose_run_is_taken_while_it_commits(
+    first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
+):
+    writer = Writer()
+    ingest(first, writer.steps(range(5)))
+    raw = writer.steps(range(5, 10))
+    stored = list[int]()
+
+    def taken() -> None:
+        let_go(first)
+        assert {} == second.claims.claim([RUN])
+        stored.extend(second.numbers.append([decode_batch(raw)]))
+
+    commits_behind(first, taken, monkeypatch)
+    with pytest.raises(StorageError, match=f"another collector has taken run {RUN}"):
+        ingest(first, raw)
+    assert [5] == stored
+    assert [*range(10)] == seqs_stored(first) == seqs_stored(second)
+
+
+def test_an_owner_that_has_its_run_anew_commits_nothing_under_the_lease_before(
+    first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
+):
+    writer = Writer()
+    ingest(first, writer.steps(range(5)))
+    raw = writer.steps(range(5, 10))
+
+    def taken_and_given_back() -> None:
+        let_go(first)
+        assert {} == second.claims.claim([RUN])
+        second.numbers.append([decode_batch(raw)])
+        second.claims.close()
+        assert {} == first.claims._take([RUN])
+
+    commits_behind(first, taken_and_given_back, monkeypatch)
+    with pytest.raises(StorageError, match=f"another collector has taken run {RUN}"):
+        ingest(first, raw)
+    assert [*range(10)] == seqs_stored(first)
+
+
+def test_a_lease_that_is_renewed_while_rows_are_committed_refuses_none(
+    first: Store, monkeypatch: pytest.MonkeyPatch
+):
+    writer = Writer()
+    ingest(first, writer.steps(range(5)))
+    commits_behind(first, first.claims.renew, monkeypatch)
+    assert 5 == ingest(first, writer.steps(range(5, 10))).num_new
+    assert [*range(10)] == seqs_stored(first)
+
+
+def test_runs_that_are_taken_at_once_never_get_one_number(
+    first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
+):
+    """Begun in one millisecond, two runs may have the same bits of which a number is made."""
+    runs = [RUN, OTHER_RUN]
+    assert number_for(runs[0], ()) == number_for(runs[1], ())
+    commits_behind(second, lambda: first.claims.claim(runs[:1]), monkeypatch)
+    second.claims.claim(runs[1:])
+    for store, run, num in zip((first, second), runs, (3, 4), strict=True):
+        ingest(store, Writer(run=run).steps(range(num)))
+    for store in (first, second):
+        assert isinstance(store.numbers, Lake)
+        store.numbers.catalogue.forget()
+        assert [3, 4] == [store.numbers.num_rows(Span(run, "steps")) for run in runs]
+
+
+def commits_behind(
+    store: Store, happens: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let something happen when the store's next transaction of the lake is about to be made."""
+    assert isinstance(store.numbers, Lake)
+    engine = store.numbers.engine
+    commit = engine._commit
+
+    def commit_behind() -> None:
+        monkeypatch.setattr(engine, "_commit", commit)
+        happens()
+        commit()
+
+    monkeypatch.setattr(engine, "_commit", commit_behind)
+
+
+def let_go(store: Store) -> None:
+    """End the lease of the run, as if it had not been renewed."""
+    with store.engine.begin() as connection:
+        leases.release(connection, [f"run/{RUN}"], store.claims._holder)
 
 
 def test_a_lease_is_renewed_while_rows_come_and_let_go_when_none_do(
@@ -111,10 +194,9 @@ def test_a_lease_is_renewed_while_rows_come_and_let_go_when_none_do(
     for _ in range(3):
         clock.advance(5.0)
         mine.renew()
-        mine.confirm([RUN])
+        assert {RUN: 1} == mine.owned()
     clock.advance(owners.LEASE_SECONDS)
-    with pytest.raises(StorageError, match="ended"):
-        mine.confirm([RUN])
+    assert {} == mine.owned()
     assert {} == mine.claim([RUN])
     clock.advance(1.0)
     mine.renew()
@@ -163,7 +245,7 @@ def test_leases_are_renewed_while_others_are_taken_and_the_lake_is_busy(first: S
         assert taking.is_alive()
         assert _ends_of(first, [RUN]) > [before]
     taking.join()
-    owners_of.confirm([RUN, OTHER_RUN])
+    assert {RUN, OTHER_RUN} == owners_of.owned().keys()
 
 
 def test_a_run_of_another_collector_is_looked_for_once_a_second(
@@ -206,4 +288,4 @@ def test_who_takes_one_run_of_an_owner_that_died_takes_its_share_of_all(
     with second.read() as connection:
         holders = leases.holders_of(connection, names).values()
     assert {"http://second:1"} == {holder.partition(" ")[0] for holder in holders}
-    second.claims.confirm(runs)
+    assert set(runs) <= second.claims.owned().keys()

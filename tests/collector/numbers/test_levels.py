@@ -198,21 +198,6 @@ def test_rows_that_came_while_a_window_was_read_are_not_lost(
     lake.close()
 
 
-def test_levels_stay_when_a_run_gets_a_new_owner(tmp_path: Path) -> None:
-    """Maintenance is no owner: what it wrote is neither stale nor taken out."""
-    lake = Lake(tmp_path)
-    lake.own({RUN: 1})
-    fill(lake)
-    other = Lake(tmp_path)
-    other.level(RUN, FIRST, 2)
-    lake.own({RUN: 2})
-    other.merge()
-    assert len(levels(lake)["step"]) == SIZE
-    assert kept_rows(lake)[1] == 600 - SIZE
-    for each in (lake, other):
-        each.close()
-
-
 def test_damage_opens_no_holes_where_rows_became_levels(tmp_path: Path) -> None:
     lake = Lake(tmp_path)
     fill(lake, num_ranks=4)
