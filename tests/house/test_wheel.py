@@ -1,5 +1,6 @@
 """What users install: the names it takes, what it asks for, and that torch stays as it is."""
 
+import compileall
 import email
 import email.message
 import importlib.metadata
@@ -196,6 +197,8 @@ def installed(wheel, metadata, tmp_path_factory) -> Path:
                 (site / top).symlink_to(target)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
+    # Once, as pip does: a dozen processes are started, and may not write bytecode by themselves.
+    compileall.compile_dir(site, quiet=1)
     return home / "venv" / "bin" / "python"
 
 
