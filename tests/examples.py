@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: some in `make test`, all in `make test-slow`."""
+"""How many examples and cases a property is tried with: some in `make test`, all in `test-slow`."""
 
 from collections.abc import Iterable
 
