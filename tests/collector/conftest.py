@@ -153,10 +153,19 @@ def postgres() -> Iterator[str]:
         server.cleanup()
 
 
+@pytest.fixture(scope="session")
+def fresh_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite with its tables, and nothing in them."""
+    path = tmp_path_factory.mktemp("fresh") / "store.db"
+    open_store(f"sqlite:///{path}").close()
+    return path
+
+
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path, fresh_database: Path) -> Iterator[Store]:
     """An empty database of each kind, with the numbers in memory: a lake takes a while to open."""
     if request.param == "sqlite":
+        shutil.copy(fresh_database, tmp_path / "store.db")
         opened = open_store(f"sqlite:///{tmp_path / 'store.db'}")
         yield opened
         opened.close()
