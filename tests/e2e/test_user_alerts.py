@@ -50,7 +50,7 @@ with trainvitals.watch(model, optimizer, run="own alerts") as monitor:
         monitor.alert("loop says bad", when=now == "bad", value=0.95)
         monitor.alert("never", when=loss > 1e6, value=loss, level="page")
         monitor.step(loss)
-        time.sleep(0.02)
+        time.sleep(0.004)
     assert {} == monitor.swallowed_errors, monitor.swallowed_errors
 """
 
