@@ -45,7 +45,7 @@ pytest: $(STAMP)
 test-fast: $(STAMP) ## tests that start no ranks, servers or browser
 	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
 
-test-slow: $(STAMP) ## the tests that need minutes, and all examples of those that draw some
+test-slow: $(STAMP) ## the tests that need minutes, the rest of each matrix, and all examples of those that draw some
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough $(ARGS)
 
 chaos: $(STAMP) ## kill and stop one collector, and three on one PostgreSQL, many times: each row is there once, each page comes (minutes)

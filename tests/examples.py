@@ -1,5 +1,9 @@
-"""How many examples a property is tried with: some in `make test`, all in `make test-slow`."""
+"""How many examples and cases a property is tried with: some in `make test`, all in `test-slow`."""
 
+from collections.abc import Iterable
+
+import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, settings
 
 THOROUGH = "thorough"
@@ -20,3 +24,17 @@ def register_profiles() -> None:
 def examples(num: int) -> int:
     """Return how many of ``num`` are tried under the profile that is loaded: at least five."""
     return max(min(num, 5), num * settings().max_examples // _ALL)
+
+
+def one_in(num: int, values: Iterable[object]) -> list[ParameterSet]:
+    """Return the values of a parametrize: the first and each ``num``-th after it, others slow.
+
+    A tuple is a value for each of several arguments, as it is for pytest.
+    """
+    some = []
+    for index, value in enumerate(values):
+        whole = value if isinstance(value, tuple) else (value,)
+        given = value if isinstance(value, ParameterSet) else pytest.param(*whole)
+        marks = [pytest.mark.slow] if index % num else []
+        some.append(pytest.param(*given.values, marks=[*given.marks, *marks], id=given.id))
+    return some

@@ -217,16 +217,21 @@ def silence(title: str, times: Sequence[float], seconds_after: float, detector: 
     """
     watchers, timed_findings, waits, limits = FleetDetectors(), [], [], []
     step, last = -1, 0.0
+    limit: float | None = None
     for now in range(int(times[0]), int(times[-1] + seconds_after) + 1):
+        step_before = step
         while step + 1 < len(times) and times[step + 1] <= now:
             step, before = step + 1, last
             last = times[step]
             duration = {"step_duration_seconds": [last - before if step else 1.0]}
             at = int(last * SECOND)
             watchers.update(MergedStep(step=step, attempt=1, time_unix_ns=at, ranks=duration))
-        timed_findings += [(now, finding) for finding in watchers.idle(now * SECOND)]
+        told = [(now, finding) for finding in watchers.idle(now * SECOND)]
+        timed_findings += told
         waits.append((float(now), now - last))
-        limits.append((float(now), _limit_of_silence(watchers, now)))
+        if told or step != step_before:  # else it is what it was
+            limit = _limit_of_silence(watchers, now)
+        limits.append((float(now), limit))
     mine = check(title, [finding for _, finding in timed_findings], detector)
     lines = [
         Line(label="since the last step", points=waits),

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.agent.builders import RUN
+from tests.examples import one_in
 from trainvitals.errors import FormatError, TransportError
 from trainvitals.io.spool import FILE_BYTES, Spool
 from trainvitals.records import Note
@@ -114,7 +115,11 @@ def expected(num_steps: int) -> tuple[Counter, Counter]:
     return Counter((s, n) for s in sources for n in range(num_steps)), Counter(texts)
 
 
-@pytest.fixture(params=[FILE_BYTES, 1 << 14], ids=["one-file", "many-files"])
+@pytest.fixture(
+    params=one_in(
+        2, [pytest.param(FILE_BYTES, id="one-file"), pytest.param(1 << 14, id="many-files")]
+    )
+)
 def files(request, monkeypatch):
     monkeypatch.setattr("vitals_agent.agent.Spool", partial(Spool, file_bytes=request.param))
 

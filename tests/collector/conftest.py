@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import shutil
 import subprocess
 import tempfile
@@ -29,6 +30,17 @@ from vitals_collector.storage.schema import metadata
 from vitals_collector.storage.store import Store, open_data_store, open_store
 
 MEMORY = Path("/dev/shm")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a file's tests that run on both databases, every third is quick on PostgreSQL too."""
+    names = {item.nodeid for item in items}
+    both = [i for i in items if i.nodeid.replace("postgresql", "sqlite") in names - {i.nodeid}]
+    for _, of_file in itertools.groupby(both, lambda item: item.path):
+        for index, item in enumerate(of_file):
+            if index % 3:
+                item.add_marker(pytest.mark.slow)
 
 
 class Served:
@@ -95,9 +107,18 @@ def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def fresh_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data directory as a collector makes it: to make one takes twice as long as to open it."""
+    data = tmp_path_factory.mktemp("fresh") / "data"
+    open_data_store(data).close()
+    return data
+
+
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(tmp_path: Path, fresh_data: Path) -> Iterator[Served]:
     """A collector over a fresh store, answering on loopback."""
+    shutil.copytree(fresh_data, tmp_path / "data")
     settings = CollectorSettings(data=tmp_path / "data", commit_seconds=0.0)
     with Served(settings) as collector:
         yield collector
@@ -132,10 +153,19 @@ def postgres() -> Iterator[str]:
         server.cleanup()
 
 
+@pytest.fixture(scope="session")
+def fresh_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite with its tables, and nothing in them."""
+    path = tmp_path_factory.mktemp("fresh") / "store.db"
+    open_store(f"sqlite:///{path}").close()
+    return path
+
+
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path, fresh_database: Path) -> Iterator[Store]:
     """An empty database of each kind, with the numbers in memory: a lake takes a while to open."""
     if request.param == "sqlite":
+        shutil.copy(fresh_database, tmp_path / "store.db")
         opened = open_store(f"sqlite:///{tmp_path / 'store.db'}")
         yield opened
         opened.close()

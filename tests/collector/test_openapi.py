@@ -14,7 +14,7 @@ from vitals_collector.api.auth import OPEN_PATHS
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis: --group dev")
 
-EXAMPLES = 4
+EXAMPLES = 2
 """Of each route and token: they are the same at every run."""
 OWN = ("authorization", "host", "origin")
 """Headers that are the client's own, and are checked in test_auth.py."""

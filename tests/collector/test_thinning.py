@@ -20,6 +20,7 @@ from tests.collector.volume_runs import (
     values_of,
     write_steps,
 )
+from tests.examples import one_in
 from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.errors import ConfigError
 from trainvitals.records import AttemptStarted, Finding, FindingRaised
@@ -110,9 +111,9 @@ def test_what_looks_at_a_thinned_run_again_says_which_rows_it_lacks(store: Store
     assert words.startswith("20 rows of other ranks were thinned, to step 19: ")
 
 
-@pytest.mark.parametrize("event_", [decision(step=42), AttemptStarted(
+@pytest.mark.parametrize("event_", one_in(3, [decision(step=42), AttemptStarted(
     id=2, parent=1, fork_step=42, reason="rolled back"), FindingRaised(finding=Finding(
-    kind="nonfinite", level="actionable", step=42, detector="finite", reason="NaN"))],
+    kind="nonfinite", level="actionable", step=42, detector="finite", reason="NaN"))]),
     ids=["decision", "fork", "finding"])  # fmt: skip
 def test_the_steps_around_an_incident_stay_whole(store: Store, event_):
     writers = ranks(5)

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from tests.collector.rows import RUN, SECOND, START, Writer
 from tests.collector.test_exposition import Page
+from tests.examples import one_in
 from tests.trainvitals.ladder_run import STORM, Run
 from trainer_hooks.lifecycle.terminal import Terminal
 from trainvitals.catalog import GPU_SCHEMA
@@ -150,7 +151,7 @@ class Written:
                 self.thin()
 
 
-@pytest.fixture(scope="module", params=range(2))
+@pytest.fixture(scope="module", params=one_in(2, range(2)))
 def written(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Written]:

@@ -27,6 +27,7 @@ from tests.dashboard.folder import write_run
 from tests.dashboard.look_back import proposed, with_look_back
 from tests.dashboard.stub import CONTROL, READ, Stub
 from tests.dashboard.test_launch import by_localhost, dashboard
+from tests.examples import one_in
 from tests.house.pages import ROOT, block
 from trainvitals.errors import InsecurePathError, UsageError
 from vitals_dashboard import access, launch
@@ -501,7 +502,7 @@ NEEDS_NGINX = pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("proxy", [tls_alone, pytest.param(nginx, marks=NEEDS_NGINX)])
+@pytest.mark.parametrize("proxy", one_in(2, [tls_alone, pytest.param(nginx, marks=NEEDS_NGINX)]))
 def test_behind_a_proxy_with_tls_pages_are_live_and_control_works(
     proxy: Callable[[int, int, Path], Any], browser: Any, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from tests.dashboard.folder import (
 )
 from tests.dashboard.test_access import Started, get_control
 from tests.dashboard.test_launch import dashboard
+from tests.examples import one_in
 
 pytestmark = pytest.mark.browser
 CHART = "figure canvas"
@@ -264,7 +265,9 @@ def test_a_chart_is_read_by_keyboard_and_aloud(page, address, training: OpenRun)
     assert f"skip at step {NAN_STEP}: gradients of rank 1 are NaN" in told
 
 
-@pytest.mark.parametrize(("width", "height", "lowest"), [(1280, 720, 720), (390, 844, 500)])
+@pytest.mark.parametrize(
+    ("width", "height", "lowest"), one_in(2, [(1280, 720, 720), (390, 844, 500)])
+)
 def test_the_first_curve_is_seen_without_scrolling(page, address, width, height, lowest):
     page.set_viewport_size({"width": width, "height": height})
     page.goto(at(address, f"run?run={OTHER_RUN}"))

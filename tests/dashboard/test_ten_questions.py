@@ -19,6 +19,7 @@ from tests.collector.rows import OTHER_RUN, RUN, SECOND, Writer
 from tests.dashboard.folder import open_spool
 from tests.dashboard.test_browser import CHART, at
 from tests.dashboard.test_launch import dashboard
+from tests.examples import one_in
 from trainvitals.records import (
     AttemptStarted,
     BatchNoted,
@@ -215,7 +216,7 @@ QUESTIONS: dict[str, tuple[Callable[[Visitor], str], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("question", one_in(2, QUESTIONS))
 def test_each_question_is_answered_in_two_clicks(question: str, page: Any, address: str) -> None:
     answer, expected = QUESTIONS[question]
     page.goto(address)
@@ -246,7 +247,7 @@ def test_the_first_curve_of_a_halted_run_begins_above_the_fold(page: Any, addres
     assert curve.bounding_box()["y"] <= 720 - 120, "enough of it to see how it ended"
 
 
-@pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1440, "light")])
+@pytest.mark.parametrize(("width", "theme"), one_in(2, [(390, "dark"), (1440, "light")]))
 def test_the_verdict_can_be_read_by_everybody(
     page: Any, address: str, width: int, theme: str
 ) -> None:

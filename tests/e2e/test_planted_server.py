@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from tests.collector.rows import RUN, Writer
 from tests.e2e.lab import free_port, until
 from tests.e2e.planted import NOBODY, Planted, planted
+from tests.examples import one_in
 from trainvitals.cli.main import main
 from trainvitals.client import Client
 from trainvitals.errors import (
@@ -213,7 +214,7 @@ CLIENTS = [agent, follower, reader, command_line, operator, dashboard]
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-@pytest.mark.parametrize("where", ["folder", "address"])
+@pytest.mark.parametrize("where", one_in(2, ["folder", "address"]))
 def test_who_takes_a_dead_collectors_port_gets_no_token_and_is_not_believed(
     real: Real, monkeypatch: pytest.MonkeyPatch, capsys, where: str, tls: bool
 ):

@@ -8,6 +8,7 @@ watchers do with rows is part of the alert, which is traced through all of it in
 """
 
 import ast
+import functools
 import re
 import sys
 import tempfile
@@ -45,6 +46,12 @@ def sources() -> list[Path]:
 
 
 # ------------------------------------------------------------------------- sizes and names
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the tree of a source, which several measures walk."""
+    return ast.parse(path.read_text())
 
 
 def bindings(tree: ast.AST) -> Iterator[str]:
@@ -86,7 +93,7 @@ def tables_of_kinds() -> set[str]:
     kinds = set(KINDS) - {metric.column for metric in (*STEP_METRICS, *LAYER_METRICS)}
     files: set[str] = set()
     for path in sources():
-        for statement in ast.parse(path.read_text()).body:
+        for statement in parsed(path).body:
             if isinstance(statement, ast.FunctionDef | ast.ClassDef):
                 continue
             words = {n.value for n in ast.walk(statement) if isinstance(n, ast.Constant)}
@@ -100,7 +107,7 @@ def sizes() -> dict[str, float]:
     counts: Counter[str] = Counter()
     for path in sources():
         text = path.read_text()
-        tree = ast.parse(text)
+        tree = parsed(path)
         counts["files"] += 1
         counts["lines"] += len(text.splitlines())
         counts["comment lines"] += sum(line.lstrip().startswith("#") for line in text.splitlines())
@@ -233,7 +240,7 @@ def _is_end_of(text: str, path: str) -> bool:
 def files_per_question() -> dict[str, list[str]]:
     """Return for each question the shipped files that a change of it has to touch."""
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in sources()}
-    trees = {file: ast.parse(text) for file, text in texts.items()}
+    trees = {file: parsed(ROOT / file) for file in texts}
     by_file = {file: restatable(tree) for file, tree in trees.items()}
     questions = [question for tree in trees.values() for question in declared_questions(tree)]
     return {

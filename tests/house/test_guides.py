@@ -10,6 +10,7 @@ from tests.house.pages import (
     README,
     ROOT,
     VITALS,
+    after,
     ask_all,
     block,
     blocks,
@@ -44,7 +45,8 @@ LOOK_BACK = [*LOOKS_BACK, *map(shown_answer, [README, INSPECT])]
 def first_run(tmp_path_factory):
     """Run the README's program of one process, then an agent, as local rank 0 would start one."""
     folder = tmp_path_factory.mktemp("readme")
-    run_program(block(README, "test: run; prints"), folder)
+    printed = run_program(block(README, "test: run; prints"), folder)
+    (folder / "printed").write_text(printed)
     execute([*VITALS, "agent", "--dir", "vitals_runs", "--once"], folder)
     return folder
 
@@ -72,6 +74,10 @@ def test_a_program_runs_and_prints_what_is_shown(page, number, tmp_path):
 def test_the_program_with_checkpoints_ends_with_its_best_state(tmp_path):
     run_program(block(FOLDER / "checkpoints.md", "test: checkpoints"), tmp_path)
     assert list(tmp_path.glob("vitals_runs/*/checkpoints/step-*/best"))
+
+
+def test_the_program_of_the_readme_prints_what_is_shown(first_run):
+    assert after(README, "test: run; prints").body == (first_run / "printed").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from tests.house.pages import (
     blocks,
     execute,
 )
-from tests.house.pages import run_program as run
 from tests.house.test_docs import COMMANDS
 
 MOST_WORDS = 1200
@@ -39,7 +38,7 @@ def test_it_says_early_that_it_was_never_run_on_a_gpu():
 
 
 def test_no_block_is_without_a_test():
-    # The commands that look back, and their answer, are run by test_guides.py.
+    # The program and the commands that look back at it are run by test_guides.py.
     tested = {"test: diff", "test: console", PROGRAM}
     unmarked = [
         b for b in blocks(README) if b.mark not in tested and not b.mark.startswith("test: answer")
@@ -50,10 +49,6 @@ def test_no_block_is_without_a_test():
         command for b in unmarked for command in b.commands
     ]
     assert all(b.commands for b in unmarked)
-
-
-def test_the_program_of_one_process_prints_what_is_shown(tmp_path):
-    assert after(README, PROGRAM).body == run(block(README, PROGRAM), tmp_path)
 
 
 def test_the_targets_are_there():

@@ -5,13 +5,13 @@ How long a file or a function may be is no rule: what it costs to follow one eve
 """
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 ROOT = Path(__file__).parents[2]
 ROOMS = (
     "trainvitals",
@@ -37,38 +37,40 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
 class Source(NamedTuple):
     """One file of a room, read once for all that is asked of it."""
 
     name: str
-    text: str
+    lines: list[str]
     tree: ast.Module
 
 
-@pytest.fixture(scope="module", params=sources(), ids=name_of)
-def source(request):
-    text = request.param.read_text()
-    return Source(name_of(request.param), text, ast.parse(text))
+@functools.cache
+def read_sources() -> list[Source]:
+    """Read every file of the rooms. A test asks all: one for each file would cost more to start."""
+    texts = {name_of(path): path.read_text() for path in sources()}
+    return [Source(name, text.splitlines(), ast.parse(text)) for name, text in texts.items()]
 
 
-def test_no_exception_is_swallowed_without_a_word(source):
-    lines = source.text.splitlines()
-    for node in ast.walk(source.tree):
+def each_node() -> Iterator[tuple[Source, ast.AST]]:
+    for source in read_sources():
+        for node in ast.walk(source.tree):
+            yield source, node
+
+
+def test_no_exception_is_swallowed_without_a_word():
+    for source, node in each_node():
         if isinstance(node, ast.ExceptHandler):
             empty = all(isinstance(s, ast.Pass | ast.Continue) for s in node.body)
-            handler = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            handler = "\n".join(source.lines[node.lineno - 1 : node.end_lineno])
             assert not empty or "#" in handler, f"{source.name}:{node.lineno}: say why in a comment"
             assert node.type is not None, f"{source.name}:{node.lineno}: a bare except"
 
 
-def test_everything_is_annotated(source):
-    for function in functions(source.tree):
+def test_everything_is_annotated():
+    for source, function in each_node():
+        if not isinstance(function, FUNCTION):
+            continue
         arguments = function.args
         named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         named += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
@@ -77,11 +79,12 @@ def test_everything_is_annotated(source):
         assert function.returns is not None, f"{source.name}:{function.name}"
 
 
-def test_no_half_of_a_text_is_left_behind(source):
+def test_no_half_of_a_text_is_left_behind():
     """A string alone on its line is the other half of the one before, without the parentheses."""
     left = [
-        second.lineno
-        for function in functions(source.tree)
+        f"{source.name}:{second.lineno}"
+        for source, function in each_node()
+        if isinstance(function, FUNCTION)
         for node in ast.walk(function)
         for field in ("body", "orelse", "finalbody")
         if isinstance(block := getattr(node, field, None), list)

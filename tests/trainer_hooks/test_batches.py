@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.examples import examples
+from tests.examples import examples, one_in
 from tests.trainer_hooks.loaders import (
     ALL,
+    LOADERS,
     WORKERS,
     Numbers,
     Resuming,
@@ -30,7 +31,7 @@ from trainvitals.policy.plan import Window
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*LOADERS, *one_in(3, WORKERS)])
 def test_a_relaunch_in_the_middle_goes_on_with_the_same_batches_and_the_same_random_state(name):
     whole = uninterrupted(ALL[name], 3)
     num = len(whole) // 3
@@ -49,7 +50,7 @@ def test_a_relaunch_in_the_middle_goes_on_with_the_same_batches_and_the_same_ran
         assert whole[stop:] == [(plain(batch), noise()) for batch in again], stop
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*LOADERS, *one_in(3, WORKERS)])
 def test_a_replay_hands_out_the_same_batches_with_the_same_random_state(name):
     whole = uninterrupted(ALL[name], 3)
     num = len(whole) // 3

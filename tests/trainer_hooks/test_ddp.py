@@ -66,6 +66,23 @@ def test_ranks_agreed_on_every_verdict(four_ranks):
     assert sum(s.num_lost_rows for s in detail.sources) == 0
 
 
+def test_of_all_ranks_the_first_alone_speaks(four_ranks):
+    run_id = run_id_of(four_ranks)
+    path = four_ranks.runs / run_id
+    lines = [line for line in four_ranks.output.splitlines() if "vitals: " in line]
+    started, skipped, *_, ended, details = lines
+    assert (
+        f"vitals: run demo ({run_id}) started in guard mode; to follow it: vitals tail {path} "
+        "--follow"
+    ) == started
+    assert skipped.startswith("vitals: step 20: update skipped: ")
+    assert (
+        f"vitals: run demo ({run_id}) finished after 60 steps: 2 updates skipped, no rollbacks"
+    ) == ended
+    assert f"vitals: details: vitals show {path}" == details
+    assert sorted(set(lines)) == sorted(lines), "nobody else says it too"
+
+
 @pytest.mark.slow
 def test_observe_decides_the_same_and_touches_nothing(tmp_path):
     faults = FaultPlan().spike_gradient_at(rank=1, step=30)

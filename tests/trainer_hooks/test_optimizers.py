@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import trainer_hooks
+from tests.examples import one_in
 from tests.trainer_hooks.each_outlier import withhold_each_outlier_in
 from tests.trainer_hooks.every_optimizer import (
     CLASSES,
@@ -121,7 +122,7 @@ def test_no_fault_leaves_a_trace(name):
     assert len(FAULTS) == skips
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", one_in(3, MAKERS))
 def test_no_fault_leaves_a_trace_under_a_scaler(name):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
     faults = {0: (INF, "element"), WARM: (NAN, "loss"), WARM + 2: ("spike", "all")}
@@ -129,7 +130,7 @@ def test_no_fault_leaves_a_trace_under_a_scaler(name):
     assert scaler.get_scale() == 2.0**6
 
 
-@pytest.mark.parametrize("name", [*FUSED, "RMSprop foreach", "SparseAdam"])
+@pytest.mark.parametrize("name", [*one_in(3, FUSED), "RMSprop foreach", "SparseAdam"])
 def test_no_fault_leaves_a_trace_where_gradients_are_clipped(name):
     """Without a twin: to clip is to round, and torch rounds elsewhere."""
     model, optimizers = MAKERS[name]()
@@ -139,13 +140,13 @@ def test_no_fault_leaves_a_trace_where_gradients_are_clipped(name):
     assert all(loss == loss for loss in losses)
 
 
-@pytest.mark.parametrize("name", COMPLEX)
+@pytest.mark.parametrize("name", one_in(3, COMPLEX))
 def test_no_fault_leaves_a_trace_in_complex_parameters(name):
     assert_like_twin(MAKERS[name], {0: (NAN, "element"), 5: (INF, "all")}, wave=True)
 
 
 @pytest.mark.parametrize(("value", "site"), NONFINITE)
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", one_in(4, FUSED))
 def test_the_first_step_ever_may_be_any_fault(name, value, site):
     assert_like_twin(MAKERS[name], {0: (value, site), 1: (value, site)})
 

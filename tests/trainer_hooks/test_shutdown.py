@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.examples import one_in
 from trainvitals.io.journal import JournalReader, discover
 from trainvitals.io.private import private_base
 from trainvitals.records import RunEnded, decode_events
@@ -138,7 +139,7 @@ def interrupt(in_block):
 """
 
 
-@pytest.mark.parametrize("in_block", [True, False])
+@pytest.mark.parametrize("in_block", one_in(2, [True, False]))
 def test_ctrl_c_says_what_is_on_disk_and_how_to_continue_from_it(tmp_path, in_block):
     script = f"""{INTERRUPTED}
 for _ in range(110):

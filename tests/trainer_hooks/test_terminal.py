@@ -9,13 +9,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tests.trainer_hooks.torchrun import train
 from trainer_hooks import watch
 from trainer_hooks.lifecycle import terminal
 from trainer_hooks.lifecycle.terminal import Terminal
 from trainvitals.errors import TrainingHalted
 from trainvitals.records import Decision, RunInfo
-from trainvitals.testing.faults import FaultPlan
 
 RUN = "01J00000000000000000000000"
 
@@ -322,22 +320,3 @@ def test_a_progress_bar_is_cleared_before_a_line_and_drawn_again(monkeypatch, ca
     monkeypatch.setattr(Bar, "_instances", ())
     handler.emit(record)
     assert "vitals: a line\n" == capsys.readouterr().err
-
-
-@pytest.mark.dist
-def test_of_two_ranks_the_first_alone_speaks(tmp_path):
-    trained = train(
-        tmp_path,
-        steps=60,
-        faults=FaultPlan().nan_loss_at(rank=1, step=40),
-        environ={"VITALS_RUN_ID": RUN},
-    )
-    assert 0 == trained.exit_code, trained.output
-    path = tmp_path / "runs" / RUN
-    assert [
-        f"vitals: run demo ({RUN}) started in guard mode; to follow it: vitals tail {path} "
-        "--follow",
-        "vitals: step 40: update skipped: loss is nan on rank 1",
-        f"vitals: run demo ({RUN}) finished after 60 steps: 1 update skipped, no rollbacks",
-        f"vitals: details: vitals show {path}",
-    ] == [line for line in trained.output.splitlines() if "vitals: " in line]
