@@ -71,7 +71,7 @@ def ready(lines: Iterator[str]) -> str:
     """Pass the demo's output on; return the dashboard's address once the demo is through, or ""."""
     for line in lines:
         sys.stderr.write(line)
-        match = re.search(r"dashboard: (http://\S+)\s+\(Ctrl-C", line)
+        match = re.search(r"^open: (http://\S+)", line)
         if match:
             return match[1]
     return ""

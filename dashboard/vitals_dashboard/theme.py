@@ -185,7 +185,7 @@ color:inherit}
 [data-testid="stCaptionContainer"]{opacity:.8}
 .st-key-run_links{flex-wrap:wrap}
 [data-testid="stMarkdownContainer"] :is(h2,h3,h4){font-size:1.05rem;font-weight:650;
-padding:.25rem 0 .1rem}
+padding:.25rem 0 .35rem}
 [data-testid="stLayoutWrapper"]:has(>.st-key-page_heading,>.st-key-charts_loaded){
 position:absolute!important}
 .st-key-page_heading,.st-key-charts_loaded{position:absolute!important;width:1px!important;height:1px!important;

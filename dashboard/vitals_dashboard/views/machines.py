@@ -48,7 +48,7 @@ def drawn(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], st
         ]
     )
     strip = [
-        charts.time_chart(title, lines, extent=extent)
+        charts.time_chart(title, lines, extent=extent, size="quarter" if gpus else "half")
         for (title, _), lines in zip(chosen, by_metric, strict=True)
         if lines
     ]

@@ -390,7 +390,7 @@ class Chart {
           y: { distr: this.log ? 3 : 1, range: () => this.heights() },
         },
         axes: [
-          { ...axes, size: 26, gap: 3, ...(axis === "time" ? {} : { values: (_, at) => at.map((v) => this.place(v)) }), incrs: axis === "step" ? WHOLE : undefined },
+          { ...axes, size: 26, gap: 3, space: axis === "time" ? 80 : 50, values: (_, at) => at.map((v) => this.place(v)), incrs: axis === "step" ? WHOLE : undefined },
           { ...axes, size: axisWidth, gap: 3, values: (_, at) => at.map((v) => (v === null ? "" : short(v))) },
         ],
         cursor: {
@@ -640,7 +640,7 @@ class Chart {
 
   place(value) {
     if (value == null || !Number.isFinite(value)) return "-";
-    if (this.axis === "time") return new Date(value).toLocaleTimeString();
+    if (this.axis === "time") return clock(value, this.range());
     return this.axis === "step" ? whole(Math.round(value)) : short(value);
   }
 }
@@ -714,6 +714,13 @@ function short(value) {
   const size = Math.abs(value);
   if (size && (size < 1e-3 || size >= 1e7)) return Number(value.toPrecision(4)).toExponential().replace("e+", "e");
   return FIVE_DIGITS.format(Number(value.toPrecision(5)));
+}
+
+// In UTC, as all sentences are; of more than a day with the date, of more than an hour to the minute.
+function clock(value, [first, last]) {
+  const text = new Date(value).toISOString();
+  const hours = (last - first) / 3.6e6;
+  return hours > 24 ? text.slice(5, 16).replace("T", " ") : text.slice(11, hours > 1 ? 16 : 19);
 }
 
 function whole(value) {
