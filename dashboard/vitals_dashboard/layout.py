@@ -168,9 +168,12 @@ def chosen_run(source: Source) -> RunSummary | None:
     by_id = {run.run_id: run for run in runs}
     before = st.session_state.get(LAST_RUN)
     asked = st.query_params.get("run") or (before if before in by_id else runs[0].run_id)
-    head, choice = st.columns([3, 1], vertical_alignment="center")
-    with choice:
-        chosen = _choice(by_id, asked)
+    with st.container(horizontal=True, vertical_alignment="center", key="run_and_choice"):
+        head = st.container(width="stretch")
+        # In a popover: a browser loads a large program for a box to choose in, once it is opened.
+        label = "Change run" if asked in by_id else "Choose a run"
+        with st.popover(label, icon=":material/swap_horiz:", key=f"run_change_{asked}"):
+            chosen = _choice(by_id, asked)
     if chosen is None:
         states.no_such_run(asked)
         return None
