@@ -97,7 +97,7 @@ def pictures(address: str, run_ids: Mapping[str, str]) -> None:
 def smaller(picture: Path) -> None:
     """Keep of a picture the colours that it needs: pages have few, and a repository keeps all."""
     with Image.open(picture) as full:
-        full.convert("RGB").quantize(NUM_COLOURS, Image.Quantize.MAXCOVERAGE).save(
+        full.convert("RGB").quantize(NUM_COLOURS, Image.Quantize.MEDIANCUT).save(
             picture, optimize=True
         )
 

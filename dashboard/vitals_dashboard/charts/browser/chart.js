@@ -630,11 +630,11 @@ class Chart {
     if (this.figure.getAttribute("aria-label") !== label) this.figure.setAttribute("aria-label", label);
   }
 
-  // The value of a series where the cursor is; where it is nowhere, the newest.
+  // The value of a series where the cursor is; where it is nowhere, the last one, finite or not.
   value(series, index) {
     const line = this.lines[series - 1];
     if (!line) return "";
-    const value = index == null ? line.y.findLast((v) => v !== null) : this.plot.data[series][index];
+    const value = index == null ? line.y.at(-1) : this.plot.data[series][index];
     return value == null ? "-" : short(value);
   }
 
