@@ -71,7 +71,7 @@ def ready(lines: Iterator[str]) -> str:
     """Pass the demo's output on; return the dashboard's address once the demo is through, or ""."""
     for line in lines:
         sys.stderr.write(line)
-        match = re.search(r"dashboard: (http://\S+)\s+\(Ctrl-C", line)
+        match = re.search(r"^open: (http://\S+)", line)
         if match:
             return match[1]
     return ""
@@ -97,7 +97,7 @@ def pictures(address: str, run_ids: Mapping[str, str]) -> None:
 def smaller(picture: Path) -> None:
     """Keep of a picture the colours that it needs: pages have few, and a repository keeps all."""
     with Image.open(picture) as full:
-        full.convert("RGB").quantize(NUM_COLOURS, Image.Quantize.MAXCOVERAGE).save(
+        full.convert("RGB").quantize(NUM_COLOURS, Image.Quantize.MEDIANCUT).save(
             picture, optimize=True
         )
 

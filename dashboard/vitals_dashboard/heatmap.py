@@ -103,7 +103,7 @@ def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
         high = min(high, WILD) if _all_positive(cells) else high
         low = -high
         if _all_positive(cells):
-            text = [f"{2**high:.3g} times the middle", f"{2**low:.2g} times"]
+            text = [f"{2**high:.3g}x the median", f"{2**low:.2g}x"]
         else:
             text = [f"{formatting.number(v, 3)} {unit}".strip() for v in (high, low)]
     if high - low < 1e-12:

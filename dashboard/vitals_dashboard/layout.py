@@ -133,7 +133,7 @@ def person() -> str:
 def run_links() -> None:
     """Draw the bar with the pages of the run in the address; each link keeps the run."""
     query = [("run", run_id) for run_id in run_in_address()]
-    with st.container(horizontal=True, key="run_links", gap="xxsmall"):
+    with st.container(horizontal=True, key="run_links", gap="xxsmall", width="content"):
         for page, (label, icon) in RUN_PAGES.items():
             st.page_link(page, label=label, icon=icon, query_params=query or None)
 
@@ -142,6 +142,7 @@ def run_page(draw: Callable[[Source, RunSummary], None], *, key: str) -> None:
     """Draw a page of one run: the bar, the choice of the run, and what ``draw`` makes of it."""
     with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
         run_links()
+        st.space("stretch")
         live = live_toggle(SLOW_SECONDS)
 
     def body(source: Source) -> None:
@@ -167,9 +168,12 @@ def chosen_run(source: Source) -> RunSummary | None:
     by_id = {run.run_id: run for run in runs}
     before = st.session_state.get(LAST_RUN)
     asked = st.query_params.get("run") or (before if before in by_id else runs[0].run_id)
-    head, choice = st.columns([3, 1], vertical_alignment="center")
-    with choice:
-        chosen = _choice(by_id, asked)
+    with st.container(horizontal=True, vertical_alignment="center", key="run_and_choice"):
+        head = st.container(width="stretch")
+        # In a popover: a browser loads a large program for a box to choose in, once it is opened.
+        label = "Change run" if asked in by_id else "Choose a run"
+        with st.popover(label, icon=":material/swap_horiz:", key=f"run_change_{asked}"):
+            chosen = _choice(by_id, asked)
     if chosen is None:
         states.no_such_run(asked)
         return None
@@ -224,22 +228,23 @@ def run_head(run: RunSummary) -> None:
 
 def step_range() -> tuple[int | None, int | None]:
     """Draw the first and last step to be shown, both in the address; None is the run's own."""
-    entered = [
-        st.number_input(
-            label,
-            min_value=0,
-            value=None,
-            step=1,
-            key=key,
-            bind="query-params",
-            width=115,
-            placeholder=empty,
-        )
-        for label, key, empty in (
-            ("From step", "from", "first"),
-            ("To step", "to", "last"),
-        )
-    ]
+    with st.container(horizontal=True, width="content"):  # where it is narrow, both wrap
+        entered = [
+            st.number_input(
+                label,
+                min_value=0,
+                value=None,
+                step=1,
+                key=key,
+                bind="query-params",
+                width=115,
+                placeholder=empty,
+            )
+            for label, key, empty in (
+                ("From step", "from", "first"),
+                ("To step", "to", "last"),
+            )
+        ]
     first, last = (None if value is None else int(value) for value in entered)
     if first is not None and last is not None and last < first:
         first, last = last, first

@@ -54,7 +54,7 @@ def no_runs() -> None:
         "No runs yet",
         None,
         "Put `with trainvitals.watch(model, optimizer) as monitor` around a training loop, or try"
-        " `vitals demo`. A run appears here with its first step.",
+        " `vitals demo`. A run appears here when it starts.",
         ":material/timeline:",
     )
 

@@ -185,7 +185,7 @@ color:inherit}
 [data-testid="stCaptionContainer"]{opacity:.8}
 .st-key-run_links{flex-wrap:wrap}
 [data-testid="stMarkdownContainer"] :is(h2,h3,h4){font-size:1.05rem;font-weight:650;
-padding:.25rem 0 .1rem}
+padding:.25rem 0 .35rem}
 [data-testid="stLayoutWrapper"]:has(>.st-key-page_heading,>.st-key-charts_loaded){
 position:absolute!important}
 .st-key-page_heading,.st-key-charts_loaded{position:absolute!important;width:1px!important;height:1px!important;
@@ -200,6 +200,9 @@ white-space:pre-wrap;overflow-wrap:anywhere}
 @media (min-width:900px){.st-key-verdict_strip{flex-wrap:nowrap}}
 [class*="st-key-prose_verdict"] [data-testid="stMarkdown"] p{opacity:.8}
 @media (max-width:640px){.stMainBlockContainer{padding-top:3.9rem}
+.st-key-run_and_choice{flex-wrap:nowrap}
+.st-key-run_head{gap:.2rem .5rem}.st-key-verdict_strip{gap:.4rem}
+.st-key-verdict_strip [data-testid="stText"]{font-size:.88rem;line-height:1.35}
 .st-key-run_bar,.st-key-run_links{flex-wrap:nowrap;overflow-x:auto}
 .st-key-run_links{flex:0 0 auto}}
 [data-tag-index],button[kind^="primary"]{background-color:#0072B2!important;

@@ -1,5 +1,6 @@
 """What belongs together in time and cause, and how it is told."""
 
+import math
 import time
 
 import pytest
@@ -102,6 +103,17 @@ def test_where_many_moved_at_once_none_of_them_is_said_to_be_first(store: Store)
     ingest(store, head.events(finding(onset_step=BAD, cause="nonfinite_loss"), step=BAD))
     (one,) = told(store)
     assert f"rank 2: rank loss NaN or infinite at step {BAD}" in "".join(one.story)
+
+
+def test_a_loss_that_turns_nan_is_told_once_not_as_its_own_precursor(store: Store):
+    loss = [2.0 + 0.01 * (s % 5) for s in range(BAD)] + [float("nan")]
+    for rank in range(2):
+        rank_loss = loss if rank else [*loss[:-1], 2.0]
+        ingest(store, Writer(f"rank:{rank}").steps(range(BAD + 1), loss=loss, rank_loss=rank_loss))
+    found = finding(step=BAD, onset_step=BAD, rank=1, value=math.nan, cause="nonfinite_loss")
+    ingest(store, Writer().events(found, step=BAD))
+    (one,) = told(store)
+    assert f"Rank 1's loss was NaN at step {BAD}." == one.verdict.cause
 
 
 def test_the_healthy_steps_since_an_incident_end_where_the_next_one_begins(store: Store):

@@ -190,7 +190,7 @@ def test_it_says_whether_it_was_there_before():
         "2 earlier incidents of this cause in this run, last at step 300. "
         "Also in 4 of 17 other runs: a, b, c and 1 more."
     ) == said(precedent=Precedent(steps=(90, 300), runs=runs, num_asked=17)).before
-    assert said(precedent=Precedent(num_asked=1)).before.endswith(" Not in any of 1 other run.")
+    assert said(precedent=Precedent(num_asked=1)).before.endswith(" In no other run (1 looked at).")
 
 
 @pytest.mark.parametrize("text", ["", "0", "2.5"])

@@ -385,6 +385,12 @@ def test_far_values_do_not_flatten_the_others_and_are_marked(page, component):
     assert "beyond" not in alone.locator(".counts").text_content()
 
 
+def test_a_loss_that_ends_in_nan_is_not_read_as_its_last_finite_value(page, component):
+    component(whole([2.0, 1.5, None]))
+    said = page.locator("#alone figure .u-legend").inner_text()
+    assert "step 2 loss -" == " ".join(said.split())
+
+
 def test_an_alert_is_silenced_with_a_reason_and_an_end(page, address, started):
     page.goto(at(address, "alerts"))
     get_control(page, started)

@@ -137,8 +137,10 @@ def test_a_run_that_has_only_started_is_a_normal_case(stub: Stub, open_page: Ope
     )
     sample.series, sample.decisions, sample.checkpoints = {}, [], []
     stub.add(sample)
-    said = shown(open_page("run", open_decisions="true"))
+    app = open_page("run", open_decisions="true")
+    said = shown(app)
     assert "No step has been recorded yet" in said
+    assert "\N{EN DASH}" == next(metric.value for metric in app.metric if metric.label == "Step")
     assert "Vitals took no action." in said
 
 

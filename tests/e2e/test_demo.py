@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import re
+import runpy
 import shlex
 import socket
 import subprocess
@@ -104,6 +105,15 @@ def test_the_dashboard_is_served_until_nobody_has_looked_for_ten_minutes(monkeyp
         "No browser for a while: the dashboard stops.",
         "",
     ] == lines
+
+
+def test_the_script_of_the_pictures_finds_the_dashboard_in_what_the_demo_prints(monkeypatch):
+    docs = Path(__file__).parents[2] / "docs"
+    monkeypatch.syspath_prepend(docs)
+    script = runpy.run_path(str(docs / "screenshot.py"))
+    lines, _ = served(monkeypatch, {500: "ctrl-c"}, idle_seconds=None)
+    assert "http://127.0.0.1:54321/?token=secret" == script["ready"](iter(lines))
+    assert "" == script["ready"](iter(lines[:1])), "the demo ended before"
 
 
 def test_ctrl_c_is_an_end_and_no_error(monkeypatch):

@@ -491,7 +491,7 @@ class _Incidents:
                 if records.events[i].code or records.events[i].view.kind == "RunEnded"
             ),
             lost=lost,
-            precursor=None if first is None else first.text,
+            precursor=_precursor_of(first, bundle),
             precedent=self._precedent(bundle),
         )
         return verdict(facts)
@@ -508,6 +508,17 @@ class _Incidents:
             )
         labels, num_asked = self.by_cause[bundle.cause]
         return Precedent(steps=earlier, runs=labels, num_asked=num_asked)
+
+
+def _precursor_of(first: Precursor | None, bundle: Bundle) -> str | None:
+    """Return what moved first; None too where that is the very loss that the cause tells of."""
+    if first is None:
+        return None
+    onset = first.onset
+    is_the_loss = onset is not None and onset.subject in ("loss", "losses") and onset.value is None
+    if is_the_loss and onset.step == bundle.onset and bundle.cause == "nonfinite_loss":
+        return None
+    return first.text
 
 
 def _runs_that_had(

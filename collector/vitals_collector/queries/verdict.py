@@ -375,7 +375,7 @@ def before(precedent: Precedent) -> str:
     if not precedent.num_asked:
         return words
     if not precedent.runs:
-        return f"{words} Not in any of {_num(precedent.num_asked, 'other run')}."
+        return f"{words} In no other run ({precedent.num_asked:,} looked at)."
     named = ", ".join(precedent.runs[:MAX_NAMED])
     more = len(precedent.runs) - MAX_NAMED
     named += f" and {more} more" if more > 0 else ""

@@ -43,12 +43,12 @@ class Scale:
 
 
 STEPS = Scale()
-TIMES = Scale(axis="time", unit="time")
+TIMES = Scale(axis="time", unit="time (UTC)")
 
 
 def time_scale(reply: SeriesReply) -> Scale:
     """Return the scale of wall time, in milliseconds, by a series that has most of the steps."""
-    return _rising(reply.step, [t / 1e6 for t in reply.time_unix_ns], "time", "time")
+    return _rising(reply.step, [t / 1e6 for t in reply.time_unix_ns], "time", TIMES.unit)
 
 
 def token_unit(most: float) -> str:

@@ -51,7 +51,8 @@ def _body(source: Source, run: RunSummary) -> None:
             placeholder="Anywhere", label_visibility="collapsed", width=170,
         )  # fmt: skip
     shown = [c for c in every if state in (None, c.state) and where in (None, c.where)]
-    st.caption(f"{len(shown):,} of {len(every):,}; select one to roll back to it.")
+    back = "; select one to roll back to it" if is_running and source.control is not None else ""
+    st.caption(f"{len(shown):,} of {len(every):,} checkpoints and snapshots{back}.")
     rows = tables.checkpoint_rows(shown)
     newest = sorted(shown, key=lambda c: c.time_unix_ns, reverse=True)
     for row, checkpoint in zip(rows, newest, strict=True):

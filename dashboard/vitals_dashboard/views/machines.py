@@ -48,7 +48,7 @@ def drawn(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], st
         ]
     )
     strip = [
-        charts.time_chart(title, lines, extent=extent)
+        charts.time_chart(title, lines, extent=extent, size="quarter" if gpus else "half")
         for (title, _), lines in zip(chosen, by_metric, strict=True)
         if lines
     ]
@@ -80,7 +80,7 @@ def times_of(view: View, loss: Sequence[Line]) -> Span | None:
 
 def _notes(view: View, gpus: list[str], nodes: list[str]) -> list[str]:
     if not gpus and not nodes:
-        return ["No GPU or host reports for this run: no agent has served it."]
+        return ["No GPU or host reports for this run."]
     notes = [] if gpus else ["No GPU reports for this run; the host is shown."]
     for sources, what in ((view.sources("rank"), "rank"), (gpus, "GPU"), (nodes, "host")):
         if len(sources) > MAX_SOURCES and (what != "host" or not gpus):

@@ -94,9 +94,10 @@ def _asked(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
             "Maximum rows", min_value=1, max_value=MAX_ROWS, value=1_000, step=1_000,
             key="limit", bind="query-params", width=110,
         )  # fmt: skip
-        newest = st.toggle("Newest first", key="newest", bind="query-params")
-        # Off: rows that move are hard to read, and most questions are of what is past.
-        live = layout.live_toggle(layout.SLOW_SECONDS, value=False)
+        with st.container(horizontal=True, width="content", key="query_order"):
+            newest = st.toggle("Newest first", key="newest", bind="query-params")
+            # Off: rows that move are hard to read, and most questions are of what is past.
+            live = layout.live_toggle(layout.SLOW_SECONDS, value=False)
     where, columns = _conditions(name)
     if run_id is None:
         states.no_such_run(st.query_params.get("run") or "")
@@ -131,13 +132,13 @@ def _conditions(table: TableName) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Draw both boxes; return the conditions and the columns wanted."""
     left, right = st.columns([3, 2])
     where = left.text_area(
-        "Conditions, one a line; all must hold", key="where", bind="query-params", height=100,
+        "Conditions, one a line; all must hold", key="where", bind="query-params", height=112,
         max_chars=4_000, placeholder=EXAMPLES[table],
         help="COLUMN OP VALUE. OP is one of = != < <= > >= and ~ (holds the text). `= none` finds"
         " what is missing, `= nan` what is NaN.",
     )  # fmt: skip
     columns = right.text_area(
-        "Columns, by comma; empty: all", key="columns", bind="query-params", height=100,
+        "Columns, by comma; empty: all", key="columns", bind="query-params", height=112,
         max_chars=4_000, placeholder="step, attempt, loss, grad_norm",
     )  # fmt: skip
     return (

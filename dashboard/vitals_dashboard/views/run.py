@@ -210,7 +210,7 @@ def _numbers(source: Source, detail: RunDetail) -> None:
     last = curves.last_values(source, detail)
     delta = last.loss_delta
     cells: tuple[tuple[str, str], ...] = (
-        ("Step", f"{summary.last_step:,}"),
+        ("Step", f"{summary.last_step:,}" if summary.last_step >= 0 else "\N{EN DASH}"),
         ("Grad norm", formatting.number(summary.grad_norm)),
         ("Learning rate", formatting.number(last.learning_rate, 3)),
         ("Tokens/s", formatting.rate(last.tokens_per_second)),

@@ -390,7 +390,7 @@ class Chart {
           y: { distr: this.log ? 3 : 1, range: () => this.heights() },
         },
         axes: [
-          { ...axes, size: 26, gap: 3, ...(axis === "time" ? {} : { values: (_, at) => at.map((v) => this.place(v)) }), incrs: axis === "step" ? WHOLE : undefined },
+          { ...axes, size: 26, gap: 3, space: axis === "time" ? 80 : 50, values: (_, at) => at.map((v) => this.place(v)), incrs: axis === "step" ? WHOLE : undefined },
           { ...axes, size: axisWidth, gap: 3, values: (_, at) => at.map((v) => (v === null ? "" : short(v))) },
         ],
         cursor: {
@@ -630,17 +630,17 @@ class Chart {
     if (this.figure.getAttribute("aria-label") !== label) this.figure.setAttribute("aria-label", label);
   }
 
-  // The value of a series where the cursor is; where it is nowhere, the newest.
+  // The value of a series where the cursor is; where it is nowhere, the last one, finite or not.
   value(series, index) {
     const line = this.lines[series - 1];
     if (!line) return "";
-    const value = index == null ? line.y.findLast((v) => v !== null) : this.plot.data[series][index];
+    const value = index == null ? line.y.at(-1) : this.plot.data[series][index];
     return value == null ? "-" : short(value);
   }
 
   place(value) {
     if (value == null || !Number.isFinite(value)) return "-";
-    if (this.axis === "time") return new Date(value).toLocaleTimeString();
+    if (this.axis === "time") return clock(value, this.range());
     return this.axis === "step" ? whole(Math.round(value)) : short(value);
   }
 }
@@ -714,6 +714,13 @@ function short(value) {
   const size = Math.abs(value);
   if (size && (size < 1e-3 || size >= 1e7)) return Number(value.toPrecision(4)).toExponential().replace("e+", "e");
   return FIVE_DIGITS.format(Number(value.toPrecision(5)));
+}
+
+// In UTC, as all sentences are; of more than a day with the date, of more than an hour to the minute.
+function clock(value, [first, last]) {
+  const text = new Date(value).toISOString();
+  const hours = (last - first) / 3.6e6;
+  return hours > 24 ? text.slice(5, 16).replace("T", " ") : text.slice(11, hours > 1 ? 16 : 19);
 }
 
 function whole(value) {
