@@ -42,6 +42,7 @@ def take(
                 "figure, [data-testid=stEChartsChart], [data-testid=stDataFrame], .st-key-notice",
                 timeout=WAIT_MS,
             )
+            page.wait_for_selector("[data-testid=stSkeleton]", state="detached", timeout=WAIT_MS)
             page.wait_for_timeout(SETTLE_MS)
             if full_page:
                 # Streamlit scrolls inside the page, so the window is made as high as its content.

@@ -97,9 +97,9 @@ def pictures(address: str, run_ids: Mapping[str, str]) -> None:
 def smaller(picture: Path) -> None:
     """Keep of a picture the colours that it needs: pages have few, and a repository keeps all."""
     with Image.open(picture) as full:
-        full.convert("RGB").quantize(NUM_COLOURS, Image.Quantize.MEDIANCUT).save(
-            picture, optimize=True
-        )
+        # Rare colours of marks stay; k-means then brings those of large areas to what they are.
+        few = full.convert("RGB").quantize(NUM_COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=2)
+        few.save(picture, optimize=True)
 
 
 if __name__ == "__main__":

@@ -515,8 +515,13 @@ def _precursor_of(first: Precursor | None, bundle: Bundle) -> str | None:
     if first is None:
         return None
     onset = first.onset
-    is_the_loss = onset is not None and onset.subject in ("loss", "losses") and onset.value is None
-    if is_the_loss and onset.step == bundle.onset and bundle.cause == "nonfinite_loss":
+    if (
+        bundle.cause == "nonfinite_loss"
+        and onset is not None
+        and onset.subject in ("loss", "losses")
+        and onset.value is None
+        and onset.step == bundle.onset
+    ):
         return None
     return first.text
 
