@@ -299,8 +299,8 @@ def _starved(pids: Iterable[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        for pid in (group / "cgroup.procs").read_text().split():
-            (group.parent / "cgroup.procs").write_text(pid)
+        for inside in (group / "cgroup.procs").read_text().split():
+            (group.parent / "cgroup.procs").write_text(inside)
         group.rmdir()
 
 

@@ -17,6 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -127,7 +128,7 @@ class _Slow(torch.optim.SGD):
 def _with_slow_link(pace: Pace) -> Callable[..., Any]:
     """Return a hook of DDP by which a rank has the sum later than the others."""
 
-    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         reduced = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
         is_last = bucket.is_last()
 
