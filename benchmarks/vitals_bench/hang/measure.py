@@ -343,7 +343,7 @@ def _take_in(trial: Trial, rows: list[EventRow], began: float) -> None:
             trial.texts.append(row.event.text)
         if seconds < 0:
             continue
-        if isinstance(row.event, Note) and "SIGKILL" in row.event.text:
+        if isinstance(row.event, Note) and "ended without a clean exit" in row.event.text:
             # A peer that died breaks the others' connections: the job ends before anybody waits.
             trial.shown = seconds if trial.shown is None else trial.shown
             trial.culprits = trial.culprits or {int(row.event.text.split()[1])}

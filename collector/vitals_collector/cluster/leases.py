@@ -21,7 +21,7 @@ from sqlalchemy import BigInteger, ColumnElement, Connection, case, cast, func, 
 
 from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
-from vitals_collector.numbers.lake_engine import TAKEN
+from vitals_collector.numbers.interface import TAKEN
 from vitals_collector.storage.migrate import take_turns
 from vitals_collector.storage.schema import leases
 from vitals_collector.storage.store import LOCKED, Store, insert

@@ -22,6 +22,8 @@ from trainvitals.wire import Batch
 
 FULL = "V302"
 """Error code: there is no room left."""
+TAKEN = "another collector has taken run "
+"""How the catalogue's database refuses a commit of a run's former owner; the run's id follows."""
 
 
 def is_full(text: str) -> bool:

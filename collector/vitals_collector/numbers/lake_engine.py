@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from trainvitals.errors import MissingDependencyError, StorageError, UsageError
 from trainvitals.io.private import ensure_own_dir
-from vitals_collector.numbers.interface import full_error, is_full
+from vitals_collector.numbers.interface import TAKEN, full_error, is_full
 
 # ---------------------------------------------------------------------------------------- the place
 
@@ -582,8 +582,6 @@ _INLINED_ROWS = 2_000
 """More of them lie in a file, which is quicker."""
 _PASSWORD = re.compile(r"password=.*")
 """To the end of the line: it is the last of the words for libpq, and may have spaces and quotes."""
-TAKEN = "another collector has taken run "
-"""How the catalogue's database refuses a commit of a former owner; the run's id follows."""
 _TAKEN = re.compile(TAKEN + r"\w+")
 _CLOSE_SECONDS = 10.0
 """So long the end waits for questions that were interrupted."""
