@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.examples import one_in
 from trainvitals.detect.attribution import Onset
 from vitals_bench.attribution.measure import Named, named
 from vitals_bench.attribution.rank import Work
@@ -12,29 +11,21 @@ from vitals_bench.attribution.trainings import FAULTS, LOUD, MILD, Fault, make, 
 SLICE = ("weights_x10", "nan_grad", "rank_garbage5", "clip_off")
 
 
-@pytest.fixture(
-    scope="module",
-    params=one_in(2, [pytest.param(SLICE[:2], id="two"), pytest.param(SLICE, id="four")]),
-)
-def faults(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    return tuple(request.param)
-
-
 @pytest.fixture(scope="module")
-def recorded(faults: tuple[str, ...]) -> Recorded:
-    return record(Work(model="cnn", seed=1, faults=faults, between=(226, 232)))
+def recorded() -> Recorded:
+    return record(Work(model="cnn", seed=1, faults=SLICE, between=(226, 232)))
 
 
-def test_faults_in_a_real_training_are_named_from_what_the_library_recorded(
-    recorded: Recorded, faults: tuple[str, ...]
-):
+@pytest.mark.slow
+def test_faults_in_a_real_training_are_named_from_what_the_library_recorded(recorded: Recorded):
     told = {one.fault.name: one for one in named([recorded])}
-    assert set(faults) == set(told)
+    assert set(SLICE) == set(told)
     for one in told.values():
         assert one.is_right, (one.fault, one.onset)
         assert one.fault.step == one.onset.step
 
 
+@pytest.mark.slow
 def test_without_signals_no_wrong_cause_is_named(recorded: Recorded):
     for one in named([recorded], by_default=True):
         assert one.is_right or one.onset is None or not one.onset.is_cause, one

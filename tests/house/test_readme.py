@@ -95,6 +95,7 @@ class TestDiff:
         assert added[1].startswith("probe = ")
         assert 3 == len(added[2:])
 
+    @pytest.mark.slow
     @pytest.mark.dist
     def test_both_loops_train_to_the_same_loss_on_two_ranks(self, tmp_path):
         watched, said = self.on_two_ranks(tmp_path / "watched", "+")

@@ -1,4 +1,16 @@
+import gc
+
 import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def out_of_garbage_collection():
+    """Keep what the tests before have left out of each walk over all objects (``tests.conftest``).
+
+    ``watch`` looks for optimizers among them, and a training of a few steps begins with it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -90,7 +90,8 @@ def three(store: Store, database: str, folder: Path) -> Iterator[Pagers]:
 
 
 @pytest.mark.timeout(2_400)
-@pytest.mark.parametrize("num_rounds", [pytest.param(30, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rounds", [30])
 def test_each_page_is_delivered_with_one_id_whichever_collectors_are_killed(
     store: Store, postgres: str, tmp_path: Path, num_rounds: int
 ) -> None:
