@@ -11,7 +11,7 @@ import pytest
 from tests.agent.builders import NODE, World
 from trainvitals.io.heartbeat import HeartbeatWriter
 from trainvitals.records import FindingRaised, Heartbeat, Note, RanksStill, StacksTaken
-from vitals_agent.hang import ExitWatch, _exit_of
+from vitals_agent.hang import ExitWatch, exit_of
 
 RANK = """
 import faulthandler, os, sys
@@ -185,6 +185,16 @@ def test_an_exit_code_is_read_in_the_moment_before_the_parent_takes_it():
         time.sleep(0.01)
     assert "exit code 7" == exits.of(process.pid)
     assert 7 == process.wait()
-    assert "" == _exit_of(process.pid)
     exits.close()
     exits.close()
+
+
+def test_how_a_process_ended_is_known_where_its_parent_was_quicker():
+    process = subprocess.Popen(["sleep", "60"])
+    fd = os.pidfd_open(process.pid)
+    assert "" == exit_of(process.pid, fd)
+    process.kill()
+    process.wait()
+    release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    assert ("signal 9, SIGKILL" if release >= (6, 15) else "") == exit_of(process.pid, fd)
+    os.close(fd)

@@ -346,7 +346,9 @@ def _take_in(trial: Trial, rows: list[EventRow], began: float) -> None:
         if isinstance(row.event, Note) and "ended without a clean exit" in row.event.text:
             # A peer that died breaks the others' connections: the job ends before anybody waits.
             trial.shown = seconds if trial.shown is None else trial.shown
-            trial.culprits = trial.culprits or {int(row.event.text.split()[1])}
+            # Who was killed comes before who broke off for it.
+            if not trial.culprits or "SIGKILL" in row.event.text:
+                trial.culprits = {int(row.event.text.split()[1])}
         if isinstance(row.event, FindingRaised):
             finding = row.event.finding
             trial.texts.append(f"{seconds:.1f} s: {finding.kind}: {finding.reason}")
