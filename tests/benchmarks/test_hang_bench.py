@@ -9,7 +9,7 @@ pytestmark = pytest.mark.dist
 
 def trial_of(title: str) -> Trial:
     (fault,) = [fault for fault in FAULTS if fault.title == title]
-    return run_trial(fault, ranks=2, watch_seconds=30.0)
+    return run_trial(fault, ranks=2, watch_seconds=fault.watched_seconds)
 
 
 def test_a_real_job_that_hangs_is_named():
