@@ -89,14 +89,15 @@ class Sums(NamedTuple):
 
     checksum: Tensor
     """Linear: each element by a weight of its own, 1 to 4."""
-    energy: Tensor
-    """Of squares: rounding is measured by it."""
+    roundings: Tensor
+    """Of squares of what may be lost of each element where it is rounded to its type."""
 
 
 def sums_of(buffer: Tensor) -> Sums:
     """Return a bucket's sums. Waits for nothing; at most ``_PIECE`` elements are copied at once."""
     flat = buffer.detach().reshape(-1)
     checksum, energy = flat.new_zeros(2, dtype=torch.float64).unbind()
+    info = torch.finfo(flat.dtype)
     columns = _weights(0, _COLUMNS, _GOLDEN, flat.device)
     for i, piece in enumerate(flat.split(_PIECE)):
         wide = piece.double()
@@ -106,7 +107,8 @@ def sums_of(buffer: Tensor) -> Sums:
         first = i * (_PIECE // _COLUMNS)
         of_rows = _weights(first, len(rows), _SILVER, flat.device)
         checksum = checksum + of_rows @ rows @ columns
-    return Sums(checksum, energy)
+    # Multiplied here: when it is read, some steps later, the next bucket may be of another type.
+    return Sums(checksum, energy * info.eps**2 + info.tiny**2)  # tiny: what is flushed to zero
 
 
 _COLUMNS, _PIECE = 4096, 1 << 20
@@ -119,7 +121,7 @@ def _weights(first: int, num: int, step: float, device: torch.device) -> Tensor:
     return 1.0 + (places * step) % 1.0
 
 
-def rounding_of(energy: float, *, num_ranks: int, dtype: torch.dtype) -> float:
+def rounding_of(roundings: float, *, num_ranks: int) -> float:
     """Return the standard error of a checksum that comes of rounding alone, rather too large.
 
     Each of n numbers is rounded as it is divided and as it is added, by half a unit in the last
@@ -127,14 +129,11 @@ def rounding_of(energy: float, *, num_ranks: int, dtype: torch.dtype) -> float:
     by the squares. Roundings are independent, so they add up as squares do.
 
     Args:
-        energy: sum of the squares of all ranks' own gradients.
+        roundings: ``Sums.roundings``, added up over the ranks.
         num_ranks: that were averaged.
-        dtype: in which they are added.
     """
-    info = torch.finfo(dtype)
     mean_square_of_weights = 49 / 9  # of two weights, each even from 1 to 2
-    of_rounding = math.sqrt(mean_square_of_weights * (num_ranks + 1) * energy / num_ranks)
-    return info.eps * of_rounding + info.tiny  # tiny: what is flushed to zero
+    return math.sqrt(mean_square_of_weights * (num_ranks + 1) * roundings / num_ranks)
 
 
 class OwnGradients:
@@ -149,8 +148,6 @@ class OwnGradients:
         self._num_buckets = 1
         self._put_in: Sums | None = None
         self._came_out: Tensor | None = None
-        self.dtype = torch.float32
-        """Of the bucket that was checked last."""
 
     @classmethod
     def on(
@@ -226,7 +223,7 @@ class OwnGradients:
                 norm = torch.linalg.vector_norm(bucket.buffer(), dtype=torch.float64)
                 self._square.add_(norm * norm)
             if self._is_due(bucket):
-                self._put_in, self.dtype = sums_of(bucket.buffer()), bucket.buffer().dtype
+                self._put_in = sums_of(bucket.buffer())
             if bucket.is_last():
                 self._passes += 1
                 self._num_buckets = bucket.index() + 1

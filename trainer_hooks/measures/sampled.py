@@ -6,7 +6,7 @@ Its part of the pack, where anything is opted in that the ranks sum::
     squares of the ranks' own gradients | weights' squares, one of each parameter |
     updates' squares | changes of the weights from outside | of the optimizer's state |
     ranks on which a module's output was not finite, one of each module |
-    of a bucket: ranks that checked it | checksums and squares of what they put in
+    of a bucket: ranks that checked it | checksums and roundings of what they put in
 
 A measurement that one rank lacks is short of its part, and so is none.
 """
@@ -351,13 +351,13 @@ class Sampler:
 
     def _reduction_error(self, summed: list[float], came_out: float) -> float | None:
         """Return how far off the checked bucket is on this rank; None where none was checked."""
-        if self._own_gradients is None or not self.settings.reduction:
+        if not self.settings.reduction:
             return None
         from trainer_hooks.measures.noise import rounding_of
 
-        num, put_in, energy = summed[self._end_of_activations :]
-        if num != self._world_size or not math.isfinite(energy):
+        num, put_in, roundings = summed[self._end_of_activations :]
+        if num != self._world_size or not math.isfinite(roundings):
             return None  # gradients that are not finite are told as such
-        rounding = rounding_of(energy, num_ranks=int(num), dtype=self._own_gradients.dtype)
+        rounding = rounding_of(roundings, num_ranks=int(num))
         error = abs(came_out - put_in / num) / rounding
         return min(error, _BEYOND) if math.isfinite(error) else _BEYOND

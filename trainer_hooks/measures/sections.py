@@ -145,7 +145,6 @@ class Sections:
         with self._faults.fail_open("sections"):
             self._begin = self._now() if self._is_cuda else now_ns
             self._has_begun = True
-            self._queue.seconds()
 
     def aside(self, nanoseconds: int) -> None:
         """Leave so much out of the present section: another column has it."""
@@ -160,12 +159,13 @@ class Sections:
 
     def take(self) -> Timeline | None:
         """Return the step's times; None where forward or backward were not seen."""
-        if not (self._has_begun and self._was_backward):
-            return None
         end = queued = None
         with self._faults.fail_open("sections"):
+            queued = self._queue.seconds()  # in each step: the next one counts from here
+        if not (self._has_begun and self._was_backward):
+            return None
+        with self._faults.fail_open("sections"):
             end = self._now() if self._is_cuda else None
-            queued = self._queue.seconds()
         return Timeline(self._begin, self._marks, self._waits, self._asides, end, queued)
 
     def forget(self) -> None:

@@ -164,7 +164,7 @@ def test_rounding_is_told_from_a_flipped_bit_whatever_the_type(dtype, num_ranks)
         for gradient in own:  # as a ring adds them, one after the other, in their type
             reduced += gradient / num_ranks
         put_in = sum(float(s.checksum) for s in sums) / num_ranks
-        rounding = rounding_of(sum(float(s.energy) for s in sums), num_ranks=num_ranks, dtype=dtype)
+        rounding = rounding_of(sum(float(s.roundings) for s in sums), num_ranks=num_ranks)
         worst = max(worst, abs(float(sums_of(reduced).checksum) - put_in) / rounding)
         reduced[int(reduced.abs().argmax())] *= 2
         broken = abs(float(sums_of(reduced).checksum) - put_in) / rounding
