@@ -325,12 +325,14 @@ class Engine:
             return
         nobodys = {run.run_id for run in self._runs.statuses()} - self._elsewhere - owned.keys()
         self._settled &= nobodys
-        if self._left is not None:
-            self._mark_unread(nobodys - self._settled - before.keys())
+        let_go = nobodys - self._settled - before.keys() if self._left is not None else set[str]()
+        # What the owner stored last it may not have reported: what they were before may be over.
+        self._mark_unread(let_go)
+        self._runs.touch(let_go, at_once=True)
         self._left = {run_id: before.get(run_id, now) for run_id in nobodys - self._settled}
         # Its agents may be on their way to any collector, and choose better.
         since = now - int(_LEFT_SECONDS * 1e9) if self._elsewhere else now
-        due = [run_id for run_id, at in self._left.items() if at <= since]
+        due = [run_id for run_id, at in self._left.items() if at <= since and run_id not in let_go]
         if not due:
             return
         with self._store.read() as connection:

@@ -163,6 +163,20 @@ def test_what_is_over_ends_though_the_owner_died_when_it_went_on(pair: Pair) -> 
     assert pair.pass_time(20) == ["TrainingHalted firing", "TrainingHalted resolved"]
 
 
+def test_what_is_over_ends_though_no_owner_ever_reported_that_the_run_went_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.pager.send(Writer().events(decision(action="halt")))
+    assert pair.pass_time(5) == ["TrainingHalted firing"]
+    pair.pager.owners.close()  # it lets the run go: another collector has the next rows
+    pair.pass_time(15)
+    monkeypatch.setattr(Reporter, "report", lambda *_, **__: None)
+    pair.owner.send(Writer().events(started(), step=9))
+    assert pair.pass_time(5) == ["TrainingHalted firing"]
+    pair.owner.die()
+    assert pair.pass_time(30) == ["TrainingHalted firing", "TrainingHalted resolved"]
+
+
 def test_a_paused_owner_stores_and_reports_nothing_of_a_run_that_was_taken(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
