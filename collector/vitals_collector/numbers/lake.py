@@ -34,7 +34,6 @@ from vitals_collector.numbers.lake_catalogue import (
     TYPES,
     Catalogue,
     Part,
-    RunState,
     by_schema,
     places_for,
     quoted,
@@ -155,7 +154,7 @@ class Lake(OpenLake):
                     lake_damage.fill(self.engine, numbers[run_id], writer, of.filled, of.holes)
         with self.catalogue.lock:
             self.catalogue.runs |= runs
-            states = {run_id: self.catalogue.run(run_id) for run_id in {key[0] for key in taken}}
+            states = self.catalogue.states({key[0] for key in taken})
             for key, of in taken.items():
                 states[key[0]].stored(key[1:], of.mark, of.source, of.holes)
             for run_id, stream, name, kind in kinds:
@@ -189,14 +188,13 @@ class Lake(OpenLake):
     ) -> tuple[list[int], list[Part], dict[StreamKey, "_Taken"]]:
         """Return how many rows of each batch are new, which, and each stream's state afterwards."""
         taken: dict[StreamKey, _Taken] = {}
-        states: dict[str, RunState] = {}
+        states = self.catalogue.states({_key(batch)[0] for batch in batches})
         num_new, parts = [], list[Part]()
         for batch in batches:
             header, key = batch.header, _key(batch)
             stream = taken.get(key)
             if stream is None:
-                state = states.get(key[0]) or self.catalogue.run(key[0])
-                states[key[0]] = state
+                state = states[key[0]]
                 holes = state.holes.get(key[1:], [])
                 stream = _Taken(header.identity.source, state.marks.get(key[1:], -1), holes)
             first, end = header.first_seq, header.first_seq + header.num_rows

@@ -274,6 +274,12 @@ class RunState:
         self.kinds: dict[str, dict[str, set[str]]] = defaultdict(dict)
         """By stream and column."""
 
+    def types(self, stream: str) -> dict[str, str]:
+        """Return the columns of a stream, each with its type; none where its rows were removed."""
+        if not any(source for (_, key), source in self.sources.items() if key == stream):
+            return {}
+        return {name: common_type(kinds) for name, kinds in self.kinds[stream].items()}
+
     def stored(self, writer: Writer, seq: int, source: str, holes: list[tuple[int, int]]) -> None:
         """Note how far a writer's stream is stored."""
         self.is_mine = True
@@ -398,40 +404,49 @@ class Catalogue:
             self._engine.execute(f"UPDATE {NUMBERED} SET times = times + 1")
             self._engine.insert(RUNS, table_of(("run_id", "run"), numbers.items()))
 
-    @locked
     def run(self, run_id: str, *, is_fresh: bool = False) -> RunState:
         """Return what is known of a run; with ``is_fresh``, also what others wrote until now."""
-        now = time.monotonic()
-        state = self._states.get(run_id)
-        if state is not None:
-            state.used_at = now
-            is_mine = state.is_mine and not self._is_shared
-            if is_mine or not is_fresh or now < state.read_at + self._fresh_seconds(state):
-                return state
-        number = self.runs.get(run_id) if state is None and not is_fresh else self.number(run_id)
-        state = RunState(now)
-        if number is not None:
-            self._read({number: state})
-        self._states[run_id] = state
-        return state
+        return self.states([run_id], is_fresh=is_fresh)[run_id]
 
     @locked
-    def known(self, run_ids: Collection[str]) -> dict[str, RunState]:
+    def states(self, run_ids: Collection[str], *, is_fresh: bool = False) -> dict[str, RunState]:
         """Return what is known of runs, having read together what is to be read.
 
         A collector that takes over a hundred runs asks as often as one that takes over one.
+
+        Args:
+            run_ids: the runs; one that the lake does not have is known to have nothing.
+            is_fresh: what others wrote until now counts as well.
         """
         now = time.monotonic()
-        if new := {run_id: RunState(now) for run_id in run_ids if run_id not in self._states}:
-            numbers = {run_id: self.runs[run_id] for run_id in new if run_id in self.runs}
-            if numbers:
-                self._read({number: new[run_id] for run_id, number in numbers.items()})
+        due = [run_id for run_id in run_ids if self._is_due(run_id, now, is_fresh=is_fresh)]
+        if due:
+            if is_fresh and not self.runs.keys() >= set(due):
+                self.look_again()
+            new = {run_id: RunState(now) for run_id in due}
+            there = {self.runs[run_id]: new[run_id] for run_id in due if run_id in self.runs}
+            if there:
+                self._read(there)
             self._states |= new
         states = {run_id: self._states[run_id] for run_id in run_ids}
         for state in states.values():
             state.used_at = now
+        return states
+
+    def _is_due(self, run_id: str, now: float, *, is_fresh: bool) -> bool:
+        state = self._states.get(run_id)
+        if state is None or not is_fresh:
+            return state is None
+        if not self._is_shared and state.is_mine:
+            return False
+        return now >= state.read_at + self._fresh_seconds(state)
+
+    @locked
+    def known(self, run_ids: Collection[str]) -> dict[str, RunState]:
+        """Return what is known of runs, and what damage took of them lately."""
+        states = self.states(run_ids)
         if self._is_shared:
-            self._read_holes(states, now)
+            self._read_holes(states, time.monotonic())
         return states
 
     def _read_holes(self, states: Mapping[str, RunState], now: float) -> None:
@@ -511,16 +526,19 @@ class Catalogue:
     @locked
     def kinds(self, run_id: str, stream: str) -> dict[str, str]:
         """Return the columns of the run's stream, each with its type."""
-        state = self.run(run_id, is_fresh=True)
-        if not any(source for (_, key), source in state.sources.items() if key == stream):
-            return {}  # its rows were removed
-        return {name: common_type(kinds) for name, kinds in state.kinds[stream].items()}
+        return self.run(run_id, is_fresh=True).types(stream)
 
     @locked
     def columns(self, run_id: str, stream: str) -> Places:
         """Return the places of the columns that the run's rows of the stream have."""
-        kinds = self.run(run_id, is_fresh=True).kinds[stream]
-        columns = {(name, kind) for name, of_name in kinds.items() for kind in of_name}
+        return self.places_of(self.run(run_id, is_fresh=True), stream)
+
+    @locked
+    def places_of(self, state: RunState, stream: str) -> Places:
+        """Return the places of the columns that a run's rows of the stream had in that state."""
+        columns = {
+            (name, kind) for name, of_name in state.kinds[stream].items() for kind in of_name
+        }
         if not columns <= self.places.get(stream, {}).keys():
             self.look_again()  # another collector has added some
         return {column: self.places[stream][column] for column in sorted(columns)}

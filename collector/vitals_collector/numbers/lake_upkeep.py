@@ -71,8 +71,7 @@ def prepare(engine: Engine) -> None:
 
 def _outlined_seqs(engine: Engine, runs: Sequence[int]) -> dict[int, dict[tuple[str, str], int]]:
     """Return by run, incarnation and stream the number of the last row that is outlined."""
-    for run in runs:
-        engine.files.need(OUTLINES, run)
+    engine.files.need(OUTLINES, *runs)
     marks = engine.ask(
         f"SELECT run, incarnation, stream, max(last_seq) AS seq FROM {OUTLINES}"
         f" WHERE run IN ({', '.join(map(str, runs))}) AND name = ? GROUP BY ALL",
@@ -95,8 +94,9 @@ def outline_runs(engine: Engine, catalogue: Catalogue, run_ids: Sequence[str], e
     """
     numbers = {run_id: catalogue.runs[run_id] for run_id in run_ids if run_id in catalogue.runs}
     done = _outlined_seqs(engine, list(numbers.values())) if numbers else {}
+    states = catalogue.states(numbers, is_fresh=True)
     return all(
-        _outline_run(engine, catalogue, run_id, run, done[run], end)
+        _outline_run(engine, catalogue, run_id, states[run_id], done[run], end)
         for run_id, run in numbers.items()
     )
 
@@ -105,23 +105,22 @@ def _outline_run(
     engine: Engine,
     catalogue: Catalogue,
     run_id: str,
-    run: int,
+    state: RunState,
     done: Mapping[tuple[str, str], int],
     end: float,
 ) -> bool:
-    state = catalogue.run(run_id, is_fresh=True)
     for stream in STREAMS:
         pending = _pending(state, stream, done)
         if sum(stop - first for first, stop, _ in pending) < FEWEST_ROWS:
             continue
-        columns = catalogue.columns(run_id, stream)
-        names = _outlined_columns(catalogue.kinds(run_id, stream))
+        columns = catalogue.places_of(state, stream)
+        names = _outlined_columns(state.types(stream))
         most_rows = max(1, _MOST_VALUES // (len(names) + 1))
         for seqs in _pieces(pending, most_rows):
             if time.monotonic() > end:
                 return False
             span = Span(run_id, stream, seqs=seqs)
-            _outline(engine, run, span, state, columns, names)
+            _outline(engine, catalogue.runs[run_id], span, state, columns, names)
     return True
 
 
