@@ -116,7 +116,8 @@ def _ends_with_ours(pid: str) -> bool:
     except OSError:
         return False  # it has ended by now
     names = b"torch/_inductor/compile_worker", b"multiprocessing.resource_tracker"
-    return any(name in line for name in (*names, b"multiprocessing.forkserver"))
+    names += b"multiprocessing.forkserver", b"tests.forked"
+    return any(name in line for name in names)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 
 from tests.collector.numbers.test_numbers import plain
 from tests.collector.numbers.written import RUN, batch, identity
+from tests.forked import COMMANDS
 from trainvitals.errors import StorageError
 from trainvitals.rows import Value
 from vitals_collector.numbers import lake_thinning
@@ -241,7 +242,7 @@ def test_a_kill_at_any_moment_leaves_a_row_or_its_numbers(tmp_path: Path, num_ki
     lake.close()
     seen = []
     for _ in range(num_kills):
-        with subprocess.Popen(
+        with COMMANDS.Popen(
             [sys.executable, "-c", THINNER, str(tmp_path)], stdout=subprocess.PIPE
         ) as thinner:
             assert thinner.stdout is not None
