@@ -28,7 +28,7 @@ from typing import Any
 TORCHRUN = "torch.distributed.run"
 _SET_CHILD_SUBREAPER, _SET_NAME = 36, 15
 _MOST_BYTES, _MOST_FILES = 1 << 20, 16
-_NAME = "FORKED_AS"
+NAME = "FORKED_AS"
 """The variable with the name of the forks of a program: fifteen letters, seen in /proc/PID/comm."""
 _call = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -174,7 +174,7 @@ def become(wanted: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(wanted["environ"])
     os.chdir(wanted["folder"])
-    _call(_SET_NAME, os.environ.get(_NAME, "python").encode(), 0, 0, 0)
+    _call(_SET_NAME, os.environ.get(NAME, "python").encode(), 0, 0, 0)
     line_buffering = os.isatty(1) or wanted["command"][1] == "-u"
     sys.stdout.reconfigure(line_buffering=line_buffering)  # type: ignore[union-attr]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
