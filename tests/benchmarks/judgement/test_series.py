@@ -120,6 +120,7 @@ def test_the_bench_shows_each_kind_declared_and_not(monkeypatch, folder):
     assert {len(grid.columns)} == {len(row) for row in grid.rows}
 
 
+@pytest.mark.slow
 def test_the_bench_trains_by_itself():
     made = list(trained._trained(quick=True))
     assert ["ppo_s0", "ppo_rate_s0", "gan_s0", "gan_rate_s0"] == [log.name for log in made]

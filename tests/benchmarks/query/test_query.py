@@ -85,6 +85,7 @@ def test_a_page_has_a_chart_of_each_of_nine_metrics(tmp_path):
     assert {2_000} == {chart.num_total for chart in page}
 
 
+@pytest.mark.slow
 def test_questions_across_ranks_have_all_of_them_merged_or_not():
     rows = list(ranks.measure_case(Case(1, 16, 2)))
     assert ["never merged", "never merged", "merged", "merged"] == [
