@@ -130,7 +130,7 @@ class Lab:
         return self.start(
             name,
             *(sys.executable, "-m", "torch.distributed.run", *torchrun),
-            *("-m", "trainer_hooks.demo.train", "--steps", str(steps), "--mode", mode),
+            *("-m", "tests.trainer_hooks.short_demo", "--steps", str(steps), "--mode", mode),
             VITALS_DEMO_FAULTS=(faults or FaultPlan()).to_json(),
             **environ,
         )

@@ -37,7 +37,7 @@ def train(
     steps: int = 60,
     mode: str = "guard",
     faults: FaultPlan | None = None,
-    module: str = "trainer_hooks.demo.train",
+    module: str = "tests.trainer_hooks.short_demo",
     environ: dict[str, str] | None = None,
     timeout: float = 240,
 ) -> Trained:
