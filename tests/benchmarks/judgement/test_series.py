@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_each_training_is_logged_healthy_and_with_a_fault_as_the_bench_reads_it(folder):
     logs = {log.name: log for log in read_logs(Logs(folder=folder))}
     assert ["gan_s0", "gan_rate_s0", "spikes_s0", "spikes_rate_s0"] == list(logs)
