@@ -118,7 +118,7 @@ def stored(store: Store, run_id: str) -> Counter[tuple[int, float]]:
 
 
 @pytest.mark.timeout(1_200)
-@pytest.mark.parametrize("num_rounds", [1, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_every_row_is_stored_once_whichever_collectors_are_killed_and_stopped(
     store: Store, postgres: str, tmp_path: Path, num_rounds: int
 ) -> None:

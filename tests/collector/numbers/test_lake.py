@@ -122,7 +122,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_what_was_stored_is_there_once_after_a_kill_at_any_moment(
     tmp_path: Path, num_kills: int
 ) -> None:

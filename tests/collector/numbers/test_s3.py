@@ -180,7 +180,7 @@ def test_a_flipped_bit_in_a_bucket_is_told_and_its_rows_are_taken_again_once(
     lake.close()
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_what_was_stored_on_s3_is_there_once_after_a_kill_at_any_moment(
     s3: S3, tmp_path: Path, num_kills: int
 ) -> None:
