@@ -28,6 +28,8 @@ from typing import Any
 TORCHRUN = "torch.distributed.run"
 _SET_CHILD_SUBREAPER, _SET_NAME = 36, 15
 _MOST_BYTES, _MOST_FILES = 1 << 20, 16
+FIRST = "vitals-forks"
+"""The name of the process they are forks of, which stays."""
 NAME = "FORKED_AS"
 """The variable with the name of the forks of a program: fifteen letters, seen in /proc/PID/comm."""
 _call = ctypes.CDLL(None, use_errno=True).prctl
@@ -146,6 +148,7 @@ def serve(channel: socket.socket) -> dict[str, Any] | None:
         between = os.fork()
         if between == 0:
             between = os.getpid()
+            _call(_SET_NAME, b"python", 0, 0, 0)
             if child := os.fork():
                 os.write(tells, str(child).encode())
                 os._exit(0)
@@ -174,7 +177,8 @@ def become(wanted: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(wanted["environ"])
     os.chdir(wanted["folder"])
-    _call(_SET_NAME, os.environ.get(NAME, "python").encode(), 0, 0, 0)
+    if name := os.environ.get(NAME):
+        _call(_SET_NAME, name.encode(), 0, 0, 0)
     line_buffering = os.isatty(1) or wanted["command"][1] == "-u"
     sys.stdout.reconfigure(line_buffering=line_buffering)  # type: ignore[union-attr]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -250,6 +254,7 @@ COMMANDS = Forks(
 """For `vitals`, and what has no torch. DuckDB and pyarrow start threads: each imports its own."""
 
 if __name__ == "__main__":
+    _call(_SET_NAME, FIRST.encode(), 0, 0, 0)
     for name in sys.argv[2:]:
         importlib.import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has no thread but its first"
