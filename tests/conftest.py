@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples import register_profiles
+from tests.forked import FIRST
 from trainvitals.identity import Identity, new_incarnation, new_run_id
 
 POOL_THREADS = ("asyncio_", "AnyIO worker", "ThreadPoolExecutor", "pytest_timeout", "tqdm")
@@ -109,14 +110,17 @@ def _children() -> set[str]:
 def _ends_with_ours(pid: str) -> bool:
     """Whether torch.compile, or multiprocessing at its first start, has this process for good.
 
-    Ranks are forks of a process that has imported torch: ``tests/trainer_hooks/spawned.py``.
+    Ranks and programs are forks of a process that has imported what they need:
+    ``tests/trainer_hooks/spawned.py``, ``tests/forked.py``.
     """
     try:
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return False  # it has ended by now
-    names = b"torch/_inductor/compile_worker", b"multiprocessing.resource_tracker"
-    return any(name in line for name in (*names, b"multiprocessing.forkserver"))
+    kept = b"torch/_inductor/compile_worker", b"multiprocessing.resource_tracker"
+    kept += (b"multiprocessing.forkserver",)
+    return name == FIRST or any(ours in line for ours in kept)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 THOROUGH = "thorough"
 """The profile of ``--hypothesis-profile`` with all examples."""
-_ALL, _SOME = 100, 30
+_ALL, _SOME = 100, 15
 
 
 def register_profiles() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.agent.builders import NODE, RUN, STEPS, World
 from tests.agent.rank_main import row
+from tests.forked import COMMANDS
 
 DEADLINE_SECONDS = 60.0
 
@@ -29,7 +30,7 @@ class Node:
             "VITALS_SHM": str(self.world.base.parent),
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
-        process = subprocess.Popen(
+        process = COMMANDS.Popen(
             [sys.executable, "-m", *arguments],
             env=environment,
             stdin=subprocess.PIPE,

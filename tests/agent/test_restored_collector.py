@@ -202,6 +202,7 @@ class BadCable:
     mark_delivered = RealStore.mark_delivered
 
 
+@pytest.mark.slow
 def test_over_a_cable_that_flips_bits_every_row_arrives_once(world, collector, files):
     ranks = [world.rank(0), world.rank(1)]
     cable = BadCable(collector)
@@ -261,6 +262,7 @@ def test_looking_back_over_a_loose_cable_goes_on_where_it_was(
     assert agent.shipper.drained(RUN)
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_restored_again_while_it_is_looked_back_lacks_nothing(
     world, collector, tmp_path, files, monkeypatch
 ):

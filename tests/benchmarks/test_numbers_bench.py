@@ -6,6 +6,7 @@ from vitals_bench.numbers import commits, merging
 from vitals_bench.numbers.commits import Case
 
 
+@pytest.mark.slow
 def test_small_commits_are_judged_by_the_commit_and_large_ones_by_the_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

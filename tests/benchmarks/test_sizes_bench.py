@@ -25,6 +25,7 @@ def test_slow_steps_are_committed_as_seldom_and_few_ranks_stay_whole() -> None:
     assert takes.thinned_bytes == takes.whole_bytes == pytest.approx(8_640 * 8 * 50)
 
 
+@pytest.mark.slow
 def test_the_bench_measures_what_it_calculates_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "QUICK", ((Case(1, 1, 1), 1), (Case(1, 16, 1), 1)))
     told = list(sizes.measure_sizes(quick=True))

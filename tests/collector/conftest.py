@@ -177,9 +177,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, fresh_database: Path) 
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
-def lake_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def lake_store(request: pytest.FixtureRequest, tmp_path: Path, fresh_data: Path) -> Iterator[Store]:
     """An empty store as a collector has it, its rows in a lake."""
     url = "" if request.param == "sqlite" else request.getfixturevalue("postgres")
+    if not url:
+        shutil.copytree(fresh_data, tmp_path / "store")
     opened = open_data_store(tmp_path / "store", url)
     yield opened
     opened.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_cli_read import leave, vitals
 from trainvitals.io.rundir import RunDir
@@ -136,7 +137,7 @@ sys.exit(run())
 
 def as_nobody(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a command as a user who owns nothing; root may read everything."""
-    return subprocess.run(
+    return forked.COMMANDS.run(
         [sys.executable, "-c", AS_NOBODY.replace("NOBODY", "65534"), *map(str, arguments)],
         capture_output=True,
         text=True,

@@ -106,7 +106,9 @@ def test_what_cannot_be_asked_says_what_to_do(data: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "endless",
     [
-        "SELECT count(*) FROM range(10000000000) a(i), range(9) b(j)",
+        pytest.param(
+            "SELECT count(*) FROM range(10000000000) a(i), range(9) b(j)", marks=pytest.mark.slow
+        ),
         # One function on one row: the engine does not look up until it has compared each letter.
         "SELECT levenshtein(repeat('a', 1000000), repeat('b', 1000000))",
     ],

@@ -93,11 +93,11 @@ def test_an_agent_that_is_gone_stays_a_target_while_its_run_goes_on_and_misses_i
     with store.write() as connection:
         url = "http://10.0.0." + case((sources.c.node == "node-a", "1"), else_="2") + ":9400"
         connection.execute(update(sources).values(metrics_url=url))
-    job.pass_time(1_200, ranks=(0,), agents=(0,))
+    job.pass_time(1_200, ranks=(0,), agents=(0,), every=20)
     assert {"node-a", "node-b"} == nodes_offered(job)
     job.pass_time(60)
     job.ranks[0] = Writer("rank:0", node="node-a", started=START + 1_300 * SECOND, world_size=1)
-    job.pass_time(1_200, ranks=(0,), agents=(0,))
+    job.pass_time(1_200, ranks=(0,), agents=(0,), every=20)
     assert {"node-a"} == nodes_offered(job)
 
 

@@ -6,7 +6,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_cli_read import vitals
+from tests.forked import COMMANDS
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.records import (
@@ -313,7 +313,7 @@ class Terminal:
     def __init__(self, *arguments: object, columns: int = 80, **environ: str) -> None:
         self._fd, child = pty.openpty()
         size = {"COLUMNS": str(columns), "LINES": "40", "TERM": "xterm-256color"}
-        self.process = subprocess.Popen(
+        self.process = COMMANDS.Popen(
             [sys.executable, "-c", MAIN, *map(str, arguments)],
             stdin=child,
             stdout=child,

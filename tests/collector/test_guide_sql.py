@@ -2,7 +2,6 @@
 
 import io
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -13,6 +12,7 @@ import pytest
 from sqlalchemy import Connection, insert
 
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
+from tests.forked import COMMANDS
 from tests.house.pages import ROOT, after, block, blocks
 from trainvitals.identity import Identity
 from vitals_collector.cli.sql import sql
@@ -133,7 +133,7 @@ def run(program: str, folder: Path) -> str:
     """Run a text as a program; DuckDB's extensions come from packages, not from the network."""
     loads = "; ".join(f"LOAD '{extension(name)}'" for name in ("ducklake", "sqlite_scanner"))
     text = re.sub(r"INSTALL ducklake; INSTALL sqlite", loads, program)
-    done = subprocess.run(
+    done = COMMANDS.run(
         [sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

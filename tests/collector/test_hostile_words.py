@@ -2,12 +2,12 @@
 
 import json
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_cli_read import vitals
@@ -148,7 +148,7 @@ except ValueError:
 def test_a_log_has_one_line_for_each_record(module: str, arguments: str, logger: str):
     script = LOGGING.format(module=module, arguments=arguments, logger=logger)
     words = f"{WORDS} https://me:hush@host.example"
-    done = subprocess.run(
+    done = forked.COMMANDS.run(
         [sys.executable, "-c", script, words], capture_output=True, text=True, timeout=60
     )
     lines = done.stderr.removesuffix("\n").split("\n")

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from tests.collector.rows import Writer
 from tests.collector.test_notifiers import alert, receiver
+from tests.forked import COMMANDS
 from trainvitals.errors import ConfigError
 from trainvitals.testing import ManualClock
 from vitals_collector.alerts.apprise_notifier import AppriseNotifier
@@ -190,7 +191,7 @@ def test_the_process_dies_with_the_collector_also_within_a_call():
 
     with tcp(note_and_hang) as port:
         command = [sys.executable, "-c", HANGING, f"http://127.0.0.1:{port}/"]
-        with subprocess.Popen(command) as collector:
+        with COMMANDS.Popen(command) as collector:
             assert reached.wait(30)
             (process,) = psutil.Process(collector.pid).children()
             collector.send_signal(signal.SIGKILL)
@@ -557,7 +558,7 @@ def test_thirty_kills_lose_no_page_and_repeat_none_more_than_once(tmp_path: Path
         for number in range(31):
             arguments = [str(tmp_path / "data"), server.url, str(number)]
             command = [sys.executable, "-c", PAGING, *arguments]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
+            with COMMANDS.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
                 assert process.stdout is not None
                 assert process.stdout.readline(), "its page is stored: it must arrive"
                 time.sleep(5.0 if number == 30 else rng.uniform(0.0, 1.2))

@@ -16,6 +16,7 @@ import pytest
 
 from tests.collector.conftest import grow
 from tests.collector.rows import RUN, STEPS, Writer
+from tests.forked import COMMANDS
 from trainvitals.errors import TransportError, UsageError
 from trainvitals.io.client import (
     COLLECTOR_FILE,
@@ -40,7 +41,7 @@ COMMAND = [sys.executable, "-m", "vitals_collector", "collector"]
 @contextlib.contextmanager
 def collector(data: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """A collector in a process of its own, answering; killed at the end if it still runs."""
-    process = subprocess.Popen(
+    process = COMMANDS.Popen(
         [*COMMAND, "--data", str(data), *options], stderr=subprocess.PIPE, text=True
     )
     try:
@@ -67,7 +68,7 @@ def connected(data: Path, scope: str) -> CollectorClient:
 
 def run_once(data: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, "--data", str(data), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return COMMANDS.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_what_was_acknowledged_is_there_once_after_kill_9_and_a_restart(tmp_path: Path):

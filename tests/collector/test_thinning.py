@@ -1,6 +1,7 @@
 """What upkeep leaves of old rows, on a real lake."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.errors import ConfigError
 from trainvitals.records import AttemptStarted, Finding, FindingRaised
 from trainvitals.testing import ManualClock
-from vitals_collector.ingest.ingest import ingest
+from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.live.live_monitor import set_aside, take_up
 from vitals_collector.numbers import outlines
 from vitals_collector.report.replay import replay
@@ -42,11 +43,11 @@ SMALL = VolumeSettings(
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(tmp_path: Path, fresh_data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """Give a store whose stretches, and so its windows, are of ten steps."""
     for module in (outlines, levels):
         monkeypatch.setattr(module, "STRETCH", 10)
-    store = open_data_store(tmp_path / "data")
+    store = open_data_store(shutil.copytree(fresh_data, tmp_path / "data"))
     yield store
     store.close()
 
@@ -214,8 +215,7 @@ def test_layers_of_an_attempt_whose_steps_are_not_there_are_thinned_as_well(stor
 def test_samples_of_hosts_become_their_least_and_their_greatest(store: Store):
     writer = Writer("node:a", world_size=1)
     values = [{33: 0.9, 51: math.nan}.get(second, 0.5) for second in range(100)]
-    for second, value in enumerate(values):
-        ingest(store, writer.node_rows([second], cpu_ratio=value))
+    ingest_all(store, [writer.node_rows([s], cpu_ratio=v) for s, v in enumerate(values)], 0)
     write_steps(store, ranks(1), range(10))
     all_read(store)
     assert 79 == thin(store, LATER)
@@ -286,11 +286,11 @@ def test_what_is_kept_for_ever_stays_above_the_cap_and_that_is_said_once(store: 
 
 def test_rounds_while_rows_come_leave_one_number_of_each_step(store: Store):
     writers = ranks(6)
-    for start in range(0, 120, 15):
+    for start in range(0, 60, 15):
         write_steps(store, writers, range(start, start + 15))
         all_read(store)
         thin(store, LATER + start * HOUR)
-    assert set(range(100)) == set(numbers(store, "num_ranks"))
+    assert set(range(40)) == set(numbers(store, "num_ranks"))
     assert {5} == set(numbers(store, "num_ranks").values())
 
 

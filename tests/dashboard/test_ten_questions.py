@@ -216,7 +216,7 @@ QUESTIONS: dict[str, tuple[Callable[[Visitor], str], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("question", one_in(2, QUESTIONS))
+@pytest.mark.parametrize("question", one_in(3, QUESTIONS))
 def test_each_question_is_answered_in_two_clicks(question: str, page: Any, address: str) -> None:
     answer, expected = QUESTIONS[question]
     page.goto(address)

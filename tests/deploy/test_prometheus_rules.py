@@ -214,7 +214,8 @@ class TestAlerts:
         for at in ("2m", "2m15s", "2m30s", "2m45s", "3m"):
             assert 1 == len(fire(tmp_path, series, at, "VitalsAlert")), at
 
-    @pytest.mark.parametrize("death", one_in(2, ["_x1500", "stale _x1500"]))
+    @pytest.mark.slow
+    @pytest.mark.parametrize("death", ["_x1500", "stale _x1500"])
     def test_a_collector_that_died_resolves_nothing_for_a_day(self, death, tmp_path):
         series = {FIRING + 'alert="RunHalted", severity="page"}': f"1x2 {death}"}
         for at in ("3m", "10m", "24h"):
@@ -337,7 +338,7 @@ class TestAlerts:
         assert 1 == len(fire(tmp_path, {series: "0x4 1x100"}, "3m", alert))
         assert [] == fire(tmp_path, {series: "0x4 1x100"}, "20m", alert)
 
-    @pytest.mark.parametrize(("series", "alert"), LOSSES)
+    @pytest.mark.parametrize(("series", "alert"), one_in(3, LOSSES))
     def test_a_restart_is_no_loss_and_hides_none(self, series, alert, tmp_path):
         assert [] == fire(tmp_path, {series: "7x100 stale _x2 0x40"}, "30m", alert)
         assert 1 == len(fire(tmp_path, {series: "7x100 stale _x2 0x4 1x40"}, "30m", alert))

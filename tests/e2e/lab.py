@@ -20,6 +20,7 @@ import httpx
 import msgspec
 import pytest
 
+from tests.forked import COMMANDS, NAME, TRAINING
 from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.rows import STREAMS
 from trainvitals.testing.faults import FaultPlan
@@ -49,7 +50,7 @@ class Lab:
         self.shared = shared
         self.runs = folder / "runs"
         self.data = folder / "collector"
-        self.mark = f"VITALS_E2E_MARK={secrets.token_hex(8)}"
+        self.mark = f"VITALS_E2E_MARK={secrets.token_hex(6)}"
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def environ(self, **more: str) -> dict[str, str]:
@@ -59,6 +60,7 @@ class Lab:
         return {
             **clean,
             name: value,
+            NAME: value,
             "VITALS_DIR": str(self.runs),
             "VITALS_SHM": str(self.shared),
             "XDG_DATA_HOME": str(self.folder / "data"),
@@ -70,7 +72,8 @@ class Lab:
     def start(self, name: str, *command: str, **environ: str) -> subprocess.Popen[bytes]:
         """Start a command in a session of its own, as a terminal would; its output is a file."""
         with self.log(name).open("ab") as output:
-            process = subprocess.Popen(
+            forks = COMMANDS if "trainvitals" in command else TRAINING
+            process = forks.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -87,7 +90,7 @@ class Lab:
 
     def vitals(self, *arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
-        return subprocess.run(
+        return COMMANDS.run(
             [sys.executable, "-m", "trainvitals", *map(str, arguments)],
             env=self.environ(**environ),
             stdin=subprocess.DEVNULL,
@@ -127,7 +130,7 @@ class Lab:
         return self.start(
             name,
             *(sys.executable, "-m", "torch.distributed.run", *torchrun),
-            *("-m", "trainer_hooks.demo.train", "--steps", str(steps), "--mode", mode),
+            *("-m", "tests.trainer_hooks.short_demo", "--steps", str(steps), "--mode", mode),
             VITALS_DEMO_FAULTS=(faults or FaultPlan()).to_json(),
             **environ,
         )
@@ -151,9 +154,11 @@ class Lab:
     def alive(self) -> dict[int, str]:
         """Return every process with our mark and its command line, whoever its parent is now."""
         found = {}
+        name = self.mark.partition("=")[2]
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if self.mark.encode() in (path / "environ").read_bytes().split(b"\0"):
+                environ = (path / "environ").read_bytes().split(b"\0")
+                if self.mark.encode() in environ or name == (path / "comm").read_text().strip():
                     command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                     found[int(path.name)] = command.strip()
         return found

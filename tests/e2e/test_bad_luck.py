@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.e2e.lab import Lab, free_port, open_lab, until
+from tests.forked import TRAINING
 from tests.small_disks import fill, small_file_system
 from trainvitals.identity import new_run_id
 from trainvitals.io.private import private_base
@@ -45,7 +46,7 @@ def lab(tmp_path):
 
 def train(lab: Lab, **environ: str) -> subprocess.CompletedProcess[str]:
     """Train for some steps in one process."""
-    return subprocess.run(
+    return TRAINING.run(
         [sys.executable, "-c", PROGRAM],
         env=lab.environ(**environ),
         cwd=lab.folder,

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.hanging import HANGS_AT, STEPS
 from tests.e2e.lab import until
+from tests.forked import TRAINING
 from trainvitals.detect.hang import HangConfig
 from trainvitals.views import DecisionsQuestion, RunsQuestion
 from vitals_agent.agent import Agent, AgentConfig
@@ -48,7 +49,7 @@ class Job:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("VITALS_")}
         self._log = (folder / "log").open("wb")
         told = {"folder": str(folder), "how": how, "on_hang": on_hang}
-        self.process = subprocess.Popen(
+        self.process = TRAINING.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
                 *("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"),

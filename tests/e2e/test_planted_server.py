@@ -26,6 +26,7 @@ from tests.collector.rows import RUN, Writer
 from tests.e2e.lab import free_port, until
 from tests.e2e.planted import NOBODY, Planted, planted
 from tests.examples import one_in
+from tests.forked import COMMANDS
 from trainvitals.cli.main import main
 from trainvitals.client import Client
 from trainvitals.errors import (
@@ -64,7 +65,7 @@ class Real:
         address.unlink(missing_ok=True)
         listen = ("--data", str(self.data), "--listen", f"127.0.0.1:{self.port}", *options)
         with (self.folder / "collector.log").open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = COMMANDS.Popen(
                 [sys.executable, "-m", "vitals_collector", "collector", *listen], stderr=log
             )
         until(lambda: address.exists() or self._process.poll() is not None, "it answers")

@@ -235,7 +235,7 @@ def test_run_gives_128_and_the_number_of_the_signal_that_killed_the_command(lab)
 
 
 def test_ctrl_c_ends_a_training_and_all_around_it(lab):
-    training = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    training = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     script = ("-m", "trainer_hooks.demo.train", "--steps", "100000", "--mode", "guard")
     run = lab.start_vitals("run", *home(lab), "--", sys.executable, *training, *script)
     lab.runs = lab.folder / "home" / "runs"

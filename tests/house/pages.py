@@ -4,11 +4,12 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.forked import COMMANDS, TRAINING
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -62,7 +63,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 def execute(command: list[str], folder: Path) -> str:
     """Run it in the folder; return what it printed. It must end well."""
-    done = subprocess.run(
+    forks = COMMANDS if command[1] == "-m" else TRAINING
+    done = forks.run(
         command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
@@ -86,7 +88,7 @@ for words in json.load(sys.stdin):
 
 def ask_all(commands: Sequence[list[str]], folder: Path) -> list[str]:
     """Run commands of ``vitals``, one after the other in one process; return what each printed."""
-    done = subprocess.run(
+    done = COMMANDS.run(
         [sys.executable, "-c", _ASK_ALL],
         cwd=folder,
         env=environment(folder),

@@ -218,6 +218,7 @@ class TestBaseInstall:
             check=False,
         )
 
+    @pytest.mark.slow
     def test_it_trains_with_an_agent_and_reads_the_run_offline(self, installed, tmp_path):
         (tmp_path / "first.py").write_text(TRAINING)
         done = self.run(installed, tmp_path, "first.py")

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import TRAINING
 from tests.integrations.declared import FRAMEWORKS, Framework
 from tests.trainer_hooks.measures.journal import Journal
 
@@ -60,7 +60,7 @@ def launch(name: str, folder: Path) -> tuple[int, str]:
     """Run a framework's trainings on two ranks; return the exit code and what they printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(WORLD), "-m", "tests.integrations.rank", name, str(folder)]
-    done = subprocess.run(
+    done = TRAINING.run(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
         capture_output=True,

@@ -3,13 +3,13 @@
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.forked import TRAINING
 from tests.integrations.conftest import GLOO_ABORT
 from tests.integrations.declared import FRAMEWORKS
 
@@ -76,7 +76,7 @@ def on_two_ranks(folder, program):
         "HF_HUB_OFFLINE": "1",
     }
     for attempt in range(3):
-        done = subprocess.run(
+        done = TRAINING.run(
             command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240
         )
         if done.returncode == 0 or GLOO_ABORT not in done.stderr or attempt == 2:

@@ -34,7 +34,7 @@ def start_ranks(main, *args, ranks):
     They are forks of one process that has imported torch, and nothing else: most of what a rank
     would do at its start.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    _context()
     return mp.start_processes(
         _rank,
         args=(dict(os.environ), main, args),
@@ -42,6 +42,20 @@ def start_ranks(main, *args, ranks):
         join=False,
         start_method="forkserver",
     )
+
+
+def start_rank(rank, main, *args):
+    """Start ``main(rank, *args)`` on one rank; return its process."""
+    environ = dict(os.environ)
+    process = _context().Process(target=_rank, args=(rank, environ, main, args))
+    process.start()
+    return process
+
+
+def _context():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _rank(rank, environ, main, args):

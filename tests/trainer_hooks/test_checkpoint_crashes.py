@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import TRAINING
 from tests.small_disks import small_file_system
 from tests.trainer_hooks.faulty_disk import FaultyDisk, Killed, healthy, relaunch, save, states
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
@@ -221,7 +222,7 @@ def test_a_saving_process_killed_at_random_moments_loses_no_healthy_one(tmp_path
     newest = save(relaunch(path), 1, state="healthy")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for _ in range(4):
-        with subprocess.Popen(
+        with TRAINING.Popen(
             [sys.executable, "-c", SAVING, str(path)],
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
         ) as process:  # fmt: skip

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from tests.forked import TRAINING
 from tests.small_disks import small_file_system
 from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_newest
 from trainer_hooks.ranks import Ranks
@@ -271,7 +272,7 @@ run.save()
     ],
 )
 def test_a_rank_killed_while_it_saves_leaves_the_old_checkpoint(tmp_path, where):
-    done = subprocess.run(
+    done = TRAINING.run(
         [sys.executable, "-c", KILLED, str(tmp_path), where],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -358,7 +359,7 @@ def test_two_ranks_save_together_and_each_gets_its_own_part_back(tmp_path, free_
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     commands = [[sys.executable, "-c", code, str(r), str(tmp_path), str(free_port)] for r in (0, 1)]
     ranks = [
-        subprocess.Popen(c, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        TRAINING.Popen(c, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         for c in commands
     ]
     try:

@@ -15,6 +15,7 @@ import time
 
 import pytest
 
+from tests.forked import TRAINING
 from tests.trainer_hooks.torchrun import GLOO_ABORT
 
 pytestmark = pytest.mark.dist
@@ -34,7 +35,7 @@ class Training:
         self.folder.mkdir(exist_ok=True)
         (self.folder / "shm").mkdir(exist_ok=True)
         clean = {k: v for k, v in os.environ.items() if not k.startswith("VITALS_")}
-        return subprocess.Popen(
+        return TRAINING.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
                 *("--nproc-per-node", str(RANKS), "--max-restarts", str(self.restarts)),

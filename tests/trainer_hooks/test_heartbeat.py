@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples import one_in
+from tests.forked import TRAINING
 from tests.trainer_hooks.test_monitor import Loop, own_place
 from trainer_hooks.lifecycle import heartbeat
 from trainvitals.errors import FormatError, UsageError
@@ -156,7 +156,7 @@ def test_the_thread_never_keeps_a_process_from_its_end(tmp_path: Path, end: str)
         "T._beat_once = lambda self: time.sleep(1000)\n"
     )
     begin = time.monotonic()
-    done = subprocess.run(
+    done = TRAINING.run(
         [sys.executable, "-c", stuck.join(["import time\n", STUCK.format(end)])],
         env=environ,
         capture_output=True,

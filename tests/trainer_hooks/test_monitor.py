@@ -4,7 +4,6 @@ import copy
 import gzip
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import trainer_hooks
+from tests.forked import TRAINING
 from tests.trainer_hooks.torchrun import Trained, reader_of, wait_for_agents
 from trainvitals.errors import CheckpointError, ConfigError, TrainingHalted, UsageError
 from trainvitals.io.mailbox import Mailbox, sign_command
@@ -474,7 +474,7 @@ with loop.monitor as monitor:
 
 def test_the_run_directory_alone_answers_afterwards(tmp_path):
     environ = {**os.environ, "VITALS_AGENT": "auto"}
-    subprocess.run([sys.executable, "-c", ALONE], env=environ, check=True, timeout=120)
+    TRAINING.run([sys.executable, "-c", ALONE], env=environ, check=True, timeout=120)
     wait_for_agents(tmp_path / "runs")
     with reader_of(Trained(0, "", {}, tmp_path / "runs")) as reader:
         (run,) = reader.ask(RunsQuestion())
@@ -543,7 +543,7 @@ with loop.monitor as monitor:
 
 def test_what_the_last_step_s_numbers_say_is_in_the_ledger(tmp_path):
     environ = {**os.environ, "VITALS_AGENT": "auto"}
-    subprocess.run([sys.executable, "-c", LAST_STEP_BAD], env=environ, check=True, timeout=120)
+    TRAINING.run([sys.executable, "-c", LAST_STEP_BAD], env=environ, check=True, timeout=120)
     run, decisions = _decisions(tmp_path)
     assert run.state == "finished"
     assert [(d.action, d.step) for d in decisions] == [("skip_step", 29)]
@@ -560,7 +560,7 @@ with loop.monitor as monitor:
     {ending}
 """
     environ = {**os.environ, "VITALS_AGENT": "auto"}
-    subprocess.run([sys.executable, "-c", script], env=environ, stderr=-3, timeout=120)
+    TRAINING.run([sys.executable, "-c", script], env=environ, stderr=-3, timeout=120)
     run, _ = _decisions(tmp_path)
     assert run.state == state
 

@@ -8,12 +8,12 @@ last test starts a real ipykernel, where jupyter_client is installed.
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
+from tests.forked import COMMANDS, TRAINING
 from tests.house.pages import ROOT, VITALS
 
 SETUP = """
@@ -54,7 +54,7 @@ def environment(folder, agent="off"):
 def states(folder):
     """Return the state of each run, by its name."""
     command = [*VITALS, "runs", str(folder / "runs"), "--format", "csv"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    done = COMMANDS.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     head, *rows = (line.split(",") for line in done.stdout.splitlines())
     name, state = head.index("name"), head.index("state")
     return {row[name]: row[state] for row in rows}
@@ -108,7 +108,7 @@ m.close()
 def session(tmp_path_factory):
     """Run all cells in one process; return what it printed, and the state of each run."""
     folder = tmp_path_factory.mktemp("notebook")
-    done = subprocess.run(
+    done = TRAINING.run(
         [sys.executable, "-c", KERNEL],
         input=json.dumps([SETUP, *CELLS]),
         env=environment(folder),
@@ -119,7 +119,7 @@ def session(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     command = [*VITALS, "agent", "--dir", str(folder / "runs"), "--once"]
-    subprocess.run(command, env=environment(folder), cwd=ROOT, check=True, capture_output=True)
+    COMMANDS.run(command, env=environment(folder), cwd=ROOT, check=True, capture_output=True)
     return done.stdout + done.stderr, states(folder)
 
 
@@ -152,7 +152,7 @@ class TestCells:
 
 def test_a_program_that_watches_twice_is_refused_all_the_same(tmp_path):
     twice = "a = trainvitals.watch(model, optimizer); b = trainvitals.watch(model, optimizer)"
-    done = subprocess.run(
+    done = TRAINING.run(
         [sys.executable, "-c", f"{SETUP}\n{twice}"],
         env=environment(tmp_path),
         capture_output=True,

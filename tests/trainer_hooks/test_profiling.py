@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainer_hooks.step.profiling as profiling
+from tests.forked import TRAINING
 from tests.trainer_hooks.ranks_profile import RANKS, SLOW, main
 from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.test_monitor import Loop, _send, own_place, until  # noqa: F401
@@ -63,7 +63,7 @@ print("whole")
 @pytest.mark.parametrize("how", ["theirs began later", "theirs runs already"])
 def test_a_profiler_of_the_loop_s_own_is_left_whole(how):
     """Two at a time end the process with a crash in torch 2.13: it is tried in another one."""
-    done = subprocess.run(
+    done = TRAINING.run(
         [sys.executable, "-c", NESTED, how],
         capture_output=True,
         text=True,

@@ -1,6 +1,5 @@
 """The learning rates of all parameter groups stand in each step's row, and are shown."""
 
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ from torch import nn
 
 import trainer_hooks
 from tests.examples import one_in
+from tests.forked import COMMANDS
 from tests.house.pages import ROOT
 from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
@@ -75,5 +75,5 @@ def vitals(folder, command, *arguments):
     else:
         arguments = (runs, *arguments)
     words = [sys.executable, "-m", "trainvitals", command, *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    done = COMMANDS.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
     return " ".join(done.stdout.split())

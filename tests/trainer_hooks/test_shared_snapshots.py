@@ -8,10 +8,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tests.trainer_hooks.ranks_sharing_snapshots import STEPS, four, killed, two
-from tests.trainer_hooks.spawned import spawned
+from tests.trainer_hooks.spawned import spawned, start_rank
 from tests.trainer_hooks.test_snapshots import SIDES
 from tests.trainer_hooks.training import Training
 from trainer_hooks.ranks import Ranks
@@ -128,10 +127,7 @@ def test_the_copy_outlives_the_rank_that_made_it(tmp_path):
         "VITALS_AGENT": "off", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     with mock.patch.dict(os.environ, environ):
-        context = mp.get_context("spawn")
-        ranks = [context.Process(target=killed, args=(r, str(tmp_path))) for r in range(2)]
-        for rank in ranks:
-            rank.start()
+        ranks = [start_rank(r, killed, str(tmp_path)) for r in range(2)]
     ranks[0].join(120)
     assert -9 == ranks[0].exitcode
     (tmp_path / "dead").touch()

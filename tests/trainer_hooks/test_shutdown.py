@@ -2,12 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 
 from tests.examples import one_in
+from tests.forked import TRAINING
 from trainvitals.io.journal import JournalReader, discover
 from trainvitals.io.private import private_base
 from trainvitals.records import RunEnded, decode_events
@@ -35,7 +35,7 @@ def run(tmp_path, script, **keywords):
         "VITALS_AGENT": "off",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
+    done = TRAINING.run(
         [sys.executable, "-c", START + script],
         env=environ,
         capture_output=True,

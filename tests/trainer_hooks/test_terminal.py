@@ -2,13 +2,13 @@
 
 import logging
 import os
-import subprocess
 import sys
 from typing import ClassVar
 
 import pytest
 import torch
 
+from tests.forked import TRAINING
 from trainer_hooks import watch
 from trainer_hooks.lifecycle import terminal
 from trainer_hooks.lifecycle.terminal import Terminal
@@ -278,7 +278,7 @@ def test_the_lines_are_seen_without_any_logging_and_once_with_it(tmp_path):
         "VITALS_AGENT": "off",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    done = subprocess.run(
+    done = TRAINING.run(
         [sys.executable, "-c", SCRIPT],
         env={**os.environ, **environ},
         cwd=tmp_path,

@@ -3,7 +3,6 @@
 import copy
 import math
 import os
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import trainvitals
+from tests.forked import COMMANDS, TRAINING
 from tests.trainer_hooks import ranks_taking_turns
 from tests.trainer_hooks.gan import BATCHES, NAN, Gan
 from tests.trainer_hooks.spawned import spawned
@@ -69,7 +69,7 @@ watched(Gan(bad={40}), weight=16)
 
 def test_each_has_its_own_curves_and_the_first_one_s_are_the_run_s(tmp_path):
     environ = {**os.environ, "VITALS_AGENT": "auto"}
-    subprocess.run([sys.executable, "-c", ALONE], env=environ, check=True, timeout=120)
+    TRAINING.run([sys.executable, "-c", ALONE], env=environ, check=True, timeout=120)
     wait_for_agents(tmp_path / "runs")
     trained = Trained(0, "", {}, tmp_path / "runs")
     run_id = run_id_of(trained)
@@ -98,7 +98,7 @@ def test_each_has_its_own_curves_and_the_first_one_s_are_the_run_s(tmp_path):
 
     def vitals(*command):
         command = [sys.executable, "-m", "trainvitals", *command, "--dir", tmp_path / "runs"]
-        ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        ended = COMMANDS.run(command, check=True, capture_output=True, text=True, timeout=60)
         return ended.stdout + ended.stderr
 
     assert "all as recorded" in vitals("replay", run_id)

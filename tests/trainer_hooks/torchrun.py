@@ -6,13 +6,13 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forked import TRAINING
 from trainvitals.testing.faults import FaultPlan
 from vitals_collector.queries.open import open_reader
 
@@ -37,7 +37,7 @@ def train(
     steps: int = 60,
     mode: str = "guard",
     faults: FaultPlan | None = None,
-    module: str = "trainer_hooks.demo.train",
+    module: str = "tests.trainer_hooks.short_demo",
     environ: dict[str, str] | None = None,
     timeout: float = 240,
 ) -> Trained:
@@ -55,7 +55,7 @@ def _train(folder, ranks, steps, mode, faults, module, environ, timeout) -> Trai
     result = folder / "result.json"
     shared = folder / "shm"
     shared.mkdir(exist_ok=True)
-    done = subprocess.run(
+    done = TRAINING.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(ranks), "-m", module),

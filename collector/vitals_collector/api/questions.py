@@ -4,6 +4,7 @@ One route for each question. Plain functions, so that FastAPI runs them in its t
 never holds up an ingest.
 """
 
+import functools
 import re
 from collections.abc import Awaitable, Callable
 from inspect import Parameter, Signature
@@ -212,6 +213,7 @@ def _documented(text: str, body: Any) -> dict[str, Any]:
     return {"description": text, "content": {"application/json": {"schema": _refer(body)}}}
 
 
+@functools.cache
 def _refer(body: Any) -> dict[str, Any]:
     _TYPES[str(body)] = body
     (schema,), _ = msgspec.json.schema_components([body], ref_template=_REF)

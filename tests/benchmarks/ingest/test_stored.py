@@ -32,6 +32,7 @@ def test_rows_into_sqlite_are_measured_beside_core_and_orm():
     assert all(row.ours > 0 and row.theirs > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_bytes_of_a_value_are_counted_after_merging(monkeypatch):
     monkeypatch.setattr(stored, "QUICK", TINY)
     rows = list(stored.measure_bytes(quick=True))

@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_each_training_is_logged_healthy_and_with_a_fault_as_the_bench_reads_it(folder):
     logs = {log.name: log for log in read_logs(Logs(folder=folder))}
     assert ["gan_s0", "gan_rate_s0", "spikes_s0", "spikes_rate_s0"] == list(logs)
@@ -120,6 +121,7 @@ def test_the_bench_shows_each_kind_declared_and_not(monkeypatch, folder):
     assert {len(grid.columns)} == {len(row) for row in grid.rows}
 
 
+@pytest.mark.slow
 def test_the_bench_trains_by_itself():
     made = list(trained._trained(quick=True))
     assert ["ppo_s0", "ppo_rate_s0", "gan_s0", "gan_rate_s0"] == [log.name for log in made]

@@ -60,6 +60,7 @@ def test_a_post_mortem_asks_ten_questions_and_the_step_has_all_ranks(asked):
     assert "the norm was far above its limit" in " ".join(answers["why"].split())
 
 
+@pytest.mark.slow
 def test_the_bench_yields_its_rows_with_their_goals():
     rows = list(measure.measure_size(replace(TINY, num_steps=5_000, num_metrics=10, rounds=2)))
     assert [
@@ -85,6 +86,7 @@ def test_a_page_has_a_chart_of_each_of_nine_metrics(tmp_path):
     assert {2_000} == {chart.num_total for chart in page}
 
 
+@pytest.mark.slow
 def test_questions_across_ranks_have_all_of_them_merged_or_not():
     rows = list(ranks.measure_case(Case(1, 16, 2)))
     assert ["never merged", "never merged", "merged", "merged"] == [

@@ -18,6 +18,7 @@ from sqlalchemy import select
 from tests.collector.alerting import decision
 from tests.collector.rows import Writer
 from tests.e2e.lab import until
+from tests.forked import COMMANDS
 from trainvitals.identity import new_run_id
 from trainvitals.io.client import client_of, collector_on
 from vitals_collector.cluster.leases import PAGER
@@ -78,7 +79,7 @@ class RealCollector:
         options += ["--listen", listen] if listen else []
         self.log = data.with_suffix(".log")
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = COMMANDS.Popen(
                 [sys.executable, "-m", "trainvitals", "collector", *options],
                 env={
                     **clean,

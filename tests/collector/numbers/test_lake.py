@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.collector.numbers.test_numbers import losses, plain
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from tests.examples import examples
+from tests.forked import COMMANDS
 from trainvitals.errors import InsecurePathError, StorageError
 from vitals_collector.numbers import lake_engine, lake_upkeep
 from vitals_collector.numbers.interface import Span
@@ -127,7 +128,7 @@ def test_what_was_stored_is_there_once_after_a_kill_at_any_moment(
 ) -> None:
     rng, told = random.Random(3), -1
     for _ in range(num_kills):
-        with subprocess.Popen(
+        with COMMANDS.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
         ) as writer:
             assert writer.stdout is not None
@@ -321,12 +322,10 @@ for second in range(int(sys.argv[2])):
 """
 
 
-@pytest.mark.parametrize("num_commits", [60, pytest.param(300, marks=pytest.mark.slow)])
-def test_memory_stays_flat_over_commits_questions_and_merges(
-    tmp_path: Path, num_commits: int
-) -> None:
+@pytest.mark.slow
+def test_memory_stays_flat_over_commits_questions_and_merges(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", IDLE, str(tmp_path), str(num_commits)],
+        [sys.executable, "-c", IDLE, str(tmp_path), "300"],
         capture_output=True,
         text=True,
         check=True,

@@ -12,6 +12,7 @@ import pytest
 
 from tests.collector.numbers.test_numbers import plain
 from tests.collector.numbers.written import RUN, batch, identity
+from tests.forked import COMMANDS
 from trainvitals.errors import StorageError
 from trainvitals.rows import Value
 from vitals_collector.numbers import lake_thinning
@@ -233,7 +234,7 @@ while (due := lake.next_window(RUN, 1, SIZE)) is not None:
 """
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_leaves_a_row_or_its_numbers(tmp_path: Path, num_kills: int) -> None:
     lake, rng = Lake(tmp_path), random.Random(7)
     num = 12 * SIZE
@@ -241,7 +242,7 @@ def test_a_kill_at_any_moment_leaves_a_row_or_its_numbers(tmp_path: Path, num_ki
     lake.close()
     seen = []
     for _ in range(num_kills):
-        with subprocess.Popen(
+        with COMMANDS.Popen(
             [sys.executable, "-c", THINNER, str(tmp_path)], stdout=subprocess.PIPE
         ) as thinner:
             assert thinner.stdout is not None

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.collector.numbers.written import RUN, batch, identity
-from tests.examples import examples
+from tests.examples import examples, one_in
 from trainvitals.identity import new_run_id
 from trainvitals.rows import Value
 from trainvitals.views import Branch
@@ -108,7 +108,7 @@ def lake(tmp_path: Path) -> Iterator[Lake]:
 
 
 @pytest.mark.usefixtures("_short_stretches")
-@pytest.mark.parametrize("stream", ["steps", "gpu"])
+@pytest.mark.parametrize("stream", one_in(2, ["steps", "gpu"]))
 @settings(
     max_examples=examples(15),
     deadline=None,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
+from tests.forked import COMMANDS
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_sql import LakeReader
@@ -75,7 +76,7 @@ def test_another_process_reads_while_this_one_commits(lake: Lake, tmp_path: Path
         "ask = lambda: r.ask('SELECT count(*) FROM ranks').rows[0][0];"
         "print([ask() for _ in iter(lambda: time.monotonic() < end, False)])"
     )
-    with subprocess.Popen(
+    with COMMANDS.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as other:
         seq = 3

@@ -21,6 +21,7 @@ from tests.collector.numbers.test_lake import WRITER
 from tests.collector.numbers.test_numbers import losses
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from tests.collector.rows import Writer, num_stored
+from tests.forked import COMMANDS
 from trainvitals.errors import MissingDependencyError, StorageError, UsageError
 from vitals_collector.cli import sql
 from vitals_collector.ingest.ingest import ingest
@@ -186,7 +187,7 @@ def test_what_was_stored_on_s3_is_there_once_after_a_kill_at_any_moment(
     bucket, rng, told = s3.bucket(), random.Random(7), -1
     Lake(tmp_path, bucket=bucket).close()
     for _ in range(num_kills):
-        with subprocess.Popen(
+        with COMMANDS.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
         ) as writer:
             assert writer.stdout is not None

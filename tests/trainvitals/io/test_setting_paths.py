@@ -1,7 +1,6 @@
 """A relative path in a setting means the same for all who read it, wherever they run."""
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from tests.forked import COMMANDS
 from trainer_hooks.lifecycle.agent_starter import Starter
 from trainvitals.cli.supervise import Stack
 from trainvitals.errors import UsageError
@@ -132,7 +132,7 @@ def test_an_agent_started_after_a_change_of_folder_finds_the_same_collector_and_
 def test_commands_read_a_relative_folder_from_the_environment(here: Path):
     RunDir.create(here / "runs", new_run_id(2))
     code = "import sys; from trainvitals.cli.main import main; sys.exit(main())"
-    done = subprocess.run(
+    done = COMMANDS.run(
         [sys.executable, "-c", code, "runs"],
         capture_output=True,
         text=True,
