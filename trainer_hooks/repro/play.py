@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as all_modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -265,6 +264,7 @@ class _Event(NamedTuple):
     operator: str
     is_made: bool
     """Whether it was made there: what went in was finite, or had no NaN."""
+    is_view: bool
     parents: tuple[int, ...]
 
 
@@ -305,15 +305,19 @@ class Trace(TorchDispatchMode):
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
         """Look at everything within."""
-        self._names = {id(m): clean_name(name) for name, m in model.named_modules()}
-        before = all_modules.register_module_forward_pre_hook(self._enter)
-        after = all_modules.register_module_forward_hook(self._leave, always_call=True)
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            self._names[id(module)] = clean_name(name) or type(module).__name__
+            handles += [
+                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
         try:
             with self:
                 yield
         finally:
-            before.remove()
-            after.remove()
+            for handle in handles:
+                handle.remove()
             self._held.clear()
             self._last.clear()
             self._nodes.clear()
@@ -325,9 +329,10 @@ class Trace(TorchDispatchMode):
 
     # ------------------------------------------------------------------------------- modules
 
-    def _enter(self, module: nn.Module, *_: Any) -> None:
-        outer = self._modules[-1] if self._modules else ""
-        self._modules.append(self._names.get(id(module), outer) or type(module).__name__)
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # What led here is whoever's this is called by; else it would count as this module's own.
+        self._claim((args, kwargs), self._where())
+        self._modules.append(self._names[id(module)])
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._modules:
@@ -362,11 +367,11 @@ class Trace(TorchDispatchMode):
             sources = sources[1:]  # what was there is overwritten
         is_written = any(isinstance(v, float) and math.isinf(v) for v in values)
         for tensor in results:
-            self._look(name, sources, tensor, is_written)
+            self._look(func, sources, tensor, is_written)
         return result
 
     def _look(
-        self, name: str, sources: Sequence[_Source], tensor: Tensor, is_written: bool
+        self, func: Any, sources: Sequence[_Source], tensor: Tensor, is_written: bool
     ) -> None:
         is_nan, is_inf = _kinds(tensor)
         if not (is_nan or is_inf):
@@ -380,7 +385,8 @@ class Trace(TorchDispatchMode):
         self._held.append(tensor)
         parents = tuple(source.event for source in sources if source.event >= 0)
         is_made = (is_nan and not had_nan) or is_new_inf
-        self._events.append(_Event(self._where(), name.strip("_"), is_made, parents))
+        name = func.__name__.partition(".")[0].strip("_")
+        self._events.append(_Event(self._where(), name, is_made, func.is_view, parents))
 
     def _source(self, tensor: Tensor) -> _Source:
         event = self._last.get(_address(tensor), _UNKNOWN)
@@ -405,8 +411,9 @@ class Trace(TorchDispatchMode):
                 if self._events[number].is_made:
                     made.append(number)
                 waiting += self._events[number].parents
-            # What was bad before the play has no maker: then the first that it came to.
-            event = self._events[min(made or seen)]
+            # What was bad before the play has no maker: then the first that computed with it.
+            computed = [number for number in seen if not self._events[number].is_view]
+            event = self._events[min(made or computed or seen)]
             self.origin = self.origin or Origin(event.module, event.operator, "forward")
         self._claim(loss, _IN_LOSS)
         for node, module in self._nodes.items():

@@ -186,17 +186,15 @@ def _cause(case: _Case, played: Played, try_machine: Callable[[torch.device], st
     if (words := _in_precision(case)) is not None:
         return "arithmetic", words, "", rows
     if rows:
-        which = f"sample {_list(rows)} of {num_rows}" if len(rows) == 1 else (
-            f"samples {_list(rows)} of {num_rows}"
-        )  # fmt: skip
-        return "data", f"without {which} the batch is well, in every precision not.", "", rows
+        words = f"{_samples(rows)} of {num_rows} in the batch {_make(rows)} it bad in every "
+        return "data", f"{words}precision; without {_them(rows)} it is fine.", "", rows
     good = case.capsule.good
     if good is not None and not case.is_bad([good]):
-        words = "a batch of the steps before is well with the same weights; this one is not, "
-        return "data", words + "in any precision.", "", ()
-    words = "it is bad in every precision, so an operation has no finite result here"
+        words = "the batch is bad in every precision; one of an earlier step is fine with the same "
+        return "data", f"{words}weights.", "", ()
+    words = "the step is bad in every precision, so an operation has no finite result here"
     if good is not None:
-        words += ", with a batch of the steps before as well"
+        words += "; a batch of an earlier step is bad as well"
     return "arithmetic", f"{words}.", "", ()
 
 
@@ -238,18 +236,19 @@ def _of_well(
     again = case.play(case.batches)
     repeats = again == played
     if wrong := try_machine(device):
-        return "hardware", f"the step plays well, and this machine computes wrongly: {wrong}.", "", ()
-    case.details.append(f"{device} was tried with known answers: all right")
+        words = f"the step is fine when played, and this machine computes wrongly: {wrong}."
+        return "hardware", words, "", ()
+    case.details.append(f"self-test of {device}: all answers right")
     others = _differences(case.capsule, device)
     if repeats and not others and (case.weights.is_exact or _is_bit_equal(case.capsule, played)):
-        words = "with the same weights, batch and generators the step plays well, twice alike, and "
-        words += "the run saw it bad; try the node that it ran on: `vitals doctor --burn-in 60`."
+        words = "with the same weights, batch and random state the step is fine, twice bit-equal; "
+        words += "test the node that it ran on: `vitals doctor --burn-in 60`."
         return "hardware", words, "", ()
     why = [] if repeats else ["two plays differ in their bits, so it is not deterministic"]
     if not case.weights.is_exact:
         why.append(f"it was played with {case.weights.text}")
     why += others
-    return "not_reproduced", f"the step plays well here; {'; '.join(why) or 'nobody knows why'}.", "", ()
+    return "not_reproduced", f"the step is fine here; {'; '.join(why) or 'why is not known'}.", "", ()
 
 
 def _differences(capsule: Capsule, device: torch.device) -> list[str]:
@@ -290,7 +289,7 @@ def _in_precision(case: _Case) -> str | None:
         elif not played.is_bad(case.limit):
             scale = case.scene.loss_scale
             scaled = f" with a loss scale of {scale:g}" if scale != 1.0 else ""
-            return f"it is well in {name}, and not in the run's {lowest}{scaled}."
+            return f"the step is fine in {name}, and bad in the run's {lowest}{scaled}."
     return None
 
 
@@ -362,18 +361,27 @@ def _out_of_range(case: _Case, rows: Sequence[int]) -> str:
                 which = f"sample {row} of the batch"
                 if not math.isfinite(value):
                     kind = "NaN" if math.isnan(value) else "an infinity"
-                    return f"{which} holds {kind}; without it the batch is well."
+                    return f"{which} holds {kind}; without {_them(rows)} the batch is fine."
                 if len(usual) and value > _OUT_OF_RANGE * max(float(usual.max()), 1e-30):
                     return (
                         f"{which} holds {value:.3g}, and all others at most "
-                        f"{float(usual.max()):.3g}; without it the batch is well."
+                        f"{float(usual.max()):.3g}; without {_them(rows)} the batch is fine."
                     )
     return ""
 
 
-def _list(rows: Sequence[int]) -> str:
+def _samples(rows: Sequence[int]) -> str:
+    """Return them in words, counted from 0."""
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    return ", ".join(map(str, rows[:_SHOWN])) + more
+    return f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:_SHOWN]))}{more}"
+
+
+def _make(rows: Sequence[int]) -> str:
+    return "makes" if len(rows) == 1 else "make"
+
+
+def _them(rows: Sequence[int]) -> str:
+    return "it" if len(rows) == 1 else "them"
 
 
 # ------------------------------------------------------------------------------------ words

@@ -22,7 +22,8 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from trainer_hooks import CheckpointSettings, watch
 from trainvitals.errors import TrainingHalted
 
-BAD_STEP, STEPS = 23, 27
+BAD_STEP, STEPS = 25, 36
+"""A checkpoint is made right before the bad step; it counts once steps behind it were healthy."""
 ROWS, LENGTH, WIDTH, CHANNELS, WORDS = 16, 64, 32, 8, 64
 Place = Literal["block", "attention", "mlp"]
 Batch = dict[str, Tensor]
