@@ -105,10 +105,8 @@ def write(file: BinaryIO, content: Content) -> None:
     save(file, capsule=raw, **named)
 
 
-def _kept(
-    batches: Sequence[Any], arrays: _Arrays, facts: dict[str, Any]
-) -> tuple[list[Tree], int]:
-    """Return the batches' trees and bytes; none where they cannot be kept, and the facts say why."""
+def _kept(batches: Sequence[Any], arrays: _Arrays, facts: dict[str, Any]) -> tuple[list[Tree], int]:
+    """Return the batches' trees and bytes; where they cannot be kept none, and the facts say why."""
     num_bytes = sum(tensor.nbytes for tensor in tensors_in(list(batches)))
     if num_bytes > MAX_BATCH_BYTES:
         facts["why_no_batch"] = f"it has {num_bytes:,} bytes; at most {MAX_BATCH_BYTES:,} are kept"
@@ -266,7 +264,7 @@ def _rebuilt(tree: Tree, arrays: Sequence[Any]) -> Any:
     if "tuple" in tree:
         values = [_rebuilt(each, arrays) for each in tree["tuple"]]
         if "fields" in tree:
-            return namedtuple("Batch", tree["fields"])(*values)  # type: ignore[misc]  # noqa: PYI024
+            return namedtuple("Batch", tree["fields"])(*values)  # type: ignore[misc]
         return tuple(values)
     return tree["value"]
 

@@ -238,9 +238,7 @@ class _Precision(TorchFunctionMode):
         super().__init__()
         self._dtype = dtype
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lower = _LOWER[self._dtype]
 
         def widened(value: Any) -> Any:

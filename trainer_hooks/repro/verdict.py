@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-from torch import Tensor
 
 from trainer_hooks import selftest
 from trainer_hooks.repro.capsule import (
@@ -228,9 +227,7 @@ def _owner(name: str) -> str:
     return rest.rpartition(".")[0] or rest
 
 
-def _of_well(
-    case: _Case, played: Played, try_machine: Callable[[torch.device], str]
-) -> _Found:
+def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], str]) -> _Found:
     """Return what a step is that plays well and was bad in the run."""
     device = next((p.device for p in case.scene.model.parameters()), torch.device("cpu"))
     again = case.play(case.batches)
@@ -248,7 +245,12 @@ def _of_well(
     if not case.weights.is_exact:
         why.append(f"it was played with {case.weights.text}")
     why += others
-    return "not_reproduced", f"the step is fine here; {'; '.join(why) or 'why is not known'}.", "", ()
+    return (
+        "not_reproduced",
+        f"the step is fine here; {'; '.join(why) or 'why is not known'}.",
+        "",
+        (),
+    )
 
 
 def _differences(capsule: Capsule, device: torch.device) -> list[str]:
@@ -267,7 +269,11 @@ def _try_machine(device: torch.device) -> str:
     wrong = None
     for seed in range(4):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            if device.type != "cuda" or dtype is not torch.bfloat16 or torch.cuda.is_bf16_supported():
+            if (
+                device.type != "cuda"
+                or dtype is not torch.bfloat16
+                or torch.cuda.is_bf16_supported()
+            ):
                 wrong = wrong or selftest.gemm(device, dtype, seed, seconds=0.1)
         block = torch.empty(_BLOCK_WORDS, dtype=torch.int64, device=device)
         wrong = wrong or selftest.memory(block, seed)

@@ -1,4 +1,4 @@
-"""The weights that a bad step is played with: of the nearest checkpoint before it, or the user's."""
+"""The weights that a bad step is played with: the nearest checkpoint's before it, or the user's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def load(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Weights:
     names = []
     for ref in folder.loadable_refs() if directory.is_dir() else ():
         step, attempt = parse_id(ref.id)
-        on_way = attempt == capsule.attempt or (attempt < capsule.attempt and plan.holds(step, attempt))
+        on_way = attempt == capsule.attempt or (
+            attempt < capsule.attempt and plan.holds(step, attempt)
+        )
         if step <= capsule.step and on_way:
             names.append((step, attempt, ref.id))
     if not names:

@@ -82,9 +82,7 @@ class SampleFile:
             self._fd, self._size = -1, 0
 
 
-def make_room(
-    folder: Path, pattern: str, max_bytes: int, *, max_files: int | None = None
-) -> None:
+def make_room(folder: Path, pattern: str, max_bytes: int, *, max_files: int | None = None) -> None:
     """Remove the oldest files of ``pattern`` until the rest is within ``max_bytes`` and so many."""
     files = [(path.stat(), path) for path in folder.glob(pattern)]
     files.sort(key=lambda pair: (pair[0].st_mtime_ns, pair[1].name))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Attention(nn.Module):
         self.code: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, signal: Tensor) -> Tensor:
+        """Return what the head adds."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         scores = q @ k.transpose(1, 2) / WIDTH**0.5
         if self.code is not None:
@@ -84,6 +86,7 @@ class Mlp(nn.Module):
         self.code: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, signal: Tensor) -> Tensor:
+        """Return what the layers add."""
         x = F.gelu(self.up(x))
         if self.code is not None:
             x = self.code(x, signal)
@@ -100,6 +103,7 @@ class Block(nn.Module):
         self.code: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, signal: Tensor) -> Tensor:
+        """Return the activations behind both."""
         x = x + self.attention(self.norm1(x), signal)
         x = x + self.mlp(F.dropout(self.norm2(x), 0.1, self.training), signal)
         return x if self.code is None else self.code(x, signal)
@@ -115,6 +119,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, batch: Batch) -> Tensor:
+        """Return the logits of the next words."""
         x = self.words(batch["tokens"]) + self.values(batch["values"])
         for block in self.blocks:
             x = block(x, batch["signal"])
@@ -245,9 +250,29 @@ def _moment(
     return change
 
 
+def _once(name: str, value: float) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
+    """Spoil one value of a module's next output, as a fault of the machine would."""
+
+    def change(model: nn.Module, _: torch.optim.Optimizer) -> None:
+        def spoil(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            handle.remove()
+            spoilt = output.clone()
+            spoilt.view(-1)[5] = value
+            return spoilt
+
+        handle = model.get_submodule(name).register_forward_hook(spoil)
+
+    return change
+
+
 _HALF = torch.float16
-FORWARD, BACKWARD, LOSS = "NaN in a module's forward", "Inf in attention's backward", "0/0 in the loss"
+FORWARD, BACKWARD, LOSS = (
+    "NaN in a module's forward",
+    "Inf in attention's backward",
+    "0/0 in the loss",
+)
 OVERFLOW, ROW, STATE = "overflow", "poisoned sample", "corrupted weight or moment"
+TRANSIENT = "once, and nowhere in code, data or state"
 IN_LOSS = "the loss function"
 FAULTS: dict[str, Fault] = {
     "weights that sum to 0": Fault(
@@ -337,6 +362,12 @@ FAULTS: dict[str, Fault] = {
         kind=STATE, module="blocks.3.norm2", verdict="optimizer_state",
         state=_moment("blocks.3.norm2.weight", "exp_avg_sq", -1.0), lead=1,
     ),
+    "a NaN in a forward": Fault(
+        kind=TRANSIENT, module="", verdict="hardware", state=_once("blocks.1.mlp", math.nan)
+    ),
+    "an infinity in a forward": Fault(
+        kind=TRANSIENT, module="", verdict="hardware", state=_once("blocks.3.norm1", math.inf)
+    ),
 }  # fmt: skip
 
 
@@ -405,6 +436,8 @@ def train(name: str, directory: str) -> None:
                 loss = loss_of(batch)
             loss.backward()
             monitor.step(loss, max_norm=1.0)
+            if monitor.step_index > BAD_STEP:
+                time.sleep(0.05)  # or the loop is over before the checkpoint is written
 
 
 if __name__ == "__main__":
