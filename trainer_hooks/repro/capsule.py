@@ -106,8 +106,8 @@ def write(file: BinaryIO, content: Content) -> None:
 
 
 def _kept(batches: Sequence[Any], arrays: _Arrays, facts: dict[str, Any]) -> tuple[list[Tree], int]:
-    """Return the batches' trees and bytes; where they cannot be kept none, and the facts say why."""
-    num_bytes = sum(tensor.nbytes for tensor in tensors_in(list(batches)))
+    """Return the batches' trees, and bytes; none where they cannot be kept: the facts say why."""
+    num_bytes = _bytes_of(list(batches))
     if num_bytes > MAX_BATCH_BYTES:
         facts["why_no_batch"] = f"it has {num_bytes:,} bytes; at most {MAX_BATCH_BYTES:,} are kept"
         return [], 0
@@ -121,7 +121,7 @@ def _kept(batches: Sequence[Any], arrays: _Arrays, facts: dict[str, Any]) -> tup
 def _part_of(batch: Any, arrays: _Arrays, room: int) -> Tree | None:
     """Return the tree of the first rows of a batch that fit; None where none do."""
     num_rows = rows_in(batch)
-    num_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
+    num_bytes = _bytes_of(batch)
     fitting = num_rows * max(0, room - 8 * _ARRAY_OVERHEAD) // max(1, num_bytes)
     if not fitting:
         return None
@@ -294,6 +294,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each)
+
+
+def _bytes_of(value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 def rows_in(batch: Any) -> int:

@@ -40,6 +40,12 @@ def find_capsules(run_dir: Path) -> list[CapsuleFile]:
     return sorted(CapsuleFile(int(m[1]), int(m[2]), int(m[3]), folder / m[0]) for m in matches)
 
 
+def is_capsule(file: str) -> bool:
+    """Return whether a file that the run's events name is a capsule."""
+    folder, _, name = file.partition("/")
+    return folder == FOLDER and _NAME.match(name) is not None
+
+
 def verdict_on(run_dir: Path, file: str) -> str:
     """Return the sentence of the verdict on a capsule; empty where there is none, or no file.
 
@@ -47,10 +53,9 @@ def verdict_on(run_dir: Path, file: str) -> str:
         run_dir: the run's.
         file: the capsule as the run's events name it; what is no name of one gives nothing.
     """
-    folder, _, name = file.partition("/")
-    if folder != FOLDER or not _NAME.match(name):
+    if not is_capsule(file):
         return ""
-    path = (run_dir / FOLDER / name).with_suffix(VERDICT)
+    path = (run_dir / file).with_suffix(VERDICT)
     try:
         raw = read_own(path, owner=Owner.whose(path.parent), max_bytes=_MAX_VERDICT_BYTES)
         return msgspec.json.decode(raw, type=_Verdict).sentence
