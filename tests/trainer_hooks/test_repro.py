@@ -449,7 +449,7 @@ ENTRIES = {
         (
             (RUN, 10, "good", "--rank", 5),
             2,
-            ["step 10 of rank 5", "steps of rank 5 with one: none"],
+            ["step 10 of rank 5", "rank 5 with one: none"],
         ),
         ((RUN, 10, "raises"), 2, ["raised ValueError: no GPU here", "returns (model, loss_of)"]),
         ((RUN, 10, "one"), 2, ["returned (Linear)", "returns (model, loss_of)"]),

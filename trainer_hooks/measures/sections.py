@@ -265,6 +265,7 @@ class ModuleHook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
+        """Call, but in a graph that is being made."""
         if not torch.compiler.is_compiling():
             self._call(*args)
 

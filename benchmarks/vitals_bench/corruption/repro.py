@@ -163,8 +163,8 @@ def measure_repro(*, quick: bool) -> Iterator[Row | Grid]:
             )
             for outcome in outcomes
         ),
-        note="Each is a training of its own, with `watch()` in its loop, and is played in a process "
-        "of its own. Which verdict is right follows from what they mean: data where another batch "
+        note="Each is a training of its own, with `watch()` in its loop, played in another "
+        "process. Which verdict is right follows from what they mean: data where another batch "
         "is fine with the same weights and this one is bad in every precision, arithmetic where "
         "more precision cures it.",
         detail={outcome.name: outcome.sentence for outcome in outcomes},
