@@ -261,7 +261,7 @@ class DataPosition:
         rank = controller.ranks.rank
         if in_row or (concerned and rank not in concerned):
             return None
-        recovery = controller.recovery
+        recovery, replicas = controller.recovery, controller.replicas
         refs = () if recovery is None else recovery.refs()
         before = sorted((r for r in refs if r.step <= step), key=lambda r: r.step)
         return {
@@ -271,6 +271,7 @@ class DataPosition:
             "reason": decision.reason if acted and decision is not None else reasons[0],
             "rule": decision.rule if acted and decision is not None else "",
             "applied": not record.skipped,
+            "replica": None if replicas is None else replicas.bad_elements(),
             "loss": reduced.losses()[rank],
             "grad_norm": record.grad_norm,
             "loss_limit": record.loss_limit,

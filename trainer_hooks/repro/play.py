@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -121,6 +122,30 @@ class Scene:
             self._put_back()
             restore_rng(around)
 
+    def differs(
+        self,
+        batches: Sequence[Any],
+        rng: Sequence[dict[str, Any] | None],
+        tensor: Tensor,
+        elements: Sequence[int],
+        one: Sequence[float],
+        other: Sequence[float],
+    ) -> str:
+        """Return the first module whose output differs between two values of some weights.
+
+        Compared bit for bit, in the order in which modules are done; empty: all are alike.
+        """
+        outputs: list[list[tuple[str, int]]] = []
+        where = torch.tensor(elements, device=tensor.device)
+        for values in (one, other):
+            with torch.no_grad():
+                tensor.put_(where, torch.tensor(values, device=tensor.device).to(tensor.dtype))
+            outputs.append([])
+            with _recorded(self.model, outputs[-1]):
+                self.play(batches, rng)
+        pairs = zip(*outputs, strict=False)
+        return next((now[0] for now, then in pairs if now != then), "")
+
     def _one(self, batch: Any, trace: Trace | None, dtype: torch.dtype | None) -> float:
         if trace is not None:
             trace.begin()
@@ -189,6 +214,32 @@ def _copied(batch: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
         batch = dict(batch)
     return tree_map(copy, batch)
+
+
+@contextmanager
+def _recorded(model: nn.Module, outputs: list[tuple[str, int]]) -> Iterator[None]:
+    """Note each module's name as it is done, and the checksum of what it returned."""
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            crc = 0
+            for tensor in tree_flatten(output)[0]:
+                if isinstance(tensor, Tensor):
+                    plain = tensor.detach().cpu().contiguous().view(-1)
+                    crc = zlib.crc32(plain.view(torch.uint8).numpy().tobytes(), crc)
+            outputs.append((name, crc))
+
+        return note
+
+    modules = list(model.named_modules())
+    handles = [
+        m.register_forward_hook(hook_of(clean_name(n) or type(m).__name__)) for n, m in modules
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _kind(value: object) -> str:

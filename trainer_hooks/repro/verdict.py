@@ -200,6 +200,8 @@ def _cause(case: _Case, played: Played, try_machine: Callable[[torch.device], st
 def _of_state(case: _Case) -> _Found | None:
     """Return what is wrong with weights or optimizer state, of the run or as they were loaded."""
     facts = case.capsule.facts
+    if facts.get("replica") is not None:
+        return _of_replica(case, facts["replica"])
     bad = list(facts["state"]["bad"]) if not facts["applied"] else []
     where = "in the run's own state after the step, which changed nothing"
     if not bad and (bad := case.weights.bad):
@@ -217,6 +219,24 @@ def _of_state(case: _Case) -> _Found | None:
             words = f"{name} held {largest:.3g} in the run; {usual:.3g} in {case.weights.text}."
             return "optimizer_state", words, _owner(name), ()
     return None
+
+
+def _of_replica(case: _Case, replica: dict[str, Any]) -> _Found:
+    """Return what differed from a replica, and the first module whose output does for that."""
+    name, first = replica["tensor"], replica["elements"][0]
+    kind, _, rest = name.partition(".")
+    live = dict(case.scene.model.named_parameters()).get(rest) if kind == "model" else None
+    module = ""
+    if live is not None and max(replica["elements"]) < live.numel():
+        values = replica["own"], replica["replica"]
+        module = case.scene.differs(
+            case.batches, case.capsule.rng, live, replica["elements"], *values
+        )
+    own, other = replica["own"][0], replica["replica"][0]
+    words = f"{name} was not as on a replica: element {first} was {own:.6g} here, {other:.6g} there"
+    if module:
+        words += f"; the first module whose output differs for that is `{module}`"
+    return "optimizer_state", f"{words}.", module or _owner(name), ()
 
 
 def _owner(name: str) -> str:
