@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import trainer_hooks
 from tests.trainer_hooks import bad_steps
 from tests.trainer_hooks.bad_steps import BAD, ROWS, train
 from trainer_hooks.data import files
@@ -25,7 +26,7 @@ from trainer_hooks.recovery.rng import capture_now, restore_rng
 from trainer_hooks.repro import capsule as capsules
 from trainer_hooks.repro import verdict as verdicts
 from trainer_hooks.repro.capsule import Content, read, rows_in, take_rows, write
-from trainer_hooks.repro.play import Scene, Trace
+from trainer_hooks.repro.play import Limits, Scene, Trace
 from trainer_hooks.repro.weights import load
 from trainvitals.cli import main
 from trainvitals.errors import FormatError, InsecurePathError, TrainingHalted
@@ -295,6 +296,20 @@ def test_a_machine_that_computes_wrongly_is_to_blame(run_dir):
     assert "gemm float32, seed 0" in said.sentence
 
 
+def test_hardware_is_not_blamed_for_what_another_rank_may_have_made(tmp_path, run_dir):
+    train(spoil=None, before=_infinite_gradient, checkpoints=tmp_path / "checkpoints")
+    (file,) = find_capsules(run_dir)
+    kept_step = read(file)
+    kept_step.facts["world_size"] = 2
+    model, loss_of = bad_steps.build()
+    weights = load(kept_step, RunDir.open(run_dir), model)
+    said = verdicts.judge(
+        kept_step, model, loss_of, weights, kept_step.batches, try_machine=lambda device: ""
+    )
+    assert ("not_reproduced", True) == (said.verdict, said.is_bit_equal)
+    assert "play theirs with --rank" in said.sentence
+
+
 def test_a_batch_that_was_not_kept_comes_from_the_loader_by_its_samples(
     run_dir, capsys, monkeypatch
 ):
@@ -324,9 +339,9 @@ def test_precision_is_to_blame_where_more_of_it_cures_the_step():
 
     scene = Scene(model=linear, loss_of=loss_of)
     batch = torch.full((2, 4), 2.0)
-    assert scene.play([batch]).is_bad(None)
+    assert scene.play([batch]).is_bad(Limits())
     precise = scene.play([batch], dtype=torch.float32)
-    assert ("", False) == (precise.error, precise.is_bad(None))
+    assert ("", False) == (precise.error, precise.is_bad(Limits()))
     assert (torch.float32, None) == (linear.weight.dtype, linear.weight.grad)
 
 
@@ -342,6 +357,44 @@ def test_a_play_leaves_weights_buffers_and_generators_as_they_were():
         assert not first.error
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
     assert torch.equal(rng, torch.get_rng_state())
+
+
+def test_a_finite_step_is_bad_above_the_limits_that_it_was_judged_by():
+    model = nn.Linear(2, 1)
+    played = Scene(model=model, loss_of=lambda batch: model(batch).square().mean()).play(
+        [torch.full((4, 2), 100.0)]
+    )
+    assert (False, True) == (played.is_bad(Limits()), played.is_bad(Limits(loss=1e-6)))
+    assert played.is_bad(Limits(grad_norm=1e-6))
+    assert not played.is_bad(Limits(loss=1e9, grad_norm=1e9))
+
+
+def test_a_spike_that_was_withheld_is_played_against_its_limit(run_dir, capsys, monkeypatch):
+    monkeypatch.setattr(bad_steps, "BAD", 60)
+    monkeypatch.setattr(bad_steps, "STEPS", 64)
+    monitor = train(spoil=(3, 4e9), steps=64)
+    assert {} == monitor.swallowed_errors
+    assert [60] == [file.step for file in find_capsules(run_dir)]
+    said = played(capsys, 60)
+    assert ("data", [3], "") == (said["verdict"], said["rows"], said["module"])
+    assert "sample 3 of the batch holds 4e+09" in said["sentence"]
+
+
+@pytest.mark.parametrize("place", ["module", "function"])
+def test_the_hook_is_nothing_in_a_compiled_graph(run_dir, place):
+    model, loss_of = bad_steps.build()
+    step = loss_of
+    if place == "module":
+        model.compile(backend="eager", fullgraph=True)
+    else:
+        step = torch.compile(loss_of, backend="eager", fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with trainer_hooks.watch(model, optimizer) as monitor:
+        for batch in monitor.batches(DataLoader(bad_steps.dataset(), ROWS), keep_batches=True):
+            loss = step(batch)
+            loss.backward()
+            monitor.step(loss, max_norm=1.0)
+    assert {} == monitor.swallowed_errors
 
 
 # ---------------------------------------------------------------------------------- the origin

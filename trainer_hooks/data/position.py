@@ -275,6 +275,7 @@ class DataPosition:
             "loss": reduced.losses()[rank],
             "grad_norm": record.grad_norm,
             "loss_limit": record.loss_limit,
+            "grad_norm_limit": record.grad_norm_limit,
             "checkpoints": [{"id": r.id, "step": r.step, "where": r.where} for r in before[-4:]],
             "checkpoint_dir": "" if recovery is None else str(recovery.settings.directory),
             **surroundings.facts(),

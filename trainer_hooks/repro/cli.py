@@ -84,7 +84,6 @@ def repro(
     capsule = read(file)
     built = _built(entry)
     batches = capsule.batches or _loaded(capsule, built.loader)
-    built.model.train()
     weights = load(capsule, run_dir, built.model)
     try:
         verdict = judge(capsule, built.model, built.loss_of, weights, batches)

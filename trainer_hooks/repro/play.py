@@ -31,6 +31,13 @@ _TO_LOWER = frozenset({"half", "bfloat16", "float"})
 _IN_LOSS = "the loss function"
 
 
+class Limits(NamedTuple):
+    """Above what a finite step is bad; None: nothing finite is."""
+
+    loss: float | None = None
+    grad_norm: float | None = None
+
+
 class Played(NamedTuple):
     """What came out of a play."""
 
@@ -38,6 +45,7 @@ class Played(NamedTuple):
     """Of each micro-batch."""
     bad_gradients: tuple[str, ...] = ()
     """Parameters whose gradient is not finite."""
+    grad_norm: float = 0.0
     error: str = ""
     """Why it could not be played."""
 
@@ -46,12 +54,14 @@ class Played(NamedTuple):
         """The mean over the micro-batches."""
         return math.fsum(self.losses) / len(self.losses) if self.losses else math.nan
 
-    def is_bad(self, limit: float | None) -> bool:
-        """Return whether something is not finite, or the loss above ``limit``."""
+    def is_bad(self, limits: Limits) -> bool:
+        """Return whether something is not finite, or above its limit."""
         if self.error:
             return False
-        is_finite = math.isfinite(sum(self.losses)) and not self.bad_gradients
-        return not is_finite or (limit is not None and self.loss > limit)
+        if self.bad_gradients or not math.isfinite(sum(self.losses)):
+            return True
+        pairs = (self.loss, limits.loss), (self.grad_norm, limits.grad_norm)
+        return any(limit is not None and value > limit for value, limit in pairs)
 
 
 class Origin(NamedTuple):
@@ -114,7 +124,8 @@ class Scene:
                     if number < len(rng) and (state := rng[number]) is not None:
                         restore_rng(state)
                     losses.append(self._one(_copied(batch, dtype), trace, dtype))
-                return Played(tuple(losses), tuple(self._bad_gradients()))
+                bad = tuple(self._bad_gradients())
+                return Played(tuple(losses), bad, self._grad_norm(dtype))
         except Exception as error:  # noqa: BLE001 - the user's code, of which anything can come
             text = str(error).partition("\n")[0]
             return Played(error=f"{type(error).__name__}: {text}"[:300])
@@ -164,6 +175,11 @@ class Scene:
         for name, param in self.model.named_parameters():
             if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
                 yield clean_name(name)
+
+    def _grad_norm(self, dtype: torch.dtype | None) -> float:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norms = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in gradients]
+        return math.hypot(*norms) / (self.loss_scale if dtype is None else 1.0)
 
     @torch.no_grad()
     def _put_back(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from trainer_hooks.repro.capsule import (
     tensors_in,
     versions,
 )
-from trainer_hooks.repro.play import LossOf, Origin, Played, Scene, Trace
+from trainer_hooks.repro.play import Limits, LossOf, Origin, Played, Scene, Trace
 from trainer_hooks.repro.weights import Weights
 from trainvitals.io.capsules import VERDICT
 from trainvitals.io.private import replace_file
@@ -59,7 +60,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     direction: str = ""
     """``forward`` or ``backward``; empty where no operator is to blame."""
     rows: tuple[int, ...] = ()
-    """Samples of the batch without which it is well."""
+    """Samples of the batch without which it is fine."""
     loss: float | None = None
     """What the run saw; None where it was not finite or unknown."""
     played_loss: float | None = None
@@ -82,17 +83,22 @@ class _Case:
     num_plays: int = 0
 
     @property
-    def limit(self) -> float | None:
-        """Above which a loss is bad, where it was a finite one that was."""
-        loss, limit = self.capsule.loss, self.capsule.facts.get("loss_limit")
-        return limit if limit is not None and math.isfinite(loss) and loss > limit else None
+    def limits(self) -> Limits:
+        """What made the step bad, where that was finite. A norm is compared where it was ours."""
+        facts = self.capsule.facts
+        loss, limit = self.capsule.loss, facts.get("loss_limit")
+        has_loss = limit is not None and math.isfinite(loss) and loss > limit
+        norm, most = facts.get("grad_norm"), facts.get("grad_norm_limit")
+        is_own = facts["world_size"] == 1 and len(self.batches) == 1
+        has_norm = is_own and norm is not None and most is not None and most < norm < math.inf
+        return Limits(limit if has_loss else None, most if has_norm else None)
 
     def play(self, batches: Sequence[Any], *, dtype: torch.dtype | None = None) -> Played:
         self.num_plays += 1
         return self.scene.play(batches, self.capsule.rng, dtype=dtype)
 
     def is_bad(self, batches: Sequence[Any]) -> bool:
-        return self.play(batches).is_bad(self.limit)
+        return self.play(batches).is_bad(self.limits)
 
 
 def judge(
@@ -125,15 +131,31 @@ def judge(
         loss_scale=capsule.facts.get("loss_scale") or 1.0,
     )
     case = _Case(capsule=capsule, scene=scene, weights=weights, batches=batches)
-    threads = capsule.facts["versions"].get("threads", "")
-    if threads.isdigit():
-        torch.set_num_threads(int(threads))  # another number adds up in another order
-    played = case.play(batches)
+    with _as_in_run(capsule.facts["versions"]):
+        return _judged(case, try_machine or _try_machine)
+
+
+@contextmanager
+def _as_in_run(there: dict[str, str]) -> Iterator[None]:
+    """Add up in the run's order and precision: by its threads and its choice for float32."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        if there.get("threads", "").isdigit():
+            torch.set_num_threads(int(there["threads"]))
+        torch.set_float32_matmul_precision(there.get("float32_matmul", precision))
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+
+
+def _judged(case: _Case, try_machine: Callable[[torch.device], str]) -> Verdict:
+    capsule, weights = case.capsule, case.weights
+    played = case.play(case.batches)
     if played.error:
         raise PlayError(played.error)
-    is_bad = played.is_bad(case.limit)
-    origin = _trace(case) if is_bad else None
-    cause, why, module, rows = _cause(case, played, try_machine or _try_machine)
+    origin = _trace(case) if played.is_bad(case.limits) else None
+    cause, why, module, rows = _cause(case, played, try_machine)
     if module:
         origin = None
     return Verdict(
@@ -177,7 +199,7 @@ def _cause(case: _Case, played: Played, try_machine: Callable[[torch.device], st
     """Return why the step was bad: evidence in the state first, which spoils whatever is played."""
     if (state := _of_state(case)) is not None:
         return state
-    if not played.is_bad(case.limit):
+    if not played.is_bad(case.limits):
         return _of_well(case, played, try_machine)
     rows, num_rows = _bad_rows(case)
     if rows and (words := _out_of_range(case, rows)):
@@ -256,21 +278,19 @@ def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], 
         words = f"the step is fine when played, and this machine computes wrongly: {wrong}."
         return "hardware", words, "", ()
     case.details.append(f"self-test of {device}: all answers right")
-    others = _differences(case.capsule, device)
-    if repeats and not others and (case.weights.is_exact or _is_bit_equal(case.capsule, played)):
-        words = "with the same weights, batch and random state the step is fine, twice bit-equal; "
-        words += "test the node that it ran on: `vitals doctor --burn-in 60`."
-        return "hardware", words, "", ()
     why = [] if repeats else ["two plays differ in their bits, so it is not deterministic"]
-    if not case.weights.is_exact:
+    equal = _is_bit_equal(case.capsule, played)
+    if equal is False or (equal is None and not case.weights.is_exact):
         why.append(f"it was played with {case.weights.text}")
-    why += others
-    return (
-        "not_reproduced",
-        f"the step is fine here; {'; '.join(why) or 'why is not known'}.",
-        "",
-        (),
-    )
+    if equal is not None and case.capsule.facts["world_size"] > 1:
+        # Its own loss was finite: what was bad may have come with the reduction.
+        why.append("another rank may have made it bad: play theirs with --rank")
+    why += _differences(case.capsule, device)
+    if why:
+        return "not_reproduced", f"the step is fine here; {'; '.join(why)}.", "", ()
+    words = "with the same weights, batch and random state the step is fine, twice bit-equal; "
+    words += "test the node that it ran on: `vitals doctor --burn-in 60`."
+    return "hardware", words, "", ()
 
 
 def _differences(capsule: Capsule, device: torch.device) -> list[str]:
@@ -286,15 +306,12 @@ def _differences(capsule: Capsule, device: torch.device) -> list[str]:
 
 def _try_machine(device: torch.device) -> str:
     """Return the first wrong answer of the burn-in's kernels; empty where there is none."""
-    wrong = None
+    wrong, dtypes = None, [torch.float32, torch.float64]
+    if device.type != "cuda" or torch.cuda.is_bf16_supported():
+        dtypes.append(torch.bfloat16)
     for seed in range(4):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            if (
-                device.type != "cuda"
-                or dtype is not torch.bfloat16
-                or torch.cuda.is_bf16_supported()
-            ):
-                wrong = wrong or selftest.gemm(device, dtype, seed, seconds=0.1)
+        for dtype in dtypes:
+            wrong = wrong or selftest.gemm(device, dtype, seed, seconds=0.1)
         block = torch.empty(_BLOCK_WORDS, dtype=torch.int64, device=device)
         wrong = wrong or selftest.memory(block, seed)
     return "" if wrong is None else str(wrong)
@@ -304,7 +321,7 @@ def _try_machine(device: torch.device) -> str:
 
 
 def _in_precision(case: _Case) -> str | None:
-    """Return in words that it is well in more precision; None where it is not, or unknown."""
+    """Return in words that it is fine in more precision; None where it is not, or unknown."""
     lowest = _lowest(case)
     tried = (torch.float32, torch.float64) if lowest != "float32" else (torch.float64,)
     for dtype in tried if lowest != "float64" else ():
@@ -312,7 +329,7 @@ def _in_precision(case: _Case) -> str | None:
         played = case.play(case.batches, dtype=dtype)
         if played.error:
             case.details.append(f"could not be played in {name}: {played.error}")
-        elif not played.is_bad(case.limit):
+        elif not played.is_bad(case.limits):
             scale = case.scene.loss_scale
             scaled = f" with a loss scale of {scale:g}" if scale != 1.0 else ""
             return f"the step is fine in {name}, and bad in the run's {lowest}{scaled}."
@@ -334,7 +351,7 @@ def _lowest(case: _Case) -> str:
 
 
 def _bad_rows(case: _Case) -> tuple[tuple[int, ...], int]:
-    """Return the samples that alone are bad, if the batch is well without them; and their number.
+    """Return the samples that alone are bad, if the batch is fine without them; and their number.
 
     Of several micro-batches, in the first that is bad alone.
     """
