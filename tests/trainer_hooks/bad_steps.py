@@ -50,7 +50,7 @@ def dataset(spoil=None):
     return [{"x": sample} for sample in x]
 
 
-def train(*, spoil=(3, -1.0), before=None, checkpoints=None, steps=STEPS, mode="guard", **batches):
+def train(*, spoil=(3, -1.0), before=None, checkpoints=None, steps=STEPS, max_norm=1.0, **batches):
     """Train with one spoilt sample; return the closed monitor.
 
     Args:
@@ -58,7 +58,7 @@ def train(*, spoil=(3, -1.0), before=None, checkpoints=None, steps=STEPS, mode="
         before: called before each forward with model, optimizer and step.
         checkpoints: folder for them; None makes none.
         steps: of the loop.
-        mode: of ``watch``.
+        max_norm: to which gradients are clipped.
         batches: further arguments of ``monitor.batches``.
     """
     model, loss_of = build()
@@ -69,14 +69,14 @@ def train(*, spoil=(3, -1.0), before=None, checkpoints=None, steps=STEPS, mode="
             directory=checkpoints, healthy_after=3, snapshot_every=5, save_every=5
         )
     loader = DataLoader(dataset(spoil), ROWS)
-    monitor = trainer_hooks.watch(model, optimizer, mode=mode, checkpoints=settings)
+    monitor = trainer_hooks.watch(model, optimizer, mode="guard", checkpoints=settings)
     with monitor:
         for batch in monitor.batches(loader, **{"keep_batches": True} | batches):
             if before is not None:
                 before(model, optimizer, monitor.step_index)
             loss = loss_of(batch)
             loss.backward()
-            monitor.step(loss, max_norm=1.0)
+            monitor.step(loss, max_norm=max_norm)
             if checkpoints is not None and monitor.step_index > BAD:
                 time.sleep(0.03)  # for the disk: the loop is over at once
             if monitor.step_index >= steps:

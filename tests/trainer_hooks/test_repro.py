@@ -236,7 +236,7 @@ def test_a_poisoned_sample_is_named_with_its_module_and_the_verdict_is_kept(run_
     path = file.path.with_name(file.path.stem + ".verdict.json")
     assert 0o600 == stat.S_IMODE(path.stat().st_mode)
     assert said["sentence"] == verdict_on(run_dir, f"capsules/{file.path.name}")
-    assert said["sentence"].startswith("Data: sample 3 of 8 in the batch makes it bad in every ")
+    assert said["sentence"].startswith("Data: sample 3 of 8 makes the batch bad in every precision")
 
 
 def test_a_step_whose_weights_were_saved_comes_out_bit_equal_dropout_included(tmp_path, capsys):
@@ -372,7 +372,7 @@ def test_a_finite_step_is_bad_above_the_limits_that_it_was_judged_by():
 def test_a_spike_that_was_withheld_is_played_against_its_limit(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(bad_steps, "BAD", 60)
     monkeypatch.setattr(bad_steps, "STEPS", 64)
-    monitor = train(spoil=(3, 4e9), steps=64)
+    monitor = train(spoil=(3, 4e9), steps=64, max_norm=None)  # no clip: the first is withheld
     assert {} == monitor.swallowed_errors
     assert [60] == [file.step for file in find_capsules(run_dir)]
     said = played(capsys, 60)

@@ -264,7 +264,7 @@ def _rebuilt(tree: Tree, arrays: Sequence[Any]) -> Any:
     if "tuple" in tree:
         values = [_rebuilt(each, arrays) for each in tree["tuple"]]
         if "fields" in tree:
-            return namedtuple("Batch", tree["fields"])(*values)  # type: ignore[misc]
+            return namedtuple("Batch", tree["fields"])(*values)
         return tuple(values)
     return tree["value"]
 

@@ -354,7 +354,7 @@ class Trace(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.origin: Origin | None = None
         self._modules: list[str] = []
         self._names: dict[int, str] = {}

@@ -204,11 +204,11 @@ def _cause(case: _Case, played: Played, try_machine: Callable[[torch.device], st
     rows, num_rows = _bad_rows(case)
     if rows and (words := _out_of_range(case, rows)):
         return "data", words, "", rows
-    if (words := _in_precision(case)) is not None:
-        return "arithmetic", words, "", rows
+    if cured := _in_precision(case):
+        return "arithmetic", cured, "", rows
     if rows:
-        words = f"{_samples(rows)} of {num_rows} in the batch {_make(rows)} it bad in every "
-        return "data", f"{words}precision; without {_them(rows)} it is fine.", "", rows
+        words = f"{_samples(rows)} of {num_rows} {_make(rows)} the batch bad in every precision; "
+        return "data", f"{words}without {_them(rows)} the batch is fine.", "", rows
     good = case.capsule.good
     if good is not None and not case.is_bad([good]):
         words = "the batch is bad in every precision; one of an earlier step is fine with the same "
@@ -320,8 +320,8 @@ def _try_machine(device: torch.device) -> str:
 # -------------------------------------------------------------------------------- precision
 
 
-def _in_precision(case: _Case) -> str | None:
-    """Return in words that it is fine in more precision; None where it is not, or unknown."""
+def _in_precision(case: _Case) -> str:
+    """Return in words that it is fine in more precision; empty where it is not, or unknown."""
     lowest = _lowest(case)
     tried = (torch.float32, torch.float64) if lowest != "float32" else (torch.float64,)
     for dtype in tried if lowest != "float64" else ():
@@ -333,7 +333,7 @@ def _in_precision(case: _Case) -> str | None:
             scale = case.scene.loss_scale
             scaled = f" with a loss scale of {scale:g}" if scale != 1.0 else ""
             return f"the step is fine in {name}, and bad in the run's {lowest}{scaled}."
-    return None
+    return ""
 
 
 def _lowest(case: _Case) -> str:

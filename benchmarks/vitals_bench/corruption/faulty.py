@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -74,7 +75,8 @@ class Attention(nn.Module):
         scores = q @ k.transpose(1, 2) / WIDTH**0.5
         if self.code is not None:
             scores = self.code(scores, signal * self.slope)
-        return self.out((scores + self.mask).softmax(dim=-1) @ v)
+        added: Tensor = self.out((scores + self.mask).softmax(dim=-1) @ v)
+        return added
 
 
 class Mlp(nn.Module):
@@ -90,7 +92,8 @@ class Mlp(nn.Module):
         x = F.gelu(self.up(x))
         if self.code is not None:
             x = self.code(x, signal)
-        return self.down(x)
+        down: Tensor = self.down(x)
+        return down
 
 
 class Block(nn.Module):
@@ -123,7 +126,8 @@ class Model(nn.Module):
         x = self.words(batch["tokens"]) + self.values(batch["values"])
         for block in self.blocks:
             x = block(x, batch["signal"])
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, batch: Batch) -> Tensor:
@@ -175,7 +179,9 @@ class _OwnBackward(torch.autograd.Function):
 
 
 def _own(scores: Tensor, signal: Tensor) -> Tensor:
-    return _OwnBackward.apply(scores, signal.detach())  # type: ignore[no-any-return]
+    apply: Any = _OwnBackward.apply
+    result: Tensor = apply(scores, signal.detach())
+    return result
 
 
 def _power(scores: Tensor, signal: Tensor) -> Tensor:
@@ -422,7 +428,7 @@ def train(name: str, directory: str) -> None:
     model, loss_of = _made(fault)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     saved = CheckpointSettings(
-        directory=directory + "/checkpoints", healthy_after=4, snapshot_every=5, save_every=5
+        directory=Path(directory, "checkpoints"), healthy_after=4, snapshot_every=5, save_every=5
     )
     with (
         suppress(TrainingHalted),  # a NaN in the weights: nothing is left to train
