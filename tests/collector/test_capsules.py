@@ -19,8 +19,6 @@ from vitals_collector.storage.store import Store
 FILE = f"capsules/step-{BAD:08d}-1-rank-1.npz"
 COMMAND = f"vitals repro {RUN} {BAD} --entry train.py:build"
 SENTENCE = "Data: sample 3 of 16 makes the batch bad; without it the batch is fine."
-    "Data: sample 3 of 16 in the batch makes it bad in every precision; without it it is fine."
-)
 
 
 def parts(file: str = FILE) -> list[bytes]:
