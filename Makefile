@@ -76,8 +76,9 @@ bench-hang: $(STAMP) ## real jobs that hang, or wait for a late rank: who is nam
 	$(BIN)/python -m vitals_bench hang --page docs/benchmarks.md $(ARGS)
 	$(BIN)/python -m vitals_bench straggler --page docs/benchmarks.md $(ARGS)
 
-bench-corruption: $(STAMP) ## trainings of 2 to 4 ranks in which a bit flips: seen, named, healed (ten minutes)
+bench-corruption: $(STAMP) ## trainings in which a bit flips, or a step is bad: seen, named, healed, played again (15 minutes)
 	$(BIN)/python -m vitals_bench corruption --page docs/benchmarks.md $(ARGS)
+	$(BIN)/python -m vitals_bench repro --page docs/benchmarks.md $(ARGS)
 
 bench-judgement: $(STAMP) ## small trainings, healthy and damaged, with the library in their loops: hours (ARGS="--jobs 4")
 	$(BIN)/python -m vitals_bench judgement --page docs/benchmarks.md $(ARGS)

@@ -35,6 +35,7 @@ from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager, 
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import Replicas
 from trainer_hooks.recovery.state import StateCheck, TrainingState
+from trainer_hooks.repro.capsule import Surroundings
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
@@ -351,6 +352,7 @@ def _controller(
         owns_clip=given.owns_clip,
         state_check=_state_check(given, recovery, faults),
         turn_names=tuple(turn.name for turn in device.turns),
+        surroundings=Surroundings(given.model, given.optimizers, device.scaler),
     )
 
 

@@ -110,7 +110,8 @@ class Monitor(Loop):
             sample_ids: gives the ids (numbers or words) of a batch's samples, to be kept of every
                 step in the run directory; True keeps their indices in the dataset. Without it the
                 indices are told of bad steps, where the loader's sampler knows them.
-            keep_batches: whether the batches of bad steps are kept in the run directory.
+            keep_batches: whether bad steps are kept in the run directory, batch and all, to be
+                played again by ``vitals repro``. The batch is your data: nobody else may read it.
             probe: gives the loss of a batch, the very one that the loop trains on, as one number.
                 ``step()`` calls it on batches of earlier steps, without gradients and without a
                 trace in the training, where it must be known whether the state is to blame.

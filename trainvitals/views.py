@@ -802,6 +802,9 @@ class VerdictView(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it happened before, in this run and in others."""
     next: str = ""
     """What to do."""
+    played: str = ""
+    """What `vitals repro` found as it played the bad step again; empty where nobody did, or a
+    collector answers, which does not see the run's folder."""
     commands: tuple[str, ...] = ()
     """To be copied, the next one first."""
     lost: LostWork = LostWork()

@@ -23,7 +23,7 @@ PROGRAM = "python -m vitals_bench"
 Measure = Callable[..., "Iterator[Row | Grid]"]
 Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
-APART = ("hang", "straggler", "corruption", "judgement", "sizes", "attribution")
+APART = ("hang", "straggler", "corruption", "repro", "judgement", "sizes", "attribution")
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
 
@@ -103,6 +103,7 @@ def build_app() -> typer.Typer:
     app.command("dashboard", epilog=f"Example: {PROGRAM} dashboard --quick")(bench_dashboard)
     app.command("hang", epilog=f"Example: {PROGRAM} hang --quick")(bench_hang)
     app.command("corruption", epilog=f"Example: {PROGRAM} corruption --quick")(bench_corruption)
+    app.command("repro", epilog=f"Example: {PROGRAM} repro --quick")(bench_repro)
     app.command("straggler", epilog=f"Example: {PROGRAM} straggler --quick")(bench_straggler)
     app.command("judgement", epilog=f"Example: {PROGRAM} judgement --quick")(bench_judgement)
     app.command("attribution", epilog=f"Example: {PROGRAM} attribution --quick")(bench_attribution)
@@ -132,7 +133,7 @@ def bench_all(
     """Measure what Vitals costs on this machine, beside what others cost; alone, runs every bench.
 
     Except judgement, whose trainings take hours, hang, straggler and corruption, whose ranks want
-    the machine to themselves, and sizes, which is docs/scale.md's.
+    the machine to themselves, repro, and sizes, which is docs/scale.md's.
 
     A goal that was missed is said and is no failure: the exit code is 1 only where a bench could
     not run.
@@ -251,6 +252,11 @@ def bench_corruption(
     _run(("corruption",), quick=quick, output=output, page=page)
 
 
+def bench_repro(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
+    """Train with one fault each, play the bad step by `vitals repro`, and show what it names."""
+    _run(("repro",), quick=quick, output=output, page=page)
+
+
 def bench_straggler(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
     """Let a rank of a real training be late now and then, and show who is named, and by what.
 
@@ -334,6 +340,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         sizes,
         straggler,
     )
+    from vitals_bench.corruption import repro
 
     return {
         "guard": guard.PARTS,
@@ -348,6 +355,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "dashboard": dashboard.PARTS,
         "hang": hang.PARTS,
         "corruption": corruption.PARTS,
+        "repro": {"repro": repro.measure_repro},
         "straggler": straggler.PARTS,
         "judgement": judgement.PARTS,
         "attribution": attribution.PARTS,

@@ -16,6 +16,7 @@ def facts(verdict: VerdictView) -> list[tuple[str, str]]:
         ("Cost", verdict.cost),
         ("Before", verdict.before),
         ("Next", verdict.next),
+        ("Played again", verdict.played),
     )
     return [(name, text) for name, text in pairs if text]
 

@@ -8,12 +8,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trainer_hooks
-from trainer_hooks.data.files import BadBatch, DataWriter
+from trainer_hooks.data.files import BadStep, DataWriter
 from trainer_hooks.data.loader import Batch, Position
 from trainer_hooks.data.position import MAX_IDS, MAX_STEPS, DataLedger, plain_id
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.recovery.manager import CheckpointSettings
+from trainer_hooks.repro.capsule import Content, read
 from trainvitals.errors import UsageError
+from trainvitals.io.capsules import find_capsules
 from trainvitals.io.sample_ids import FOLDER, SampleFile, StepSamples, samples_of
 from trainvitals.records import BatchNoted, DataWindowSkipped, Note
 
@@ -116,10 +118,11 @@ def test_only_the_last_steps_are_remembered_and_fewer_hold_their_batches():
     assert 2 == sum(bool(one.kept) for one in made._steps.values())
     made.judged(10, bad=True)
     assert [] == told.events
-    made.judged(199, bad=True)
+    made.judged(199, bad=True, facts={"loss": 2.0})
     (kept,) = held.put_things
-    assert kept.file == "batches/step-00000199-1-rank-3.pt" == told.events[0][2].file
-    assert torch.equal(torch.ones(3), kept.content["batches"][0])
+    assert kept.file == "capsules/step-00000199-1-rank-3.npz" == told.events[0][2].file
+    assert torch.equal(torch.ones(3), kept.content.batches[0])
+    assert (2.0, 199) == (kept.content.facts["loss"], kept.content.facts["first_batch"])
     assert 1 == sum(bool(one.kept) for one in made._steps.values())
 
 
@@ -166,16 +169,21 @@ def test_files_stay_within_their_bytes_over_starts_and_the_newest_are_kept(tmp_p
     assert kept == list(range(kept[0], 100))
 
 
-def test_bad_batches_are_private_whole_and_within_their_bytes(tmp_path):
+def bad_step(step, batch):
+    content = Content(facts={"versions": {}}, batches=[batch], rng=[None])
+    return BadStep(f"capsules/step-{step:08d}-1-rank-3.npz", content)
+
+
+def test_capsules_are_private_whole_and_within_their_bytes(tmp_path):
     made, faults = writer(tmp_path, batch_bytes=30_000)
     for step in range(8):
-        made._save(BadBatch(f"batches/step-{step}-rank-3.pt", {"x": torch.ones(2000)}))
-    made.put(BadBatch("batches/step-9-rank-3.pt", {"x": torch.ones(20_000)}))
+        made._save(bad_step(step, torch.rand(2000)))
+    made.put(bad_step(9, torch.rand(20_000)))
     made.close()
-    files = sorted((tmp_path / "batches").iterdir())
-    assert [f"step-{step}-rank-3.pt" for step in (5, 6, 7)] == [path.name for path in files]
-    assert {0o600} == {stat.S_IMODE(path.stat().st_mode) for path in files}
-    assert torch.equal(torch.ones(2000), torch.load(files[0])["x"])
+    files = find_capsules(tmp_path)
+    assert [5, 6, 7] == [file.step for file in files]
+    assert {0o600} == {stat.S_IMODE(file.path.stat().st_mode) for file in files}
+    assert [(2000,)] * 3 == [tuple(read(file).batches[0].shape) for file in files]
     assert 1 == faults.counts["data.write"]
 
 
@@ -184,7 +192,7 @@ def test_what_does_not_fit_into_the_queue_is_dropped_and_counted(tmp_path, monke
     monkeypatch.setattr(made, "_run", lambda: None)  # a disk that hangs
     taken = [made.put(line(step)) for step in range(1030)]
     assert ([True] * 1024 + [False] * 6, 6) == (taken, faults.counts["data.full"])
-    assert [made.put(BadBatch("x", {})) for _ in range(5)] == [True] * 4 + [False]
+    assert [made.put(bad_step(1, torch.ones(1))) for _ in range(5)] == [True] * 4 + [False]
 
 
 def test_a_disk_that_takes_nothing_is_counted(tmp_path):
@@ -277,8 +285,9 @@ def test_a_skipped_step_tells_the_samples_that_fed_it(tmp_path, workers):
     ((step, noted),) = run.told(BatchNoted)
     assert (2, 0, 4, 2) == (step, noted.epoch, noted.first_batch, noted.num_batches)
     assert run.fed[2] == list(noted.sample_ids)
-    kept = torch.load(next((tmp_path / "runs").glob("*/" + noted.file)))
-    assert run.fed[2] == torch.cat(kept["batches"]).int().tolist()
+    (file,) = find_capsules(next((tmp_path / "runs").glob("0*")))
+    assert noted.file == f"capsules/{file.path.name}"
+    assert run.fed[2] == torch.cat(read(file).batches).int().tolist()
     assert {} == run.monitor.swallowed_errors
 
 

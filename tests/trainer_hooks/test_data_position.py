@@ -11,7 +11,9 @@ from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.test_resume import events_of
 from trainer_hooks import CheckpointSettings
 from trainer_hooks.data.loader import Batches
+from trainer_hooks.repro.capsule import read
 from trainvitals.clock import SystemClock
+from trainvitals.io.capsules import find_capsules
 from trainvitals.records import DataWindowSkipped, Note
 
 NAN = float("nan")
@@ -57,8 +59,8 @@ def test_batches_that_are_to_be_kept_are_held_until_their_step(loop, tmp_path):
             monitor.micro(loop.forward(NAN if number == 5 else 1.0))
             if number % 2:
                 monitor.step()
-    (file,) = (tmp_path / "runs").glob("*/batches/*.pt")
-    assert [{"number": torch.tensor(4)}, {"number": torch.tensor(5)}] == torch.load(file)["batches"]
+    (file,) = find_capsules(next((tmp_path / "runs").glob("0*")))
+    assert [{"number": torch.tensor(4)}, {"number": torch.tensor(5)}] == read(file).batches
 
 
 def broken_once(loop, monitor, at):

@@ -1,4 +1,4 @@
-"""Writes samples' ids and bad batches into the run directory, beside the loop: it never waits."""
+"""Writes samples' ids and capsules into the run directory, beside the loop: it never waits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import os
 import threading
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.repro.capsule import MAX_FILES, Content, write
 from trainvitals.errors import StorageError
 from trainvitals.io.private import ensure_private_dir, open_private
 from trainvitals.io.sample_ids import SampleFile, StepSamples, make_room
@@ -19,16 +18,16 @@ SAMPLE_BYTES = 64 << 20
 BATCH_BYTES = 256 << 20
 _MOST_LINES = 1024
 _MOST_BATCHES = 4
-"""Bad batches that wait to be written: their memory is the training's."""
+"""Capsules that wait to be written: their memory is the training's."""
 _CLOSE_SECONDS = 2.0
 
 
-class BadBatch(NamedTuple):
-    """A bad step's data, to be kept for a person."""
+class BadStep(NamedTuple):
+    """What a bad step can be played again with."""
 
     file: str
     """Its name in the run directory."""
-    content: dict[str, Any]
+    content: Content
 
 
 class DataWriter:
@@ -55,15 +54,15 @@ class DataWriter:
         self._samples = SampleFile(
             run_dir, rank=rank, incarnation=incarnation, max_bytes=sample_bytes
         )
-        self._waiting: deque[StepSamples | BadBatch] = deque()
+        self._waiting: deque[StepSamples | BadStep] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
-    def put(self, what: StepSamples | BadBatch) -> bool:
+    def put(self, what: StepSamples | BadStep) -> bool:
         """Queue something to be written; False where there is no room for it."""
-        most = _MOST_BATCHES if isinstance(what, BadBatch) else _MOST_LINES
+        most = _MOST_BATCHES if isinstance(what, BadStep) else _MOST_LINES
         if self._closing or os.getpid() != self._pid:  # a forked child has no such thread
             return False
         with self._changed:
@@ -93,27 +92,28 @@ class DataWriter:
                     break
                 what = self._waiting.popleft()
             with self._faults.fail_open("data.write"):
-                if isinstance(what, BadBatch):
+                if isinstance(what, BadStep):
                     self._save(what)
                 else:
                     self._samples.append(what)
         self._samples.close()
 
-    def _save(self, bad: BadBatch) -> None:
-        """Write a batch whole or not at all; the oldest make room for it."""
+    def _save(self, bad: BadStep) -> None:
+        """Write a capsule whole or not at all; the oldest make room for it."""
         path = self._run_dir / bad.file
         ensure_private_dir(path.parent)
         unfinished = path.with_suffix(".tmp")
         try:
             with os.fdopen(open_private(unfinished, os.O_WRONLY | os.O_CREAT), "wb") as file:
                 file.truncate()
-                torch.save(bad.content, file)
+                write(file, bad.content)
             size = unfinished.stat().st_size
             if size > self._batch_bytes:
                 raise StorageError(
                     f"{bad.file} has {size} bytes; all of a rank's may have {self._batch_bytes}"
                 )
-            make_room(path.parent, f"step-*-rank-{self._rank}.pt", self._batch_bytes - size)
+            pattern = f"step-*-rank-{self._rank}.npz"
+            make_room(path.parent, pattern, self._batch_bytes - size, max_files=MAX_FILES - 1)
             unfinished.rename(path)
         finally:
             unfinished.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from trainer_hooks.data.order import (
     set_own_states,
 )
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.recovery.rng import capture_rng, restore_rng
+from trainer_hooks.recovery.rng import capture_now, capture_rng, restore_rng
 from trainer_hooks.recovery.state import Stateful
 from trainvitals.clock import Clock
 from trainvitals.policy.plan import Window
@@ -101,6 +101,8 @@ class Batch(NamedTuple):
     content: Any
     """None where nobody asks for it: whoever accumulates would hold them all."""
     num_samples: int | None
+    rng: dict[str, Any] | None = None
+    """The generators as it was handed out; None where nobody asks for them."""
 
 
 class Batches:
@@ -124,6 +126,7 @@ class Batches:
         goes_back: whether ``go_back`` will be asked for: the beginning is then kept.
         faults: counts what a loader's own ``state_dict`` raises.
         keeps_content: whether the steps' batches are asked for, and not their places alone.
+        keeps_rng: whether the generators are, as each batch is handed out.
         seen: given each batch before the loop has it, and may do to it what it likes.
         handed_out: told of each batch just before the loop has it.
     """
@@ -143,6 +146,7 @@ class Batches:
         goes_back: bool = False,
         faults: FaultCounter | None = None,
         keeps_content: bool = False,
+        keeps_rng: bool = False,
         seen: Callable[[Any], None] | None = None,
         handed_out: Callable[[Batch], None] | None = None,
     ) -> None:
@@ -155,6 +159,7 @@ class Batches:
         self._num_ranks = num_ranks
         self._faults = faults or FaultCounter()
         self._keeps_content = keeps_content
+        self._keeps_rng = keeps_rng
         self._seen = seen
         self._handed_out = handed_out
         self._total = _num_samples(loader)
@@ -316,8 +321,9 @@ class Batches:
             if self._seen is not None:
                 self._seen(batch)
             if self._handed_out is not None:
-                given = Batch(self.position, indices, content, self._size_of(index, indices))
-                self._handed_out(given)
+                rng = self._rng() if self._keeps_rng else None
+                num_samples = self._size_of(index, indices)
+                self._handed_out(Batch(self.position, indices, content, num_samples, rng))
             yield batch
             # A sampler is drawn to its end, so that the next epoch finds it as ever.
             if self._back is not None or (self._next.epoch > epoch and not seekable):
@@ -325,6 +331,11 @@ class Batches:
             self._waits()
             begin = self._clock.monotonic_ns()
         self._finish(epoch)
+
+    def _rng(self) -> dict[str, Any] | None:
+        with self._faults.fail_open("capsule.rng"):
+            return capture_now()
+        return None
 
     def _finish(self, epoch: int) -> None:
         """Go on in the next epoch, and pass over there what is left to be passed over."""

@@ -15,16 +15,18 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 
-from trainer_hooks.data.files import BadBatch, DataWriter
+from trainer_hooks.data.files import BadStep, DataWriter
 from trainer_hooks.data.loader import Batch, Batches, DataState, Fed, Position, among
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.schedules import Schedules
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Restored
+from trainer_hooks.repro.capsule import Autocast, Content, Surroundings
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.emit import Emitter
 from trainvitals.errors import UsageError
 from trainvitals.identity import new_incarnation
+from trainvitals.io.capsules import FOLDER
 from trainvitals.io.sample_ids import StepSamples
 from trainvitals.policy import Judgement
 from trainvitals.policy.plan import Window
@@ -33,6 +35,9 @@ from trainvitals.records import BatchNoted, DataWindowSkipped, Decision
 AfterRollback = Literal["move_on", "replay"]
 _MOST_WAITING = 4096
 """Batches that are remembered until a step asks what fed it: their places, not their data."""
+_ACTED = frozenset({"skip_step", "rollback", "halt"})
+_OF_STEP = frozenset({"nonfinite", "nonfinite_state", "replica_corrupted"})
+"""Findings that are kept in a capsule where nothing was decided."""
 _MOST_STEPS = 4096
 """Steps whose place in the data is remembered: an onset lies within them."""
 
@@ -96,6 +101,8 @@ class DataPosition:
         self._replays = False
         self._firsts: dict[int, tuple[Position, int]] = {}
         """The first batch of each step, and how many it took."""
+        self._last_bad = -2
+        """The newest step that a capsule is about, or follows one that it is about."""
         writer = DataWriter(
             controller.run_dir.path,
             rank=controller.ranks.rank,
@@ -170,6 +177,7 @@ class DataPosition:
             goes_back=after_rollback == "replay",
             faults=self._controller.faults,
             keeps_content=outer is None and (keep_batches or callable(sample_ids)),
+            keeps_rng=outer is None and keep_batches,
             seen=None if probe is None else self._controller.probe.keep,
             handed_out=handed_out.add,
         )
@@ -184,6 +192,11 @@ class DataPosition:
             self._firsts.clear()  # they count the batches of a loop that is over
             self._replays = after_rollback == "replay"
             self._ledger.sample_ids, self._ledger.keep_batches = sample_ids, keep_batches
+            surroundings = self._controller.surroundings
+            if keep_batches and surroundings is not None:
+                with self._controller.faults.fail_open("capsule.hooks"):
+                    surroundings.open()
+                    self._ledger.surroundings = surroundings
         return self._iterated(stream, outer)
 
     def _iterated(self, stream: Batches, outer: tuple[Batches, HandedOut] | None) -> Iterator[Any]:
@@ -220,7 +233,53 @@ class DataPosition:
         """Tell what fed a step that something was found in, or that was skipped."""
         decision = judgement.decision
         skipped = decision is not None and decision.action == "skip_step"
-        self._ledger.judged(step, bool(judgement.findings) or skipped)
+        is_bad, facts = bool(judgement.findings) or skipped, None
+        if is_bad and self._ledger.keep_batches:
+            with self._controller.faults.fail_open("capsule"):
+                facts = self._facts(step, judgement)
+        self._ledger.judged(step, is_bad, facts)
+
+    def _facts(self, step: int, judgement: Judgement) -> dict[str, Any] | None:
+        """Return what a capsule tells of a bad step; None where this rank writes none.
+
+        The first of bad steps in a row has one, by the ranks that made it bad, as far as they are
+        known. Waits for the device: the step is bad.
+        """
+        controller, decision = self._controller, judgement.decision
+        surroundings, judged = controller.surroundings, controller.judged
+        if surroundings is None or judged is None or judged[0].step != step:
+            return None
+        record, reduced = judged
+        acted = decision is not None and decision.rule != "command" and decision.action in _ACTED
+        reasons = [f.reason for f in judgement.findings if f.kind in _OF_STEP]
+        if not acted and not reasons:
+            return None
+        in_row, self._last_bad = self._last_bad in (step, step - 1), step
+        concerned = record.nonfinite_ranks or tuple(r for r in (record.replica_rank,) if r >= 0)
+        if record.withheld and not concerned:
+            concerned = (record.loss_max_rank,)
+        rank = controller.ranks.rank
+        if in_row or (concerned and rank not in concerned):
+            return None
+        recovery, replicas = controller.recovery, controller.replicas
+        refs = () if recovery is None else recovery.refs()
+        before = sorted((r for r in refs if r.step <= step), key=lambda r: r.step)
+        return {
+            "run_id": controller.run_dir.run_id,
+            "mode": controller.mode,
+            "world_size": controller.ranks.world_size,
+            "reason": decision.reason if acted and decision is not None else reasons[0],
+            "rule": decision.rule if acted and decision is not None else "",
+            "applied": not record.skipped,
+            "replica": None if replicas is None else replicas.bad_elements(),
+            "loss": reduced.losses()[rank],
+            "grad_norm": record.grad_norm,
+            "loss_limit": record.loss_limit,
+            "grad_norm_limit": record.grad_norm_limit,
+            "checkpoints": [{"id": r.id, "step": r.step, "where": r.where} for r in before[-4:]],
+            "checkpoint_dir": "" if recovery is None else str(recovery.settings.directory),
+            **surroundings.facts(),
+        }
 
     # ------------------------------------------------------------------------------- a rollback
 
@@ -293,6 +352,8 @@ class DataPosition:
     def close(self) -> None:
         """Wait, for a bounded time, for what is being written."""
         self._ledger.close()
+        if self._controller.surroundings is not None:
+            self._controller.surroundings.close()
 
 
 def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
@@ -358,7 +419,9 @@ class _Step:
     batches: list[Batch]
     ids: list[Sequence[Any] | None]
     """Of each batch; None where they are not known."""
-    kept: list[Any]
+    kept: list[Batch]
+    autocast: Autocast | None = None
+    loss_scale: torch.Tensor | None = None
 
 
 class DataLedger:
@@ -384,7 +447,10 @@ class DataLedger:
         self.sample_ids: SampleIds | bool | None = None
         """Where given, the ids of every step are kept in a file; True keeps the indices."""
         self.keep_batches = False
-        """Whether the batches of a bad step are kept in a file."""
+        """Whether a bad step is kept in a file, to be played again."""
+        self.surroundings: Surroundings | None = None
+        self._good: Any = None
+        """The first batch of the newest step that was well."""
 
     def fed(self, step: int, attempt: int, batches: Sequence[Batch]) -> None:
         """Note what fed a step; call before its update."""
@@ -392,11 +458,13 @@ class DataLedger:
             return
         with self._faults.fail_open("data.ledger"):
             ids = [self._ids(batch) for batch in batches]
-            contents = [batch.content for batch in batches if batch.content is not None]
-            kept = contents if self.keep_batches else []
-            light = [batch._replace(content=None) for batch in batches]
+            kept = [batch for batch in batches if self.keep_batches and batch.content is not None]
+            light = [batch._replace(content=None, rng=None) for batch in batches]
             self._steps.pop(step, None)  # of a branch that was left
-            self._steps[step] = _Step(step, attempt, light, ids, kept)
+            entry = self._steps[step] = _Step(step, attempt, light, ids, kept)
+            if self.surroundings is not None:
+                entry.autocast = self.surroundings.autocast
+                entry.loss_scale = self.surroundings.loss_scale()
             while len(self._steps) > MAX_STEPS:
                 self._steps.popitem(last=False)
             for old in islice(reversed(self._steps.values()), self._lag + 1, None):
@@ -429,31 +497,46 @@ class DataLedger:
             )
         )
 
-    def judged(self, step: int, bad: bool) -> None:
-        """Tell what fed the step if it was bad; its batches need not be held any longer."""
+    def judged(self, step: int, bad: bool, facts: dict[str, Any] | None = None) -> None:
+        """Tell what fed the step if it was bad; its batches need not be held any longer.
+
+        Args:
+            step: the one that was judged.
+            bad: whether anything was found in it.
+            facts: of the capsule to be written; None: none is.
+        """
         with self._faults.fail_open("data.ledger"):
             entry = self._steps.get(step)
             if entry is None:
                 return
             kept, entry.kept = entry.kept, []
             if bad:
-                self._tell(entry, kept)
+                self._tell(entry, kept, facts)
+            elif kept:
+                self._good = kept[0].content
 
-    def _tell(self, entry: _Step, kept: list[Any]) -> None:
+    def _tell(self, entry: _Step, kept: list[Batch], facts: dict[str, Any] | None) -> None:
         first, file = entry.batches[0].position, ""
         reported = [ids for ids in entry.ids if ids is not None]
         sample_ids = _as_many_as_fit(plain_id(i) for ids in reported for i in ids)
-        if kept:
-            name = f"batches/step-{entry.step:08d}-{entry.attempt}-rank-{self._rank}.pt"
-            content = {
-                "step": entry.step,
-                "attempt": entry.attempt,
+        if facts is not None:
+            name = f"{FOLDER}/step-{entry.step:08d}-{entry.attempt}-rank-{self._rank}.npz"
+            scale, autocast = entry.loss_scale, entry.autocast
+            facts |= {
                 "epoch": first.epoch,
                 "first_batch": first.batch,
                 "sample_ids": list(sample_ids),
-                "batches": kept,
+                "batch_sizes": [len(ids) for ids in reported],
+                "loss_scale": None if scale is None else scale.item(),
+                "autocast": None if autocast is None else [autocast.device, autocast.dtype],
             }
-            file = name if self._writer.put(BadBatch(name, content)) else ""
+            content = Content(
+                facts=facts,
+                batches=[batch.content for batch in kept],
+                rng=[batch.rng for batch in kept],
+                good=self._good,
+            )
+            file = name if self._writer.put(BadStep(name, content)) else ""
         event = BatchNoted(
             epoch=first.epoch,
             first_batch=first.batch,

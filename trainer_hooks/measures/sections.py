@@ -120,8 +120,8 @@ class Sections:
         self._timed: list[tuple[Any, str]] = []
         for wrapper in wrappers:
             # Before FSDP's own, which gather, and behind what registers hooks for backward.
-            pre = wrapper.register_forward_pre_hook(_Hook(self._forward), prepend=True)
-            self._handles += [pre, wrapper.register_forward_hook(_Hook(self._forwarded))]
+            pre = wrapper.register_forward_pre_hook(ModuleHook(self._forward), prepend=True)
+            self._handles += [pre, wrapper.register_forward_hook(ModuleHook(self._forwarded))]
             for group in _parameter_groups(wrapper):
                 for name in _WAITING_METHODS:
                     if callable(getattr(group, name, None)):
@@ -258,13 +258,14 @@ class _RunQueue:
             self._file = None
 
 
-class _Hook:
+class ModuleHook:
     """A hook that is nothing in a copy of the module, in a pickle, and in a compiled graph."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
+        """Call, but in a graph that is being made."""
         if not torch.compiler.is_compiling():
             self._call(*args)
 

@@ -16,7 +16,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ _CHUNK = 4096
 _MAX_CHUNKS = 8
 _MAX_BYTES = 1 << 28
 """Larger tensors are named, and not looked into."""
+_MAX_TOLD = 64
+"""Elements that a capsule tells of."""
 _MAX_RANKS = 64
 """Of more ranks than that the elements are not sent to each other."""
 
@@ -483,6 +485,24 @@ class Replicas:
             if len(pieces[rank]) == len(apart) and all(pieces[rank])
         }
         return _which(read, apart, tensor.element_size())
+
+    def bad_elements(self) -> dict[str, Any] | None:
+        """Return the first elements that differ, as this rank has them and as a replica does.
+
+        As far as it is known, one that is right: of two replicas, the other. Their values are exact
+        up to float64. None where nothing differs, or nobody looked at the elements.
+        """
+        evidence, rank = self._evidence, self._ranks.rank
+        if evidence is None or rank not in evidence.values or not self._apart:
+            return None
+        others = [other for other in evidence.values if other != rank]
+        trusted = [other for other in others if other not in evidence.vote.suspects]
+        return {
+            "tensor": evidence.key,
+            "elements": evidence.elements[:_MAX_TOLD],
+            "own": evidence.values[rank][:_MAX_TOLD],
+            "replica": evidence.values[(trusted or others)[0]][:_MAX_TOLD],
+        }
 
     # ---------------------------------------------------------------------- a rollback, a replay
 

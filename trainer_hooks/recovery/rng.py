@@ -23,6 +23,17 @@ def capture_rng() -> dict[str, Any]:
     return state
 
 
+def capture_now() -> dict[str, Any]:
+    """Return the same of the present CUDA device alone, numpy's as it gives it: for each batch."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_initialized():
+        state["cuda"] = [torch.cuda.get_rng_state()]
+    return state
+
+
 def restore_rng(state: dict[str, Any]) -> None:
     """Put every captured generator back; one that was not captured keeps its state."""
     random.setstate(_as_tuples(state["python"]))

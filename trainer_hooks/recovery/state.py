@@ -530,13 +530,13 @@ class StateCheck:
         """Return, on the device, how many tensors are not finite; None where no look is due."""
         if step % self.every or not step:
             return None
-        tensors = self._tensors()
+        tensors = self.tensors()
         device = next((t.device for t in tensors.values() if t.is_cuda), torch.device("cpu"))
         return optimizer_state.nonfinite_count(list(tensors.values()), device)
 
     def nonfinite_names(self) -> list[str]:
         """Return the names of what is not finite by now; waits for the device."""
-        return _nonfinite_in(self._tensors())
+        return _nonfinite_in(self.tensors())
 
     def _others(self) -> dict[str, Tensor]:
         """Return buffers, and parameters that no optimizer has."""
@@ -547,7 +547,8 @@ class StateCheck:
                 named[f"model.{clean_name(name)}"] = param
         return {k: optimizer_state.true_elements(t) for k, t in named.items() if _is_readable(t)}
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is looked at, by the names of ``TrainingState``."""
         others = self._others().items()
         live = {k: t for k, t in others if self._finite_at_start.get(k) == Spec.of(t)}
         for i, optimizer in enumerate(self._optimizers):

@@ -29,6 +29,7 @@ from trainer_hooks.recovery.manager import Meta, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import Difference, Replicas
 from trainer_hooks.recovery.state import StateCheck
+from trainer_hooks.repro.capsule import Surroundings
 from trainer_hooks.step.beside import paused_round
 from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
 from trainer_hooks.step.gradients import no_gradients
@@ -132,6 +133,10 @@ class StepController:
     """Id for the branch that a rollback would open."""
     first_norm: float | None = None
     """The first step's gradient norm, until somebody has looked at it."""
+    judged: tuple[StepRecord, Reduced] | None = None
+    """The newest step that was judged."""
+    surroundings: Surroundings | None = None
+    """What a bad step's capsule tells of model and optimizers."""
     stepped_twice: UsageError | None = None
     """What is wrong with who steps the schedulers, until all ranks know of it by rank 0."""
     state_check: StateCheck | None = None
@@ -376,7 +381,7 @@ class StepController:
             judgement = self._name_replicas(self.replicas, difference, record, judgement)
         if judgement.decision is not None and judgement.decision.command_number:
             judgement = judgement._replace(decision=self._with_reason(judgement.decision))
-        self.last_step = measured.step
+        self.last_step, self.judged = measured.step, (record, reduced)
         self._after_judgement(record, reduced, judgement)
         self.log.write(measured, record, reduced, derived, samples, judgement, name)
         if self.recovery is not None:

@@ -82,13 +82,13 @@ class SampleFile:
             self._fd, self._size = -1, 0
 
 
-def make_room(folder: Path, pattern: str, max_bytes: int) -> None:
-    """Remove the oldest of the files that fit ``pattern`` until they are within ``max_bytes``."""
+def make_room(folder: Path, pattern: str, max_bytes: int, *, max_files: int | None = None) -> None:
+    """Remove the oldest files of ``pattern`` until the rest is within ``max_bytes`` and so many."""
     files = [(path.stat(), path) for path in folder.glob(pattern)]
     files.sort(key=lambda pair: (pair[0].st_mtime_ns, pair[1].name))
     total = sum(status.st_size for status, _ in files)
-    for status, path in files:
-        if total <= max_bytes:
+    for left, (status, path) in zip(range(len(files), 0, -1), files, strict=True):
+        if total <= max_bytes and (max_files is None or left <= max_files):
             return
         path.unlink(missing_ok=True)
         total -= status.st_size

@@ -153,6 +153,7 @@ def verdict_rows(verdict: VerdictView) -> list[tuple[str, object]]:
         ("cost", verdict.cost),
         ("before", verdict.before),
         ("next", verdict.next),
+        ("played again", verdict.played),
     ]
     return [*rows, *(("command", command) for command in verdict.commands)]
 

@@ -1,5 +1,7 @@
 """Answers from a store that no collector watches: alerts are raised when somebody asks for them."""
 
+from pathlib import Path
+
 from trainvitals.clock import Clock
 from vitals_collector.live.engine import Engine, assemble
 from vitals_collector.queries.query import Query
@@ -16,9 +18,17 @@ class FolderQuery(Query):
     newest_alerts_by = "started_unix_ns"
     """They are updated when they are read: that says nothing about them."""
 
-    def __init__(self, store: Store, *, clock: Clock, gpu_hour_price: float = 0.0) -> None:
+    def __init__(
+        self, store: Store, *, clock: Clock, gpu_hour_price: float = 0.0, folder: Path | None = None
+    ) -> None:
         super().__init__(store, clock=clock, gpu_hour_price=gpu_hour_price)
+        self._folder = folder
         self._engine: Engine | None = None
+
+    def run_dir(self, run_id: str) -> Path | None:
+        """Return the run's folder: the one that is read, or in it."""
+        folder = self._folder
+        return folder if folder is None or folder.name == run_id else folder / run_id
 
     def raise_alerts(self) -> None:
         """Bring the store's alerts up to date with its rows."""

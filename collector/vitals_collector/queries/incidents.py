@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ from trainvitals.alerting import (
     is_answered,
     point_is_over,
 )
+from trainvitals.io.capsules import is_capsule, verdict_on
 from trainvitals.records import BatchNoted, Finding, Note, RunEnded, Severity
 from trainvitals.views import (
     AlertView,
@@ -115,7 +117,12 @@ class Records:
 
 
 def incidents(
-    moment: Moment, run: RunSummary, *, price: float = 0.0, reach: frozenset[str] | None = None
+    moment: Moment,
+    run: RunSummary,
+    *,
+    price: float = 0.0,
+    reach: frozenset[str] | None = None,
+    run_dir: Path | None = None,
 ) -> tuple[IncidentView, ...]:
     """Return what went wrong in a run, the newest first.
 
@@ -124,18 +131,24 @@ def incidents(
         run: the run.
         price: of a GPU-hour; 0 where none is set.
         reach: the runs among which one that had the same may be named; None: all.
+        run_dir: the run's folder, where it is the one that is read.
     """
-    of_run = _read(moment, run, price, reach)
+    of_run = _read(moment, run, price, reach, run_dir)
     gravest = sorted(of_run.bundles, key=lambda each: -SEVERITIES.index(of_run.severity(each)))
     detailed = {id(bundle) for bundle in gravest[:MAX_EVIDENCE]}
     return tuple(_view(of_run, each, is_whole=id(each) in detailed) for each in of_run.bundles)
 
 
 def run_verdict(
-    moment: Moment, run: RunSummary, *, price: float = 0.0, reach: frozenset[str] | None = None
+    moment: Moment,
+    run: RunSummary,
+    *,
+    price: float = 0.0,
+    reach: frozenset[str] | None = None,
+    run_dir: Path | None = None,
 ) -> RunVerdict:
     """Return the verdict on a run: on its gravest open incident, else one that was acted on."""
-    of_run = _read(moment, run, price, reach)
+    of_run = _read(moment, run, price, reach, run_dir)
     lines = tuple(
         IncidentLine(
             incident_id=bundle.name,
@@ -158,7 +171,11 @@ def run_verdict(
 
 
 def _read(
-    moment: Moment, run: RunSummary, price: float, reach: frozenset[str] | None
+    moment: Moment,
+    run: RunSummary,
+    price: float,
+    reach: frozenset[str] | None,
+    run_dir: Path | None,
 ) -> "_Incidents":
     """Return the run's incidents, the newest first."""
     records = read_records(moment.sql, run.run_id)
@@ -173,7 +190,7 @@ def _read(
     ]
     _attach_alerts(bundles, records, raised)
     bundles.sort(key=lambda bundle: (bundle.started_unix_ns, bundle.name), reverse=True)
-    return _Incidents(moment, run, records, bundles[:MAX_INCIDENTS], price, reach)
+    return _Incidents(moment, run, records, bundles[:MAX_INCIDENTS], price, reach, run_dir)
 
 
 @dataclass(slots=True)
@@ -434,6 +451,7 @@ class _Incidents:
     bundles: list[Bundle]
     price: float
     reach: frozenset[str] | None
+    run_dir: Path | None
     by_cause: dict[str, tuple[Sequence[str], int]] = field(default_factory=dict)
 
     def severity(self, bundle: Bundle) -> Severity:
@@ -473,6 +491,7 @@ class _Incidents:
         records, run_id = self.records, self.run.run_id
         decided = tuple(records.decisions[i] for i in bundle.decisions)
         lost = lost_work(self.moment, run_id, decided, self.price, is_timed=is_whole)
+        step, played = self._capsule(bundle)
         facts = VerdictFacts(
             run=self.run,
             run_dir=info_of(run_row(self.moment.sql, run_id)).run_dir,
@@ -493,8 +512,24 @@ class _Incidents:
             lost=lost,
             precursor=_precursor_of(first, bundle),
             precedent=self._precedent(bundle),
+            capsule_step=step,
+            played=played,
         )
         return verdict(facts)
+
+    def _capsule(self, bundle: Bundle) -> tuple[int, str]:
+        """Return the first step of it that can be played again, and what was found; -1: none."""
+        records = self.records
+        kept = sorted(
+            (records.data_steps[i], records.data[i].batch.file)
+            for i in bundle.data
+            if is_capsule(records.data[i].batch.file)
+        )
+        if self.run_dir is not None:
+            for step, file in kept:
+                if played := verdict_on(self.run_dir, file):
+                    return step, played
+        return (kept[0][0], "") if kept else (-1, "")
 
     def _precedent(self, bundle: Bundle) -> Precedent:
         earlier = [

@@ -87,7 +87,8 @@ def open_folder(folder: Path) -> Iterator[Opened]:
     try:
         spools = FolderIngest(store, [folder])
         spools.poll()
-        query = FolderQuery(store, clock=SystemClock(), gpu_hour_price=price_of_environment())
+        price = price_of_environment()
+        query = FolderQuery(store, clock=SystemClock(), gpu_hour_price=price, folder=folder)
         yield Opened(query, spools.poll, folder, spools.unreadable)
     finally:
         store.close()

@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -154,6 +155,10 @@ class Query:
         self.gpu_hour_price = gpu_hour_price
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
+
+    def run_dir(self, run_id: str) -> Path | None:
+        """Return the run's folder where that is what is read: a collector sees none."""
+        return None
 
     def ask(self, question: Question[A]) -> A:
         """Return the answer.
@@ -382,14 +387,26 @@ def _movers(query: Query, asked: MoversQuestion) -> tuple[MoverView, ...]:
 def _incidents(query: Query, asked: IncidentsQuestion) -> tuple[IncidentView, ...]:
     with query.read(asked.run_id) as moment:
         run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
-        return incidents(moment, run, price=query.gpu_hour_price, reach=query.reach)
+        return incidents(
+            moment,
+            run,
+            price=query.gpu_hour_price,
+            reach=query.reach,
+            run_dir=query.run_dir(asked.run_id),
+        )
 
 
 @answer_to(VerdictQuestion)
 def _verdict(query: Query, asked: VerdictQuestion) -> RunVerdict:
     with query.read(asked.run_id) as moment:
         run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
-        return run_verdict(moment, run, price=query.gpu_hour_price, reach=query.reach)
+        return run_verdict(
+            moment,
+            run,
+            price=query.gpu_hour_price,
+            reach=query.reach,
+            run_dir=query.run_dir(asked.run_id),
+        )
 
 
 @answer_to(AnnotationsQuestion)

@@ -87,11 +87,18 @@ class VerdictFacts:
     """A sentence that names what moved first; empty: nothing stood out from the run's own quiet
     steps; None: nobody looked, or could tell."""
     precedent: Precedent = field(default_factory=Precedent)
+    capsule_step: int = -1
+    """The first step of it that was kept to be played again; -1: none was."""
+    played: str = ""
+    """What was found as it was played."""
 
 
 def verdict(facts: VerdictFacts) -> VerdictView:
     """Return the verdict."""
     text, commands = _next(facts)
+    if facts.capsule_step >= 0:
+        play = f"vitals repro {facts.run.run_id} {facts.capsule_step} --entry train.py:build"
+        commands = (*commands, play)
     return VerdictView(
         incident_id=facts.incident_id,
         state=_line(state(facts)),
@@ -100,6 +107,7 @@ def verdict(facts: VerdictFacts) -> VerdictView:
         cost=_line(cost(facts.lost, facts.run.world_size)),
         before=_line(before(facts.precedent)),
         next=_line(text),
+        played=_line(facts.played),
         commands=tuple(_line(command) for command in commands),
         lost=facts.lost,
         timeline=timeline(facts),

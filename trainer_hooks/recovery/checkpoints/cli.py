@@ -18,6 +18,7 @@ from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import INDEX, IndexEntry
 from trainer_hooks.recovery.checkpoints.manifest import Manifest
+from trainer_hooks.repro.cli import register as register_repro
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.cli.resume import find_fitting
@@ -48,7 +49,7 @@ _LATER = "a running job of this run picks it up at its next start"
 
 
 def register(app: typer.Typer) -> None:
-    """Add the ``checkpoints`` commands."""
+    """Add the ``checkpoints`` commands, and ``repro``, which loads one."""
     arguments = "my-run step-00000120-1763712486000123"
     commands: Commands = {
         "list": (show, "vitals checkpoints list my-run --format json"),
@@ -61,6 +62,7 @@ def register(app: typer.Typer) -> None:
     }
     about = "Show a run's checkpoints; verify, promote or quarantine one."
     add_group(app, "checkpoints", commands, about=about, example="vitals checkpoints list my-run")
+    register_repro(app)
 
 
 # ------------------------------------------------------------------------------------- commands

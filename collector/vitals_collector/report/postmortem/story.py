@@ -182,6 +182,7 @@ def _verdict(verdict: VerdictView) -> Iterator[Block]:
         ("cost", verdict.cost),
         ("before", verdict.before),
         ("next", verdict.next),
+        ("played again", verdict.played),
     )
     yield Table(("what", "answer"), [row for row in rows if row[1]])
     if verdict.commands:

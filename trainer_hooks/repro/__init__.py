@@ -1,0 +1,1 @@
+"""A bad step kept in a file, and played again: ``vitals repro``."""

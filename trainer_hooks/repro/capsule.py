@@ -1,0 +1,441 @@
+"""What a bad step is played again with: its batches, generators, precision and facts, in one file.
+
+A capsule is an ``.npz``: arrays that numpy reads without pickle, and ``capsule``, the facts as
+JSON. Nothing in it is run when it is read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import platform
+import sys
+from collections import namedtuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_hooks.measures.sections import ModuleHook
+from trainer_hooks.recovery.state import StateCheck
+from trainer_hooks.step.gradients import Models
+from trainvitals import __version__
+from trainvitals.errors import FormatError
+from trainvitals.io.capsules import CapsuleFile
+from trainvitals.io.private import Owner, read_own
+
+MAX_BATCH_BYTES = 64 << 20
+"""Batches of a step that are larger are not kept, but for the ids of their samples."""
+MAX_FILES = 16
+"""Capsules of one rank: the oldest make room."""
+MAX_NAMES = 16
+"""Tensors that are told of a state."""
+_MAX_FILE_BYTES = 512 << 20
+_COMPRESSED_BYTES = 8 << 20
+"""Above it packing takes more of a core than its bytes are worth."""
+_ARRAY_OVERHEAD = 320
+"""Bytes that an array takes in the file besides its own."""
+_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
+_VERSION = 1
+
+Tree = dict[str, Any]
+"""A batch with its arrays taken out: plain values, and the arrays' numbers."""
+
+
+class NotPlainError(ValueError):
+    """A batch holds what cannot be kept without running code when it is read."""
+
+
+# ------------------------------------------------------------------------------------ writing
+
+
+@dataclass(kw_only=True)
+class Content:
+    """A bad step, as its rank holds it; the tensors are the loop's own."""
+
+    facts: dict[str, Any]
+    batches: Sequence[Any]
+    rng: Sequence[dict[str, Any] | None]
+    """Of each batch, as it was handed out."""
+    good: Any = None
+    """The newest batch of a step that was well: so many of its rows as there is room for."""
+
+
+class _Arrays:
+    """Arrays by number, each once."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Any] = []
+        self._numbers: dict[tuple[str, bytes], int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes + _ARRAY_OVERHEAD for array in self.arrays)
+
+    def add(self, array: Any) -> int:
+        # Generators that nobody drew from are the same for every micro-batch.
+        key = (f"{array.dtype}{array.shape}", array.tobytes() if array.nbytes < 8192 else b"")
+        if not key[1] or key not in self._numbers:
+            self._numbers[key] = len(self.arrays)
+            self.arrays.append(array)
+        return self._numbers[key]
+
+
+def write(file: BinaryIO, content: Content) -> None:
+    """Write a capsule: at most twice the bytes of its batches, but for some 16 KiB.
+
+    May wait for a device that the batches are on.
+    """
+    import numpy
+
+    arrays, facts = _Arrays(), {"version": _VERSION, **content.facts}
+    facts["batches"], num_bytes = _kept(content.batches, arrays, facts)
+    facts["rng"] = [None if state is None else _rng_tree(state, arrays) for state in content.rng]
+    room = 2 * num_bytes - arrays.num_bytes - len(json.dumps(facts)) - 2 * _ARRAY_OVERHEAD
+    if content.good is not None and facts["batches"]:
+        facts["good"] = _part_of(content.good, arrays, min(room, num_bytes // 2))
+    raw = numpy.frombuffer(json.dumps(facts).encode(), dtype=numpy.uint8)
+    named = {f"a{number}": array for number, array in enumerate(arrays.arrays)}
+    save = numpy.savez_compressed if num_bytes < _COMPRESSED_BYTES else numpy.savez
+    save(file, capsule=raw, **named)
+
+
+def _kept(batches: Sequence[Any], arrays: _Arrays, facts: dict[str, Any]) -> tuple[list[Tree], int]:
+    """Return the batches' trees, and bytes; none where they cannot be kept: the facts say why."""
+    num_bytes = _bytes_of(list(batches))
+    if num_bytes > MAX_BATCH_BYTES:
+        facts["why_no_batch"] = f"it has {num_bytes:,} bytes; at most {MAX_BATCH_BYTES:,} are kept"
+        return [], 0
+    try:
+        return [_tree(batch, arrays) for batch in batches], num_bytes
+    except NotPlainError as error:
+        facts["why_no_batch"] = str(error)
+        return [], 0
+
+
+def _part_of(batch: Any, arrays: _Arrays, room: int) -> Tree | None:
+    """Return the tree of the first rows of a batch that fit; None where none do."""
+    num_rows = rows_in(batch)
+    num_bytes = _bytes_of(batch)
+    fitting = num_rows * max(0, room - 8 * _ARRAY_OVERHEAD) // max(1, num_bytes)
+    if not fitting:
+        return None
+    try:
+        return _tree(take_rows(batch, list(range(min(num_rows, fitting)))), arrays)
+    except NotPlainError:
+        return None
+
+
+def _tree(value: Any, arrays: _Arrays) -> Tree:
+    numpy = sys.modules["numpy"]
+    if isinstance(value, Tensor):
+        plain, dtype = _host_copy(value)
+        return {"tensor": arrays.add(plain), "dtype": dtype}
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        return {"array": arrays.add(value)}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str | int) for key in value):
+            raise NotPlainError("a key of the batch is neither text nor a number")
+        return {"dict": [[key, _tree(each, arrays)] for key, each in value.items()]}
+    if isinstance(value, tuple):
+        fields = getattr(value, "_fields", None)
+        named = {} if fields is None else {"fields": list(fields)}
+        return {"tuple": [_tree(each, arrays) for each in value], **named}
+    if isinstance(value, list):
+        return {"list": [_tree(each, arrays) for each in value]}
+    if isinstance(value, bool | int | float | str) or value is None:
+        return {"value": value}
+    raise NotPlainError(f"the batch holds a {type(value).__name__}")
+
+
+def _host_copy(tensor: Tensor) -> tuple[Any, str]:
+    """Return the tensor as an array, with the bits of types that numpy has not."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise NotPlainError("the batch holds a tensor that is not dense")
+    plain = tensor.detach().cpu().contiguous()
+    dtype = str(plain.dtype).removeprefix("torch.")
+    if plain.dtype.is_floating_point and plain.element_size() < 4 and plain.dtype != torch.float16:
+        plain = plain.view(torch.int16 if plain.element_size() == 2 else torch.uint8)
+    try:
+        return plain.numpy(), dtype
+    except TypeError as error:
+        raise NotPlainError(f"the batch holds a tensor of {dtype}") from error
+
+
+def _rng_tree(state: dict[str, Any], arrays: _Arrays) -> Tree:
+    import numpy
+
+    version, words, gauss = state["python"]
+    words_number = arrays.add(numpy.array(words, dtype=numpy.uint32))
+    tree: Tree = {"python": [version, words_number, gauss]}
+    tree["torch"] = arrays.add(state["torch"].numpy())
+    if "numpy" in state:
+        kind, keys, *rest = state["numpy"]
+        tree["numpy"] = [kind, arrays.add(numpy.asarray(keys)), *rest]
+    if "cuda" in state:
+        tree["cuda"] = [arrays.add(each.cpu().numpy()) for each in state["cuda"]]
+    return tree
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capsule:
+    """A bad step as it was kept."""
+
+    path: Path
+    step: int
+    attempt: int
+    rank: int
+    facts: dict[str, Any]
+    batches: list[Any]
+    """Empty where none was kept."""
+    rng: list[dict[str, Any] | None]
+    good: Any = None
+    """Rows of a batch with which a step shortly before was well; None where there are none."""
+    sample_ids: tuple[int | str, ...] = field(default=())
+
+    @property
+    def loss(self) -> float:
+        """What the rank's own loss was; NaN where it gave none."""
+        loss = self.facts.get("loss")
+        return math.nan if loss is None else loss
+
+
+def read(file: CapsuleFile) -> Capsule:
+    """Return what a capsule holds.
+
+    Raises:
+        FormatError: it is none, is damaged, or was written by a newer Vitals.
+        InsecurePathError: others may write it.
+    """
+    import numpy
+
+    path = file.path
+    raw = read_own(path, owner=Owner.whose(path.parent), max_bytes=_MAX_FILE_BYTES)
+    try:
+        with numpy.load(io.BytesIO(raw), allow_pickle=False) as members:
+            arrays = {name: members[name] for name in members.files}
+        facts = json.loads(arrays.pop("capsule").tobytes())
+        if facts["version"] > _VERSION:
+            raise FormatError(
+                f"{path} was written by a newer Vitals ({facts['versions']['vitals']})",
+                hint="use that version, or a newer one",
+            )
+        by_number = [arrays[f"a{number}"] for number in range(len(arrays))]
+        good = facts.pop("good", None)
+        return Capsule(
+            path=path,
+            step=file.step,
+            attempt=file.attempt,
+            rank=file.rank,
+            batches=[_rebuilt(tree, by_number) for tree in facts.pop("batches")],
+            rng=[None if s is None else _rng(s, by_number) for s in facts.pop("rng")],
+            good=None if good is None else _rebuilt(good, by_number),
+            sample_ids=tuple(facts.pop("sample_ids", ())),
+            facts=facts,
+        )
+    except FormatError:
+        raise
+    except Exception as error:  # whatever zip, numpy and JSON say of bytes that are no capsule
+        raise FormatError(
+            f"{path} cannot be read: {type(error).__name__}: {error}",
+            hint="it is damaged; another rank or step may have a capsule",
+        ) from error
+
+
+def _rebuilt(tree: Tree, arrays: Sequence[Any]) -> Any:
+    if "tensor" in tree:
+        tensor = torch.from_numpy(arrays[tree["tensor"]].copy())
+        dtype = getattr(torch, tree["dtype"])
+        return tensor if tensor.dtype == dtype else tensor.view(dtype)
+    if "array" in tree:
+        return arrays[tree["array"]].copy()
+    if "dict" in tree:
+        return {key: _rebuilt(each, arrays) for key, each in tree["dict"]}
+    if "list" in tree:
+        return [_rebuilt(each, arrays) for each in tree["list"]]
+    if "tuple" in tree:
+        values = [_rebuilt(each, arrays) for each in tree["tuple"]]
+        if "fields" in tree:
+            return namedtuple("Batch", tree["fields"])(*values)
+        return tuple(values)
+    return tree["value"]
+
+
+def _rng(tree: Tree, arrays: Sequence[Any]) -> dict[str, Any]:
+    version, words, gauss = tree["python"]
+    state: dict[str, Any] = {"python": (version, tuple(arrays[words].tolist()), gauss)}
+    state["torch"] = torch.from_numpy(arrays[tree["torch"]].copy())
+    if "numpy" in tree:
+        kind, keys, *rest = tree["numpy"]
+        state["numpy"] = (kind, arrays[keys], *rest)
+    if "cuda" in tree:
+        state["cuda"] = [torch.from_numpy(arrays[number].copy()) for number in tree["cuda"]]
+    return state
+
+
+# --------------------------------------------------------------------------------- its parts
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def _bytes_of(value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
+
+
+def rows_in(batch: Any) -> int:
+    """Return how many samples a batch has, by the first dimension of most tensors; 0: unknown."""
+    sizes = [len(tensor) for tensor in tensors_in(batch) if tensor.dim()]
+    return max(set(sizes), key=sizes.count) if sizes else 0
+
+
+def take_rows(batch: Any, rows: Sequence[int]) -> Any:
+    """Return a batch of some samples: of each tensor and list that has one entry for each."""
+    count = rows_in(batch)
+
+    def take(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[list(rows)] if value.dim() and len(value) == count else value
+        if isinstance(value, Mapping):
+            return {key: take(each) for key, each in value.items()}
+        if isinstance(value, tuple):
+            parts = [take(each) for each in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if isinstance(value, list):
+            if len(value) == count and not any(isinstance(each, Tensor) for each in value):
+                return [value[row] for row in rows]
+            return [take(each) for each in value]
+        return value
+
+    return take(batch)
+
+
+# ---------------------------------------------------------------------- what is around a step
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """In which precision autocast had the model compute, when it was last called."""
+
+    device: str
+    dtype: str
+    """Empty where it was off."""
+
+    @classmethod
+    def now(cls, device: str) -> Autocast:
+        """Return what holds for this thread."""
+        if not torch.is_autocast_enabled(device):
+            return cls(device, "")
+        return cls(device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Return what the arithmetic depends on: torch, Python, CUDA, the device's name."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "vitals": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda or "",
+        "device": name,
+        "threads": str(torch.get_num_threads()),
+        "float32_matmul": torch.get_float32_matmul_precision(),
+    }
+
+
+def state_facts(state: StateCheck) -> dict[str, Any]:
+    """Return which tensors of the state are not finite, and the largest of all. Waits for a device.
+
+    A second moment below zero counts as not finite: its root is.
+    """
+    tensors = {
+        name: tensor
+        for name, tensor in state.tensors().items()
+        if tensor.is_floating_point() and tensor.numel()
+    }
+    if not tensors:
+        return {"bad": [], "largest": {}}
+    low, high = zip(*(torch.aminmax(tensor) for tensor in tensors.values()), strict=True)
+    device = next(iter(tensors.values())).device
+    both = torch.stack([each.to(device, torch.float64) for each in (*low, *high)]).tolist()
+    bad, largest = [], {}
+    for number, name in enumerate(tensors):
+        smallest, greatest = both[number], both[number + len(tensors)]
+        if not math.isfinite(smallest + greatest) or (is_second_moment(name) and smallest < 0):
+            bad.append(name)
+        else:
+            largest[name] = max(abs(smallest), abs(greatest))
+    first = sorted(largest, key=largest.__getitem__, reverse=True)[:MAX_NAMES]
+    return {"bad": bad[:MAX_NAMES], "largest": {name: largest[name] for name in first}}
+
+
+def is_second_moment(name: str) -> bool:
+    """Return whether a tensor of an optimizer holds squares."""
+    return name.startswith("optim.") and name.rpartition(".")[2] in _SQUARES
+
+
+class Surroundings:
+    """What a step is made in, of one rank: its model, optimizers and scaler, and autocast.
+
+    ``open`` before the loop, ``close`` at its end. A forward costs a call of a hook.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._model = model
+        self._optimizers = tuple(optimizers)
+        self._scaler = scaler
+        self._handles: list[Any] = []
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.autocast: Autocast | None = None
+        """As the model was last called; None where that is not known."""
+
+    def open(self) -> None:
+        """Look at each forward."""
+        models = self._model.values() if isinstance(self._model, Models) else (self._model,)
+        for model in models if not self._handles else ():
+            inner = getattr(model, "_orig_mod", model)
+            # Of a module that is compiled in its place, hooks would be part of the graph.
+            if getattr(inner, "_compiled_call_impl", None) is None:
+                hook = ModuleHook(self._called)
+                self._handles.append(model.register_forward_pre_hook(hook))
+
+    def close(self) -> None:
+        """Look no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _called(self, *_: object) -> None:
+        self.autocast = Autocast.now(self._device.type)
+
+    def loss_scale(self) -> Tensor | None:
+        """Return the scale of the step's gradients, without waiting for it; None: not scaled."""
+        scale = None if self._scaler is None else getattr(self._scaler, "_scale", None)
+        return scale.detach().clone() if isinstance(scale, Tensor) else None
+
+    def facts(self) -> dict[str, Any]:
+        """Return versions, and what the state holds by now. Waits for the device."""
+        state = state_facts(StateCheck(self._model, self._optimizers))
+        return {"versions": versions(self._device), "state": state}

@@ -1,0 +1,244 @@
+"""``vitals repro``: plays a bad step again, and says why it was bad.
+
+Only the play needs torch: without it, this still says which steps can be played.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from trainvitals.cli.output import Format, write_json
+from trainvitals.cli.resume import find_fitting
+from trainvitals.errors import MissingDependencyError, UsageError
+from trainvitals.io.capsules import CapsuleFile, find_capsules
+from trainvitals.io.rundir import RunDir
+
+if TYPE_CHECKING:
+    from trainer_hooks.repro.capsule import Capsule
+    from trainer_hooks.repro.verdict import Verdict
+
+_Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="Run id or its beginning, name, or folder (a run's, or one with runs)."
+    ),
+]
+_Dir = Annotated[
+    Path, typer.Option("--dir", envvar="VITALS_DIR", help="Folder with run directories.")
+]
+_CONTRACT = (
+    "`build()` returns (model, loss_of), where loss_of(batch) gives the loss that the loop trains "
+    "on, as for monitor.batches(probe=...)"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``repro`` command."""
+    app.command(epilog="Example: vitals repro my-run 540 --entry train.py:build")(repro)
+
+
+def repro(
+    run: _Run,
+    step: Annotated[int, typer.Argument(help="The bad step.")],
+    entry: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE:FUNCTION",
+            help="Function that returns (model, loss_of), and a loader where batches were not "
+            "kept: train.py:build, or package.module:build.",
+        ),
+    ],
+    rank: Annotated[
+        int, typer.Option(help="Whose step [default: the lowest rank that kept it].")
+    ] = -1,
+    directory: _Dir = Path("vitals_runs"),
+    form: Annotated[Format, typer.Option("--format", help="How to write the verdict.")] = (
+        Format.TABLE
+    ),
+) -> None:
+    """Play a bad step again in this process, and say why it was bad.
+
+    Needs a run that kept its bad steps: monitor.batches(loader, keep_batches=True). Loads the
+    nearest checkpoint, plays the batch with its random state and precision, and names the first
+    module and operator that is not finite. The verdict is data, arithmetic, optimizer state,
+    hardware or not reproduced; it is kept beside the capsule.
+    """
+    run_dir, file = _capsule(run, step, rank, directory)
+    try:
+        import torch  # noqa: F401 - asked for before the user's file, which imports it as well
+    except ImportError:
+        raise MissingDependencyError(
+            "playing a step needs torch", hint="pip install 'trainvitals[torch]'"
+        ) from None
+    from trainer_hooks.repro.capsule import read
+    from trainer_hooks.repro.verdict import PlayError, judge, keep
+    from trainer_hooks.repro.weights import load
+
+    capsule = read(file)
+    built = _built(entry)
+    batches = capsule.batches or _loaded(capsule, built.loader)
+    weights = load(capsule, run_dir, built.model)
+    try:
+        verdict = judge(capsule, built.model, built.loss_of, weights, batches)
+    except PlayError as error:
+        raise UsageError(
+            f"{entry}: loss_of raised {error}",
+            hint="it gets the batch as the loader gave it; " + _CONTRACT,
+        ) from None
+    kept_in = keep(verdict, file.path)
+    if form is Format.JSON:
+        write_json(verdict)
+    else:
+        typer.echo("\n".join(_lines(verdict, capsule, kept_in)))
+
+
+def _lines(verdict: Verdict, capsule: Capsule, kept_in: Path) -> list[str]:
+    lines = [f"Step {capsule.step} on rank {capsule.rank}: {capsule.facts['reason']}"]
+    lines.append(verdict.sentence)
+    lines += [f"  {detail}" for detail in verdict.details]
+    return [*lines, f"Verdict saved in {kept_in}"]
+
+
+# ------------------------------------------------------------------------------ what is played
+
+
+def _capsule(run: str, step: int, rank: int, vitals_dir: Path) -> tuple[RunDir, CapsuleFile]:
+    """Return the run and the file of the step's newest capsule.
+
+    Raises:
+        UsageError: there is none; it says which there are.
+    """
+    fitting = find_fitting(run, vitals_dir)
+    with_capsules = [(each, find_capsules(each.path)) for each in fitting]
+    with_capsules = [pair for pair in with_capsules if pair[1]]
+    if not with_capsules:
+        raise UsageError(
+            f"{fitting[-1].path} holds no capsules, so no step of it can be played",
+            hint="a run keeps its bad steps with monitor.batches(loader, keep_batches=True), on "
+            "the node that they ran on",
+        )
+    if len(with_capsules) > 1:
+        ids = ", ".join(each.run_id for each, _ in with_capsules[-3:])
+        raise UsageError(f"{len(with_capsules)} matching runs have capsules: {ids}",
+                         hint="give the id of one")  # fmt: skip
+    run_dir, capsules = with_capsules[0]
+    of_step = [each for each in capsules if each.step == step and rank in (-1, each.rank)]
+    if not of_step:
+        steps = sorted({each.step for each in capsules if rank in (-1, each.rank)})
+        of_rank = "" if rank < 0 else f" of rank {rank}"
+        raise UsageError(
+            f"step {step}{of_rank} of {run_dir.run_id} has no capsule",
+            hint=f"steps{of_rank} with one: {', '.join(map(str, steps[-16:])) or 'none'}; of bad "
+            "steps in a row the first has one",
+        )
+    newest = max(each.attempt for each in of_step)
+    return run_dir, min(each for each in of_step if each.attempt == newest)
+
+
+class _Built(NamedTuple):
+    model: Any
+    loss_of: Callable[[Any], Any]
+    loader: Any = None
+
+
+def _built(entry: str) -> _Built:
+    """Return what the user's function builds.
+
+    Raises:
+        UsageError: it cannot be imported, raises, or returns something else.
+    """
+    from torch import nn
+
+    function = _function(entry)
+    try:
+        built = function()
+    except Exception as error:
+        text = f"{entry} raised {type(error).__name__}: {error}"
+        raise UsageError(text[:500], hint=_CONTRACT) from error
+    parts = tuple(built) if isinstance(built, tuple | list) else (built,)
+    is_right = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and callable(parts[1])
+    if not is_right:
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise UsageError(f"{entry} returned ({got})", hint=_CONTRACT)
+    return _Built(*parts)
+
+
+def _function(entry: str) -> Callable[[], Any]:
+    where, _, name = entry.rpartition(":")
+    if not where or not name.isidentifier():
+        raise UsageError(
+            f"--entry is {entry!r}; it must be FILE:FUNCTION or MODULE:FUNCTION",
+            hint="--entry train.py:build",
+        )
+    try:
+        module = _file(Path(where)) if where.endswith(".py") else _module(where)
+    except UsageError:
+        raise
+    except Exception as error:
+        text = f"{where} cannot be imported: {type(error).__name__}: {error}"
+        raise UsageError(
+            text[:500],
+            hint="what trains on import belongs under `if __name__ == '__main__':`",
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"{where} has no function {name}", hint=_CONTRACT)
+    return function  # type: ignore[no-any-return]
+
+
+def _module(name: str) -> Any:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    return importlib.import_module(name)
+
+
+def _file(path: Path) -> Any:
+    if not path.is_file():
+        raise UsageError(f"{path} is no file", hint="--entry train.py:build, from where it is")
+    sys.path.insert(0, str(path.absolute().parent))  # for what it imports from beside it
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "the name ends in .py"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # as an import does: dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _loaded(capsule: Capsule, loader: Any) -> Sequence[Any]:
+    """Return the step's batches, from the loader's dataset by the ids of their samples.
+
+    Raises:
+        UsageError: there is no loader, or it does not tell.
+    """
+    from torch.utils.data import DataLoader
+
+    why = capsule.facts.get("why_no_batch", "no batch was kept")
+    if not isinstance(loader, DataLoader) or not capsule.sample_ids:
+        lacks = "nor are the indices of its samples known" if not capsule.sample_ids else (
+            "and the entry returned no DataLoader to take its samples from"
+        )  # fmt: skip
+        raise UsageError(
+            f"the capsule holds no batch ({why}), {lacks}",
+            hint="return (model, loss_of, loader) with the DataLoader of the run",
+        )
+    try:
+        samples = [loader.dataset[index] for index in capsule.sample_ids]
+    except Exception as error:
+        raise UsageError(
+            f"the loader's dataset has no such samples: {type(error).__name__}: {error}",
+            hint="the loader must be over the dataset that the run trained on",
+        ) from error
+    sizes = capsule.facts.get("batch_sizes") or [len(samples)]
+    batches, first = [], 0
+    for size in sizes:
+        batches.append(loader.collate_fn(samples[first : first + size]))
+        first += size
+    return batches

@@ -1,0 +1,516 @@
+"""Plays a bad step's batches once more, and finds where the first value came from that is bad."""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from trainer_hooks.recovery.rng import capture_rng, restore_rng
+from trainer_hooks.repro.capsule import Autocast
+from trainer_hooks.step.gradients import clean_name
+
+LossOf = Callable[[Any], Tensor]
+_LOWER = {
+    torch.float32: (torch.float16, torch.bfloat16),
+    torch.float64: (torch.float16, torch.bfloat16, torch.float32),
+}
+_TO_LOWER = frozenset({"half", "bfloat16", "float"})
+"""Methods of a tensor that choose its precision."""
+_IN_LOSS = "the loss function"
+
+
+class Limits(NamedTuple):
+    """Above what a finite step is bad; None: nothing finite is."""
+
+    loss: float | None = None
+    grad_norm: float | None = None
+
+
+class Played(NamedTuple):
+    """What came out of a play."""
+
+    losses: tuple[float, ...] = ()
+    """Of each micro-batch."""
+    bad_gradients: tuple[str, ...] = ()
+    """Parameters whose gradient is not finite."""
+    grad_norm: float = 0.0
+    error: str = ""
+    """Why it could not be played."""
+
+    @property
+    def loss(self) -> float:
+        """The mean over the micro-batches."""
+        return math.fsum(self.losses) / len(self.losses) if self.losses else math.nan
+
+    def is_bad(self, limits: Limits) -> bool:
+        """Return whether something is not finite, or above its limit."""
+        if self.error:
+            return False
+        if self.bad_gradients or not math.isfinite(sum(self.losses)):
+            return True
+        pairs = (self.loss, limits.loss), (self.grad_norm, limits.grad_norm)
+        return any(limit is not None and value > limit for value, limit in pairs)
+
+
+class Origin(NamedTuple):
+    """Where the first value came from that is not finite."""
+
+    module: str
+    """Its name in the model, or that it was in the loss function."""
+    operator: str
+    direction: str
+    """``forward`` or ``backward``."""
+
+
+@dataclass(kw_only=True)
+class Scene:
+    """A model and its loss, put back before each play: weights, buffers and generators."""
+
+    model: nn.Module
+    loss_of: LossOf
+    autocast: Autocast | None = None
+    loss_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._slots = list(_slots(self.model))
+        self._kept = [(tensor, tensor.detach().clone()) for _, _, tensor in self._slots]
+
+    def keep(self) -> None:
+        """Take the present weights for those that every play begins with."""
+        self._kept = [(tensor, tensor.detach().clone()) for tensor, _ in self._kept]
+
+    def play(
+        self,
+        batches: Sequence[Any],
+        rng: Sequence[dict[str, Any] | None] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        trace: Trace | None = None,
+    ) -> Played:
+        """Compute loss and gradients; the model is as before afterwards.
+
+        Args:
+            batches: each is given to the loss function, and its gradients are added up.
+            rng: the generators before each.
+            dtype: compute in this precision at least; None: as the code says.
+            trace: notes where things come from.
+        """
+        losses: list[float] = []
+        around = capture_rng()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(_eager())
+                if dtype is not None:
+                    stack.enter_context(self._converted(dtype))
+                    stack.enter_context(_in_precision(dtype))
+                elif self.autocast is not None and self.autocast.dtype:
+                    lower = getattr(torch, self.autocast.dtype)
+                    stack.enter_context(torch.autocast(self.autocast.device, lower))
+                if trace is not None:
+                    stack.enter_context(trace.on(self.model))
+                for number, batch in enumerate(batches):
+                    if number < len(rng) and (state := rng[number]) is not None:
+                        restore_rng(state)
+                    losses.append(self._one(_copied(batch, dtype), trace, dtype))
+                bad = tuple(self._bad_gradients())
+                return Played(tuple(losses), bad, self._grad_norm(dtype))
+        except Exception as error:  # noqa: BLE001 - the user's code, of which anything can come
+            text = str(error).partition("\n")[0]
+            return Played(error=f"{type(error).__name__}: {text}"[:300])
+        finally:
+            self._put_back()
+            restore_rng(around)
+
+    def differs(
+        self,
+        batches: Sequence[Any],
+        rng: Sequence[dict[str, Any] | None],
+        tensor: Tensor,
+        elements: Sequence[int],
+        one: Sequence[float],
+        other: Sequence[float],
+    ) -> str:
+        """Return the first module whose output differs between two values of some weights.
+
+        Compared bit for bit, in the order in which modules are done; empty: all are alike.
+        """
+        outputs: list[list[tuple[str, int]]] = []
+        where = torch.tensor(elements, device=tensor.device)
+        for values in (one, other):
+            with torch.no_grad():
+                tensor.put_(where, torch.tensor(values, device=tensor.device).to(tensor.dtype))
+            outputs.append([])
+            with _recorded(self.model, outputs[-1]):
+                self.play(batches, rng)
+        pairs = zip(*outputs, strict=False)
+        return next((now[0] for now, then in pairs if now != then), "")
+
+    def _one(self, batch: Any, trace: Trace | None, dtype: torch.dtype | None) -> float:
+        if trace is not None:
+            trace.begin()
+        loss = self.loss_of(batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(f"the loss function returned {_kind(loss)}, not a tensor of one number")
+        if trace is not None:
+            trace.forwarded(loss)
+        if loss.requires_grad:
+            scaled = loss if dtype is not None else loss * self.loss_scale
+            with torch.autocast(loss.device.type, enabled=False):
+                scaled.backward()
+        return loss.item()
+
+    def _bad_gradients(self) -> Iterator[str]:
+        for name, param in self.model.named_parameters():
+            if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
+                yield clean_name(name)
+
+    def _grad_norm(self, dtype: torch.dtype | None) -> float:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norms = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in gradients]
+        return math.hypot(*norms) / (self.loss_scale if dtype is None else 1.0)
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for tensor, kept in self._kept:
+            tensor.copy_(kept)
+        for module, name, tensor in self._slots:
+            if name in module._buffers:
+                module._buffers[name] = tensor
+        self.model.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def _converted(self, dtype: torch.dtype) -> Iterator[None]:
+        """Let the model hold what is less precise in ``dtype``, for a while."""
+        own = [(tensor, tensor.data) for _, _, tensor in self._slots]
+        self.model.zero_grad(set_to_none=True)
+        try:
+            for _, _, tensor in self._slots:
+                if tensor.dtype in _LOWER[dtype]:
+                    tensor.data = tensor.data.to(dtype)
+            yield
+        finally:
+            # A gradient is of its parameter's type: it goes first.
+            self.model.zero_grad(set_to_none=True)
+            for tensor, data in own:
+                tensor.data = data
+
+
+def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the model's parameters and buffers, each once, and where they are held."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield module, name, tensor
+
+
+def _copied(batch: Any, dtype: torch.dtype | None) -> Any:
+    """Return the batch as copies: a loss function may write into it."""
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if dtype is not None and value.dtype in _LOWER[dtype]:
+            return value.to(dtype)
+        return value.clone()
+
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        batch = dict(batch)
+    return tree_map(copy, batch)
+
+
+@contextmanager
+def _recorded(model: nn.Module, outputs: list[tuple[str, int]]) -> Iterator[None]:
+    """Note each module's name as it is done, and the checksum of what it returned."""
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            crc = 0
+            for tensor in tree_flatten(output)[0]:
+                if isinstance(tensor, Tensor):
+                    plain = tensor.detach().cpu().contiguous().view(-1)
+                    crc = zlib.crc32(plain.view(torch.uint8).numpy().tobytes(), crc)
+            outputs.append((name, crc))
+
+        return note
+
+    modules = list(model.named_modules())
+    handles = [
+        m.register_forward_hook(hook_of(clean_name(n) or type(m).__name__)) for n, m in modules
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _kind(value: object) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"a {type(value).__name__}{shape}"
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Run what is compiled as it was written: a fused kernel has no operators to name."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    if stance is None:
+        yield
+        return
+    with stance("force_eager"):
+        yield
+
+
+# ------------------------------------------------------------------------- another precision
+
+
+@contextmanager
+def _in_precision(dtype: torch.dtype) -> Iterator[None]:
+    """Have the code within compute in ``dtype`` where it asks for less; no autocast is entered."""
+    enter: Any = torch.amp.autocast_mode.autocast.__enter__
+
+    def enter_disabled(self: Any) -> Any:
+        self._enabled = False
+        return enter(self)
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with (
+            mock.patch.object(torch.amp.autocast_mode.autocast, "__enter__", enter_disabled),
+            _Precision(dtype),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+class _Precision(TorchFunctionMode):
+    """Takes one precision for every lower one that is asked for."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lower = _LOWER[self._dtype]
+
+        def widened(value: Any) -> Any:
+            return self._dtype if isinstance(value, torch.dtype) and value in lower else value
+
+        name = getattr(func, "__name__", "")
+        if name in _TO_LOWER and args and (name != "float" or self._dtype is torch.float64):
+            return args[0].to(self._dtype)
+        args = tuple(map(widened, args))
+        kwargs = {key: widened(value) for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+# --------------------------------------------------------------------------------- the origin
+
+
+class _Event(NamedTuple):
+    """A result that is not finite."""
+
+    module: str
+    operator: str
+    is_made: bool
+    """Whether it was made there: what went in was finite, or had no NaN."""
+    is_view: bool
+    parents: tuple[int, ...]
+
+
+class _Source(NamedTuple):
+    """What went into an operation."""
+
+    event: int
+    is_nan: bool
+    is_inf: bool
+
+
+_FINITE, _UNKNOWN = -1, -2
+"""In place of an event."""
+
+
+class Trace(TorchDispatchMode):
+    """Notes which operation of which module makes what is not finite, forward and backward.
+
+    Forward: every result is looked at, and the way from the loss back to the first that was made
+    not finite. An infinity that the code writes (a mask of -inf) is none of these. Backward: the
+    first node whose gradient going in is finite, and coming out is not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.origin: Origin | None = None
+        self._modules: list[str] = []
+        self._names: dict[int, str] = {}
+        self._events: list[_Event] = []
+        self._last: dict[int, int] = {}
+        """By address of the memory its newest event."""
+        self._held: list[Tensor] = []
+        """Else their addresses would come again."""
+        self._nodes: dict[Any, str] = {}
+        """Nodes of the graph, and the innermost module whose forward made them."""
+        self._is_forward = False
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        """Look at everything within."""
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            self._names[id(module)] = clean_name(name) or type(module).__name__
+            handles += [
+                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._held.clear()
+            self._last.clear()
+            self._nodes.clear()
+
+    def begin(self) -> None:
+        """Begin with a micro-batch."""
+        self._is_forward = True
+        self._modules.clear()
+
+    # ------------------------------------------------------------------------------- modules
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # What led here is whoever's this is called by; else it would count as this module's own.
+        self._claim((args, kwargs), self._where())
+        self._modules.append(self._names[id(module)])
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._modules:
+            self._claim(output, self._modules.pop())
+
+    def _claim(self, output: Any, module: str) -> None:
+        """Give the nodes that no inner module made to this one."""
+        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
+        waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        while waiting:
+            node = waiting.pop()
+            if node in self._nodes:
+                continue
+            self._nodes[node] = module
+            waiting += [each for each, _ in node.next_functions if each is not None]
+
+    # ------------------------------------------------------------------------------- forward
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._is_forward or self.origin is not None:
+            return func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        values = tree_flatten((args, kwargs or {}))[0]
+        # Before the call, which may write into them.
+        sources = [self._source(v) for v in values if isinstance(v, Tensor) and _can_be_bad(v)]
+        result = func(*args, **(kwargs or {}))
+        results = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor) and _can_be_bad(t)]
+        if name.startswith(("empty", "new_empty")):
+            self._last.update(dict.fromkeys(map(_address, results), _FINITE))
+            return result
+        if name in ("copy_", "fill_", "zero_"):
+            sources = sources[1:]  # what was there is overwritten
+        is_written = any(isinstance(v, float) and math.isinf(v) for v in values)
+        for tensor in results:
+            self._look(func, sources, tensor, is_written)
+        return result
+
+    def _look(
+        self, func: Any, sources: Sequence[_Source], tensor: Tensor, is_written: bool
+    ) -> None:
+        is_nan, is_inf = _kinds(tensor)
+        if not (is_nan or is_inf):
+            if tensor.nbytes == tensor.untyped_storage().nbytes():
+                self._last[_address(tensor)] = _FINITE
+            return
+        had_nan = any(source.is_nan for source in sources)
+        had_inf = any(source.is_inf for source in sources)
+        is_new_inf = is_inf and not is_nan and not had_inf and not is_written
+        self._last[_address(tensor)] = len(self._events)
+        self._held.append(tensor)
+        parents = tuple(source.event for source in sources if source.event >= 0)
+        is_made = (is_nan and not had_nan) or is_new_inf
+        name = func.__name__.partition(".")[0].strip("_")
+        self._events.append(_Event(self._where(), name, is_made, func.is_view, parents))
+
+    def _source(self, tensor: Tensor) -> _Source:
+        event = self._last.get(_address(tensor), _UNKNOWN)
+        if event == _FINITE:  # or memory that nobody wrote yet
+            return _Source(event, False, False)
+        return _Source(event, *_kinds(tensor))
+
+    def _where(self) -> str:
+        return self._modules[-1] if self._modules else _IN_LOSS
+
+    def forwarded(self, loss: Tensor) -> None:
+        """Settle what the forward has shown; what follows is the backward of ``loss``."""
+        self._is_forward = False
+        start = self._last.get(_address(loss), _UNKNOWN)
+        if start >= 0:
+            made, waiting, seen = [], [start], set()
+            while waiting:
+                number = waiting.pop()
+                if number in seen:
+                    continue
+                seen.add(number)
+                if self._events[number].is_made:
+                    made.append(number)
+                waiting += self._events[number].parents
+            # What was bad before the play has no maker: then the first that computed with it.
+            computed = [number for number in seen if not self._events[number].is_view]
+            event = self._events[min(made or computed or seen)]
+            self.origin = self.origin or Origin(event.module, event.operator, "forward")
+        self._claim(loss, _IN_LOSS)
+        for node, module in self._nodes.items():
+            node.register_hook(self._backward_of(node.name(), module))
+        self._nodes.clear()
+
+    # ------------------------------------------------------------------------------ backward
+
+    def _backward_of(self, node: str, module: str) -> Callable[[Any, Any], None]:
+        operator = re.sub(r"Backward\d*$", "", node)
+
+        def look(outgoing: Any, incoming: Any) -> None:
+            if self.origin is None and not _any_bad(incoming) and _any_bad(outgoing):
+                self.origin = Origin(module, operator, "backward")
+
+        return look
+
+
+def _can_be_bad(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0
+
+
+def _kinds(tensor: Tensor) -> tuple[bool, bool]:
+    """Return whether it holds a NaN, and an infinity."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return False, False
+    return bool(tensor.isnan().any()), bool(tensor.isinf().any())
+
+
+def _any_bad(gradients: Any) -> bool:
+    return any(any(_kinds(g)) for g in gradients if isinstance(g, Tensor) and _can_be_bad(g))
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
