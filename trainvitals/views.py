@@ -151,6 +151,8 @@ class RunQuestion(Question[RunDetail], frozen=True, kw_only=True):
     """Everything about one run that is not a curve."""
 
     run_id: str
+    volume: bool = True
+    """Whether to say what it takes in the store, too: about as much work as the rest."""
 
 
 class NonFiniteMark(msgspec.Struct, frozen=True, array_like=True):

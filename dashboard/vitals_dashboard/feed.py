@@ -12,21 +12,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import streamlit as st
 from msgspec import structs
-from streamlit.components.v2 import component
-from streamlit.components.v2.get_bidi_component_manager import get_bidi_component_manager
-from streamlit.components.v2.manifest_scanner import ComponentConfig, ComponentManifest
 
-from trainvitals import __version__
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard.charts import Chart, Line, Role
 from vitals_dashboard.charts.lines import Curve
 from vitals_dashboard.charts.marks import NON_FINITE, ChartMark
+from vitals_dashboard.components import registered
 from vitals_dashboard.source import Source, series_of
 from vitals_dashboard.theme import DARK, LIGHT
 
@@ -36,7 +32,6 @@ MARGIN_STEPS = 1_000
 """Behind the run's last step, which goes on while it is asked for."""
 MAX_POINTS = 60_000
 """Points a page may carry to the browser; beyond it whole charts are left out, and counted."""
-_PACKAGE, _COMPONENT = "trainvitals", "charts"
 _NO_STEPS = ("gpu.", "node.", "process.")
 
 Wire = dict[str, Any]
@@ -239,7 +234,7 @@ class Feed:
 def load_charts() -> None:
     """Let the browser load what draws charts, while the server asks for what is in them."""
     with st.container(key="charts_loaded"):
-        _registered()(key="charts_program", data="", height="content")
+        registered("chart")(key="charts_program", data="", height="content")
 
 
 def draw_charts(
@@ -381,7 +376,7 @@ def _mount(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
             zoomed(chosen["axis"], None if None in ends else ends)
 
     head = {"key": feed.key, "name": feed.name, "number": feed.number}
-    _registered()(
+    registered("chart")(
         key=kept,
         # As text: the component takes a list of numbers for a table, and looks at each of them.
         data=msgspec.json.encode(head | message).decode(),
@@ -389,19 +384,3 @@ def _mount(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
         on_missed_change=feed.forget,
         on_range_change=ranged,
     )
-
-
-def _registered() -> Any:
-    """Return the component's mounting command, known to the runtime that runs this page.
-
-    Streamlit finds such files by itself only beside a project file named as the import package.
-    Given as text instead, the program would be sent with each refresh, and our content policy
-    would let no browser run it.
-    """
-    manager = get_bidi_component_manager()
-    name = f"{_PACKAGE}.{_COMPONENT}"
-    if manager.get(name) is None:
-        parts = [ComponentConfig(name=_COMPONENT, asset_dir="browser")]
-        manifest = ComponentManifest(name=_PACKAGE, version=__version__, components=parts)
-        manager.register_from_manifest(manifest, Path(__file__).parent / "charts")
-    return component(name, js="chart.js")

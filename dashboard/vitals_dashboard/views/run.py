@@ -22,7 +22,7 @@ from trainvitals.views import (
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
 from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts, load_charts
-from vitals_dashboard.source import Source, verdict_of
+from vitals_dashboard.source import Source, meanwhile, verdict_of
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
 
@@ -51,16 +51,19 @@ def _body(source: Source, chosen: Controls) -> None:
     run = layout.chosen_run(source)
     if run is None:
         return
-    detail = source.client.ask(RunQuestion(run_id=run.run_id))
-    draw_command = verdicts.strip(run, verdict_of(source, run, is_exact=True))
-    decisions = source.client.ask(DecisionsQuestion(run_id=run.run_id))
-    checkpoints = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
-    # The curves are what people come for: a browser draws what it gets first, and nothing above
-    # them waits for what is below.
-    own = _own_metrics(detail)
-    with st.container(key="run_charts"):
-        _charts(_view(source, detail, chosen, decisions, checkpoints), own)
-    draw_command()
+    verdict = st.container(key="run_verdict")
+    # The verdict and the curves take the collector about as long: it makes both at once.
+    with meanwhile(lambda: verdict_of(source, run, is_exact=True)) as judged:
+        detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
+        decisions = source.client.ask(DecisionsQuestion(run_id=run.run_id))
+        checkpoints = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
+        # The curves are what people come for: a browser draws what it gets first, and nothing
+        # above them waits for what is below.
+        own = _own_metrics(detail)
+        with st.container(key="run_charts"):
+            _charts(_view(source, detail, chosen, decisions, checkpoints), own)
+        with verdict:
+            verdicts.strip(run, judged.result())
     _numbers(source, detail)
     _facts(detail, source.clock.time_ns())
     _tools(source, detail, decisions)
