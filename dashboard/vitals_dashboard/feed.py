@@ -48,6 +48,8 @@ class _Sent:
     """As it was sent first; of what was left behind it is all there is."""
     recent: deque[Row]
     """Its last rows: step, time, attempt, value."""
+    num_hidden: int
+    """Rows behind the first of those that are stored and not among them; no value is finite."""
     num_total: int
     num_nonfinite: int
 
@@ -126,9 +128,11 @@ class Feed:
         rows = _rows(reply)
         self.last_step = max([self.last_step, *(row[0] for row in rows[-1:])])
         if reply is not None and (sent is None or (role == "discarded" and reply != sent.reply)):
+            recent, num_hidden = _tail(reply, rows)
             self.series[_series(request)] = _Sent(
                 reply=reply,
-                recent=deque(rows, NUM_RECENT),
+                recent=recent,
+                num_hidden=num_hidden,
                 num_total=reply.num_total,
                 num_nonfinite=reply.num_nonfinite,
             )
@@ -144,10 +148,10 @@ class Feed:
         if num_same is None:
             num_same = min(len(sent.recent), len(rows))
         before, fresh = list(sent.recent), rows[num_same:]
-        sent.num_total += reply.num_total - len(before)
-        sent.num_nonfinite += reply.num_nonfinite - sum(row[3] is None for row in before)
-        sent.recent.clear()
-        sent.recent.extend([*before[:num_same], *fresh])
+        num_bad = sum(row[3] is None for row in before)
+        sent.num_total += reply.num_total - len(before) - sent.num_hidden
+        sent.num_nonfinite += reply.num_nonfinite - num_bad - sent.num_hidden
+        sent.recent, sent.num_hidden = _tail(reply, rows)
         return Line(
             name=name,
             reply=_reply_of(sent, reply, fresh),
@@ -277,6 +281,20 @@ def _rows(reply: SeriesReply | None) -> list[Row]:
     if reply is None:
         return []
     return list(zip(reply.step, reply.time_unix_ns, reply.attempt, reply.value, strict=True))
+
+
+def _tail(reply: SeriesReply, rows: Sequence[Row]) -> tuple[deque[Row], int]:
+    """Return the rows to ask for again, and how many more are stored behind the first of them.
+
+    Of a curve that came thinned only what is behind its last finite row: anything earlier would
+    come again with more of its points each time, and be counted twice.
+    """
+    if not rows or reply.num_total <= len(rows):
+        return deque(rows, NUM_RECENT), 0
+    finite = (i for i, row in enumerate(rows) if row[3] is not None)
+    kept = deque(rows[max(finite, default=len(rows) - 1) :], NUM_RECENT)
+    num_behind = sum(mark.step > kept[0][0] for mark in reply.nonfinite)
+    return kept, max(0, num_behind - (len(kept) - 1))
 
 
 def _is_same(before: Row, now: Row) -> bool:

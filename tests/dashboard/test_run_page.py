@@ -8,7 +8,7 @@ from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
 from tests.dashboard.conftest import texts
-from tests.dashboard.drawn import drawn, messages
+from tests.dashboard.drawn import commands, drawn, messages
 from tests.dashboard.look_back import with_look_back
 from tests.dashboard.stub import Stub
 
@@ -358,7 +358,7 @@ def test_a_halted_run_says_why_and_the_next_command_above_its_curves(
     said = shown(app)
     assert "Rank 3's loss reached 4.9 (limit 3.2) at steps 180 to 181." in said
     assert "Next: Fix the cause." in said
-    assert "vitals resume 01K" == app.code[-1].value
+    assert "vitals resume 01K" == commands(app)[-1]
     assert "Open incident" in said
     sample.incidents = []
     stub.samples[sample.summary.run_id] = sample
