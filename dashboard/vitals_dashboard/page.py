@@ -1,4 +1,4 @@
-"""Streamlit's own page as it goes to the browser: told where its server is and what it will need."""
+"""Streamlit's own page as browsers get it: told where its server is, and what it will need."""
 
 from pathlib import Path
 

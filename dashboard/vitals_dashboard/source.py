@@ -89,11 +89,11 @@ def guarded(draw: Callable[[Source], None]) -> None:
 
 
 @contextmanager
-def meanwhile(ask: Callable[[], A]) -> Iterator[Future[A]]:
-    """Ask in a thread of its own, while the page goes on; an error comes with the result."""
+def meanwhile() -> Iterator[Callable[[Callable[[], A]], Future[A]]]:
+    """Give what asks in threads of its own, while the page goes on; errors come with results."""
     context = partial(add_script_run_ctx, ctx=get_script_run_ctx())
-    with ThreadPoolExecutor(1, initializer=context) as pool:
-        yield pool.submit(ask)
+    with ThreadPoolExecutor(3, initializer=context) as pool:
+        yield pool.submit
 
 
 @st.cache_data(max_entries=1000, ttl=3600, show_spinner=False)

@@ -29,8 +29,12 @@ def strip(run: RunSummary, judged: RunVerdict) -> None:
         st.badge(_SHAPES[is_open], color="orange" if is_open else "green")
         st.text(formatting.plain(f"{verdict.cause} {verdict.action}", MAX_TEXT), width="stretch")
         num = len(judged.incidents)
-        with st.popover("Verdict", icon=":material/unfold_more:", key="verdict_open"):
-            panel(verdict)
+        # Drawn once it is opened: a refresh would send as much for it as for all of the rest.
+        with st.popover(
+            "Verdict", icon=":material/unfold_more:", key="verdict_open", on_change="rerun"
+        ) as part:
+            if part.open:
+                panel(verdict)
         st.page_link(
             layout.INCIDENTS,
             label="Evidence" if num == 1 else f"Evidence ({num} incidents)",

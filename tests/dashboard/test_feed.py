@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from tests.collector.rows import RUN, Writer
-from trainvitals.testing import ManualClock
 from trainvitals.records import RunInfo, RunStarted
+from trainvitals.testing import ManualClock
 from trainvitals.views import RunDetail, RunQuestion, SeriesRequest
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.queries.query import Query

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import streamlit as st
 
@@ -10,7 +10,9 @@ from trainvitals.io.client import CollectorClient
 from trainvitals.policy.evidence import tally
 from trainvitals.views import (
     AlertsQuestion,
+    AlertView,
     AnnotationsQuestion,
+    AnnotationView,
     CheckpointsQuestion,
     CheckpointView,
     DecisionsQuestion,
@@ -52,31 +54,46 @@ def _body(source: Source, chosen: Controls) -> None:
     if run is None:
         return
     verdict = st.container(key="run_verdict")
-    # The verdict and the curves take the collector about as long: it makes both at once.
-    with meanwhile(lambda: verdict_of(source, run, is_exact=True)) as judged:
+    # All is asked for before anything but the curves is drawn: what comes in parts a browser draws
+    # in parts, each as long as all of it. The collector answers several questions at once.
+    with meanwhile() as ask:
+        judged = ask(lambda: verdict_of(source, run, is_exact=True))
+        happened = ask(lambda: _happened(source, run.run_id))
         detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
-        decisions = source.client.ask(DecisionsQuestion(run_id=run.run_id))
-        checkpoints = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
-        # The curves are what people come for: a browser draws what it gets first, and nothing
-        # above them waits for what is below.
+        values = ask(lambda: curves.last_values(source, detail))
+        seen = happened.result()
+        readings = ask(lambda: _readings(source, detail, seen.decisions))
+        # The curves are what people come for: a browser draws what it gets first.
         own = _own_metrics(detail)
         with st.container(key="run_charts"):
-            _charts(_view(source, detail, chosen, decisions, checkpoints), own)
-        with verdict:
-            verdicts.strip(run, judged.result())
-    _numbers(source, detail)
+            _charts(_view(source, detail, chosen, seen), own)
+    with verdict:
+        verdicts.strip(run, judged.result())
+    _numbers(detail, values.result())
     _facts(detail, source.clock.time_ns())
-    _tools(source, detail, decisions)
-    _below(detail, decisions, checkpoints, _readings(source, detail, decisions))
+    _tools(source, detail, seen.decisions)
+    _below(detail, seen.decisions, seen.checkpoints, readings.result())
 
 
-def _view(
-    source: Source,
-    detail: RunDetail,
-    chosen: Controls,
-    decisions: Sequence[DecisionView],
-    checkpoints: Sequence[CheckpointView],
-) -> curves.View:
+class _Happened(NamedTuple):
+    """All that stands in a chart beside its curves."""
+
+    decisions: Sequence[DecisionView]
+    checkpoints: Sequence[CheckpointView]
+    alerts: Sequence[AlertView]
+    notes: Sequence[AnnotationView]
+
+
+def _happened(source: Source, run_id: str) -> _Happened:
+    return _Happened(
+        source.client.ask(DecisionsQuestion(run_id=run_id)),
+        source.client.ask(CheckpointsQuestion(run_id=run_id)),
+        source.client.ask(AlertsQuestion(run_id=run_id)),
+        source.client.ask(AnnotationsQuestion(run_id=run_id)),
+    )
+
+
+def _view(source: Source, detail: RunDetail, chosen: Controls, happened: _Happened) -> curves.View:
     """Return what is to be drawn, with all that happened at its place along x."""
     view = curves.View(
         source=source,
@@ -88,11 +105,11 @@ def _view(
         st.caption(f"This run has no {chosen.axis} to draw along; steps are shown.")
         scale = charts.STEPS
     others = [
-        *charts.alert_marks(source.client.ask(AlertsQuestion(run_id=view.run_id)), scale),
-        *charts.checkpoint_marks(checkpoints, scale),
-        *charts.note_marks(source.client.ask(AnnotationsQuestion(run_id=view.run_id)), scale),
+        *charts.alert_marks(happened.alerts, scale),
+        *charts.checkpoint_marks(happened.checkpoints, scale),
+        *charts.note_marks(happened.notes, scale),
     ]
-    marks = charts.decision_marks(decisions, scale)
+    marks = charts.decision_marks(happened.decisions, scale)
     return replace(view, scale=scale, decisions=marks, others=others)
 
 
@@ -208,9 +225,8 @@ def _facts(detail: RunDetail, now_unix_ns: int) -> None:
         st.text("  |  ".join(fact for fact in facts if fact))
 
 
-def _numbers(source: Source, detail: RunDetail) -> None:
+def _numbers(detail: RunDetail, last: curves.LastValues) -> None:
     summary = detail.summary
-    last = curves.last_values(source, detail)
     delta = last.loss_delta
     cells: tuple[tuple[str, str], ...] = (
         ("Step", f"{summary.last_step:,}" if summary.last_step >= 0 else "\N{EN DASH}"),

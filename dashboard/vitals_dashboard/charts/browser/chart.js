@@ -86,6 +86,8 @@ class Page {
     this.zoom = {}; // by axis: [first, last], as long as somebody looks at a part
     this.isFull = false; // whether every value is to be within the y axes
     this.resized = new ResizeObserver(() => this.resize());
+    // What nobody sees is not drawn again until somebody does: a refresh of all costs three times as much.
+    this.seen = new IntersectionObserver((entries) => this.look(entries), { rootMargin: "150px" });
   }
 
   show(root, tell) {
@@ -102,6 +104,7 @@ class Page {
     this.bar();
     this.resized.disconnect();
     this.resized.observe(this.box);
+    this.seen.disconnect();
     this.charts.forEach((chart) => (chart.plot = null));
     if (this.charts.length) this.build();
   }
@@ -109,6 +112,7 @@ class Page {
   hide(root) {
     if (this.root !== root) return;
     this.resized.disconnect();
+    this.seen.disconnect();
     this.charts.forEach((chart) => chart.drop());
     this.root = null;
   }
@@ -164,16 +168,32 @@ class Page {
 
   build() {
     if (!this.root) return;
+    this.seen.disconnect();
     this.box.querySelectorAll("figure").forEach((old) => old.remove());
     this.colours();
     this.box.append(...this.charts.map((chart) => chart.frame()));
     // All are measured before any is drawn: each change in between would cost a layout of the page.
     const widths = this.charts.map((chart) => chart.width());
     this.charts.forEach((chart, i) => chart.draw(widths[i]));
+    this.charts.forEach((chart) => this.seen.observe(chart.figure));
   }
 
-  redraw() {
-    if (this.root) this.charts.forEach((chart) => chart.redraw());
+  look(entries) {
+    for (const { target, isIntersecting } of entries) {
+      const chart = this.charts.find((each) => each.figure === target);
+      if (!chart) continue;
+      chart.isSeen = isIntersecting;
+      if (isIntersecting && chart.isOld) chart.redraw();
+    }
+  }
+
+  redraw(axis) {
+    if (!this.root) return;
+    for (const chart of this.charts) {
+      if (axis && chart.axis !== axis) continue;
+      if (chart.isSeen) chart.redraw();
+      else chart.isOld = true;
+    }
   }
 
   restyle() {
@@ -201,7 +221,7 @@ class Page {
   zoomTo(axis, first, last) {
     if (!(last > first)) return;
     this.zoom[axis] = [first, last];
-    this.charts.filter((chart) => chart.axis === axis).forEach((chart) => chart.redraw());
+    this.redraw(axis);
     this.report(axis, { axis, first, last });
   }
 
@@ -276,6 +296,8 @@ class Chart {
     Object.assign(this, { page, index, title, axis, unit, log, exact, size, height, note, ends });
     this.lines = wire.lines.map((line, i) => new Line(line, wire.curves[i]));
     this.plot = null;
+    this.isSeen = true;
+    this.isOld = false;
   }
 
   get marks() {
@@ -440,6 +462,7 @@ class Chart {
   redraw() {
     const u = this.plot;
     if (!u) return;
+    this.isOld = false;
     const [min, max] = this.range();
     this.newest();
     u.batch(() => {
