@@ -391,6 +391,18 @@ def test_a_loss_that_ends_in_nan_is_not_read_as_its_last_finite_value(page, comp
     assert "step 2 loss -" == " ".join(said.split())
 
 
+def test_a_command_is_copied_from_the_verdict(page, address):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(at(address, PAGES["incidents"]))
+    copy = page.get_by_role("button", name="Copy vitals").first
+    copy.wait_for()
+    command = copy.get_attribute("aria-label").removeprefix("Copy ")
+    assert command == page.locator("code").filter(has_text=command).first.inner_text()
+    copy.click()
+    page.get_by_text("Copied").wait_for()
+    assert command == page.evaluate("navigator.clipboard.readText()")
+
+
 @pytest.mark.parametrize(
     ("ends", "labels"),
     [

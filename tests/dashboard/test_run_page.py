@@ -366,6 +366,19 @@ def test_a_halted_run_says_why_and_the_next_command_above_its_curves(
     assert "Running at step 420. No incidents." in shown(app.run())
 
 
+def test_a_run_whose_loop_gives_no_loss_shows_what_it_has(stub: Stub, open_page: Open) -> None:
+    sample = samples.sample_run()
+    without = [m for m in sample.detail.metrics if m not in ("steps.loss", "steps.loss_limit")]
+    sample.detail = msgspec.structs.replace(sample.detail, metrics=tuple(without))
+    stub.add(sample)
+    app = open_page("run")
+    charts = drawn(app)
+    first = next(iter(charts))
+    assert "Gradient norm (log)" == first and "Loss" not in charts
+    assert charts[first].marked("skip"), "what happened stands in it"
+    assert "No step has been recorded" not in shown(app)
+
+
 def test_an_open_page_is_sent_only_what_is_new(stub: Stub, open_page: Open) -> None:
     sample = samples.sample_run(with_gpu=True)
     stub.add(sample)

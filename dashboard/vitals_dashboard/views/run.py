@@ -216,13 +216,19 @@ def _facts(detail: RunDetail, now_unix_ns: int) -> None:
         formatting.plain(summary.user, 40),
         f"mode {formatting.plain(summary.mode, 20)}",
         formatting.count(summary.world_size, "rank"),
-        f"{formatting.number(info.num_params / 1e6, 3)} M parameters" if info.num_params else "",
+        _size(info.num_params),
         f"started {formatting.age(summary.started_unix_ns, now_unix_ns)} ago",
         f"last seen {formatting.age(summary.last_seen_unix_ns, now_unix_ns)} ago",
         formatting.plain(", ".join(summary.tags), 120),
     )
     with st.container(key="run_facts"):
         st.text("  |  ".join(fact for fact in facts if fact))
+
+
+def _size(num_params: int) -> str:
+    if not num_params or num_params < 1e5:
+        return formatting.count(num_params, "parameter") if num_params else ""
+    return f"{formatting.number(num_params / 1e6, 3)} M parameters"
 
 
 def _numbers(detail: RunDetail, last: curves.LastValues) -> None:

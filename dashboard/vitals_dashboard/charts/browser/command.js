@@ -2,7 +2,7 @@
 
 const STYLE = `
 :host{display:block}
-div{display:flex;gap:.5rem;align-items:center;justify-content:space-between;border-radius:.4rem;
+.command{display:flex;gap:.5rem;align-items:center;justify-content:space-between;border-radius:.4rem;
 padding:.25rem .3rem .25rem .6rem;background:var(--st-code-background-color,#8882);
 color:var(--st-text-color,inherit)}
 code{font:.85rem/1.5 var(--st-code-font,monospace);white-space:pre-wrap;overflow-wrap:anywhere;
@@ -13,11 +13,12 @@ button:focus-visible{outline:2px solid var(--st-primary-color,#0072B2);outline-o
 `;
 
 export default function ({ data, parentElement }) {
-  let box = parentElement.querySelector("div");
+  let box = parentElement.querySelector(".command");
   if (!box) {
     const style = document.createElement("style");
     style.textContent = STYLE;
     box = document.createElement("div");
+    box.className = "command";
     const button = document.createElement("button");
     button.type = "button";
     box.append(document.createElement("code"), button);
