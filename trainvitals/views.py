@@ -797,6 +797,8 @@ class VerdictView(msgspec.Struct, frozen=True, kw_only=True):
     incident_id: str = ""
     """The incident it is about; empty where the run had none."""
     state: str
+    is_hung: bool = False
+    """No step ends, though the run has not ended: ``state`` says since when."""
     cause: str = ""
     action: str = ""
     cost: str = ""

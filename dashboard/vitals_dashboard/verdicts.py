@@ -27,7 +27,9 @@ def strip(run: RunSummary, judged: RunVerdict) -> None:
             line.is_open for line in judged.incidents if line.incident_id == verdict.incident_id
         )
         st.badge(_SHAPES[is_open], color="orange" if is_open else "green")
-        st.text(formatting.plain(f"{verdict.cause} {verdict.action}", MAX_TEXT), width="stretch")
+        # A badge above says that a hung run is running.
+        told = f"{verdict.state if verdict.is_hung else ''} {verdict.cause} {verdict.action}"
+        st.text(formatting.plain(told.strip(), MAX_TEXT), width="stretch")
         num = len(judged.incidents)
         # Drawn once it is opened: a refresh would send as much for it as for all of the rest.
         with st.popover(

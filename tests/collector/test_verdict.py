@@ -107,7 +107,7 @@ def test_a_hang_is_told_once_with_how_long_it_lasts_what_it_costs_and_what_to_do
     ]  # fmt: skip
     hung = {"onset": 60, "last": 60, "findings": views}
     told = said(run=run(last_step=58, last_seen_unix_ns=190 * second), **hung)
-    assert "Hung in step 60: no step has ended for 90 s." == told.state
+    assert "Hung in step 60: no step has ended for 90 s." == told.state and told.is_hung
     assert f"{reason} (step 60)." == told.cause
     assert "Idle so far: 90 s x 2 ranks." == told.cost
     assert told.next.startswith("Check rank 1 and its node; if it stays hung, end the job")
@@ -115,7 +115,7 @@ def test_a_hang_is_told_once_with_how_long_it_lasts_what_it_costs_and_what_to_do
     first = told.timeline[0]
     assert ("Last progress", 60, 100 * second) == (first.text, first.step, first.time_unix_ns)
     gone_on = said(run=run(last_step=75, last_seen_unix_ns=190 * second), **hung)
-    assert "Running at step 75. Open: last bad step 60." == gone_on.state
+    assert "Running at step 75. Open: last bad step 60." == gone_on.state and not gone_on.is_hung
     assert "Lost work: none." == gone_on.cost
 
 

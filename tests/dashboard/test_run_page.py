@@ -359,7 +359,12 @@ def test_a_halted_run_says_why_and_the_next_command_above_its_curves(
     assert "Rank 3's loss reached 4.9 (limit 3.2) at steps 180 to 181." in said
     assert "Next: Fix the cause." in said
     assert "vitals resume 01K" == commands(app)[-1]
-    assert "Open incident" in said
+    assert "Open incident" in said and "Hung" not in said
+    hung = msgspec.structs.replace(verdict, is_hung=True, state="Hung in step 60: ...")
+    sample.incidents = [msgspec.structs.replace(sample.incidents[0], verdict=hung)]
+    stub.samples[sample.summary.run_id] = sample
+    st.cache_data.clear()
+    assert "Hung in step 60: ... Rank 3's loss reached 4.9" in shown(app.run())
     sample.incidents = []
     stub.samples[sample.summary.run_id] = sample
     st.cache_data.clear()

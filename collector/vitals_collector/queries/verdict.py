@@ -133,6 +133,7 @@ def verdict(facts: VerdictFacts) -> VerdictView:
     return VerdictView(
         incident_id=facts.incident_id,
         state=_line(state(facts)),
+        is_hung=hang is not None,
         cause=_line(cause(facts)),
         action=_line(action(facts.decisions)),
         cost=_line(cost(facts.lost, facts.run.world_size, 0.0 if hang is None else hang.seconds)),
