@@ -28,8 +28,9 @@ def strip(run: RunSummary, judged: RunVerdict) -> None:
         )
         st.badge(_SHAPES[is_open], color="orange" if is_open else "green")
         # A badge above says that a hung run is running.
-        told = f"{verdict.state if verdict.is_hung else ''} {verdict.cause} {verdict.action}"
-        st.text(formatting.plain(told.strip(), MAX_TEXT), width="stretch")
+        state = f"{verdict.state} " if verdict.is_hung else ""
+        sentences = f"{state}{verdict.cause} {verdict.action}"
+        st.text(formatting.plain(sentences, MAX_TEXT), width="stretch")
         num = len(judged.incidents)
         # Drawn once it is opened: a refresh would send as much for it as for all of the rest.
         with st.popover(

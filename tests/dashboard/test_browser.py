@@ -391,6 +391,17 @@ def test_a_loss_that_ends_in_nan_is_not_read_as_its_last_finite_value(page, comp
     assert "step 2 loss -" == " ".join(said.split())
 
 
+def test_a_page_finds_its_server_and_its_program_at_once(page, address):
+    page.goto(run_page(address))
+    page.wait_for_selector(CHART)  # from now on the server knows the program
+    failed, programs = [], []
+    page.on("response", lambda r: failed.append(r.url) if r.status >= 400 else None)
+    page.on("response", lambda r: programs.append(r.url) if MODULE in r.url else None)
+    page.goto(run_page(address))
+    page.wait_for_selector(CHART)
+    assert ([], 1) == (failed, len(programs))
+
+
 def test_a_command_is_copied_from_the_verdict(page, address):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.goto(at(address, PAGES["incidents"]))

@@ -261,16 +261,16 @@ def drawn(view: View, own: Sequence[str] = ()) -> tuple[list[charts.Chart], list
     first = Chart(title="Loss", curves=loss, log=view.controls.log_loss)
     below = list(_charts(view, own))
     of_loss, *others = view.lines([view.with_means(chart) for chart in (first, *below)])
-    found = [(first, of_loss)] if of_loss else []
-    found += [
+    with_lines = [(first, of_loss)] if of_loss else []
+    with_lines += [
         (chart, lines)
         for chart, lines in zip(below, others, strict=True)
         if sum(line.role == "main" for line in lines) >= chart.least
     ]
     everything = [*view.decisions, *view.others]
     # A loop may give no loss: what there is comes first then.
-    drawn = [_chart(view, *each, everything, height=TALL) for each in found[:1]]
-    drawn += [_chart(view, *each, view.decisions, size="half") for each in found[1:]]
+    drawn = [_chart(view, *each, everything, height=TALL) for each in with_lines[:1]]
+    drawn += [_chart(view, *each, view.decisions, size="half") for each in with_lines[1:]]
     return drawn, of_loss
 
 
