@@ -151,6 +151,8 @@ class RunQuestion(Question[RunDetail], frozen=True, kw_only=True):
     """Everything about one run that is not a curve."""
 
     run_id: str
+    volume: bool = True
+    """Whether to say what it takes in the store, too: about as much work as the rest."""
 
 
 class NonFiniteMark(msgspec.Struct, frozen=True, array_like=True):
@@ -795,6 +797,8 @@ class VerdictView(msgspec.Struct, frozen=True, kw_only=True):
     incident_id: str = ""
     """The incident it is about; empty where the run had none."""
     state: str
+    is_hung: bool = False
+    """No step ends, though the run has not ended: ``state`` says since when."""
     cause: str = ""
     action: str = ""
     cost: str = ""

@@ -12,21 +12,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import streamlit as st
 from msgspec import structs
-from streamlit.components.v2 import component
-from streamlit.components.v2.get_bidi_component_manager import get_bidi_component_manager
-from streamlit.components.v2.manifest_scanner import ComponentConfig, ComponentManifest
 
-from trainvitals import __version__
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard.charts import Chart, Line, Role
 from vitals_dashboard.charts.lines import Curve
 from vitals_dashboard.charts.marks import NON_FINITE, ChartMark
+from vitals_dashboard.components import registered
 from vitals_dashboard.source import Source, series_of
 from vitals_dashboard.theme import DARK, LIGHT
 
@@ -36,7 +32,6 @@ MARGIN_STEPS = 1_000
 """Behind the run's last step, which goes on while it is asked for."""
 MAX_POINTS = 60_000
 """Points a page may carry to the browser; beyond it whole charts are left out, and counted."""
-_PACKAGE, _COMPONENT = "trainvitals", "charts"
 _NO_STEPS = ("gpu.", "node.", "process.")
 
 Wire = dict[str, Any]
@@ -53,6 +48,8 @@ class _Sent:
     """As it was sent first; of what was left behind it is all there is."""
     recent: deque[Row]
     """Its last rows: step, time, attempt, value."""
+    num_hidden: int
+    """Rows behind the first of those that are stored and not among them; no value is finite."""
     num_total: int
     num_nonfinite: int
 
@@ -131,9 +128,11 @@ class Feed:
         rows = _rows(reply)
         self.last_step = max([self.last_step, *(row[0] for row in rows[-1:])])
         if reply is not None and (sent is None or (role == "discarded" and reply != sent.reply)):
+            recent, num_hidden = _tail(reply, rows)
             self.series[_series(request)] = _Sent(
                 reply=reply,
-                recent=deque(rows, NUM_RECENT),
+                recent=recent,
+                num_hidden=num_hidden,
                 num_total=reply.num_total,
                 num_nonfinite=reply.num_nonfinite,
             )
@@ -149,10 +148,10 @@ class Feed:
         if num_same is None:
             num_same = min(len(sent.recent), len(rows))
         before, fresh = list(sent.recent), rows[num_same:]
-        sent.num_total += reply.num_total - len(before)
-        sent.num_nonfinite += reply.num_nonfinite - sum(row[3] is None for row in before)
-        sent.recent.clear()
-        sent.recent.extend([*before[:num_same], *fresh])
+        num_bad = sum(row[3] is None for row in before)
+        sent.num_total += reply.num_total - len(before) - sent.num_hidden
+        sent.num_nonfinite += reply.num_nonfinite - num_bad - sent.num_hidden
+        sent.recent, sent.num_hidden = _tail(reply, rows)
         return Line(
             name=name,
             reply=_reply_of(sent, reply, fresh),
@@ -239,7 +238,7 @@ class Feed:
 def load_charts() -> None:
     """Let the browser load what draws charts, while the server asks for what is in them."""
     with st.container(key="charts_loaded"):
-        _registered()(key="charts_program", data="", height="content")
+        registered("chart")(key="charts_program", data="", height="content")
 
 
 def draw_charts(
@@ -282,6 +281,20 @@ def _rows(reply: SeriesReply | None) -> list[Row]:
     if reply is None:
         return []
     return list(zip(reply.step, reply.time_unix_ns, reply.attempt, reply.value, strict=True))
+
+
+def _tail(reply: SeriesReply, rows: Sequence[Row]) -> tuple[deque[Row], int]:
+    """Return the rows to ask for again, and how many more are stored behind the first of them.
+
+    Of a curve that came thinned only what is behind its last finite row: anything earlier would
+    come again with more of its points each time, and be counted twice.
+    """
+    if not rows or reply.num_total <= len(rows):
+        return deque(rows, NUM_RECENT), 0
+    finite = (i for i, row in enumerate(rows) if row[3] is not None)
+    kept = deque(rows[max(finite, default=len(rows) - 1) :], NUM_RECENT)
+    num_behind = sum(mark.step > kept[0][0] for mark in reply.nonfinite)
+    return kept, max(0, num_behind - (len(kept) - 1))
 
 
 def _is_same(before: Row, now: Row) -> bool:
@@ -381,7 +394,7 @@ def _mount(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
             zoomed(chosen["axis"], None if None in ends else ends)
 
     head = {"key": feed.key, "name": feed.name, "number": feed.number}
-    _registered()(
+    registered("chart")(
         key=kept,
         # As text: the component takes a list of numbers for a table, and looks at each of them.
         data=msgspec.json.encode(head | message).decode(),
@@ -389,19 +402,3 @@ def _mount(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
         on_missed_change=feed.forget,
         on_range_change=ranged,
     )
-
-
-def _registered() -> Any:
-    """Return the component's mounting command, known to the runtime that runs this page.
-
-    Streamlit finds such files by itself only beside a project file named as the import package.
-    Given as text instead, the program would be sent with each refresh, and our content policy
-    would let no browser run it.
-    """
-    manager = get_bidi_component_manager()
-    name = f"{_PACKAGE}.{_COMPONENT}"
-    if manager.get(name) is None:
-        parts = [ComponentConfig(name=_COMPONENT, asset_dir="browser")]
-        manifest = ComponentManifest(name=_PACKAGE, version=__version__, components=parts)
-        manager.register_from_manifest(manifest, Path(__file__).parent / "charts")
-    return component(name, js="chart.js")

@@ -45,6 +45,8 @@ _PICKED = "run_picked"
 ENDED = frozenset({"finished", "halted", "failed"})
 """States of a run after which nothing new comes; one that was interrupted or lost may go on."""
 _REFRESHES = "page_refreshes"
+_RUNS = "runs_just_asked"
+"""What was answered as the page began, for what is drawn in it first."""
 
 
 def style() -> None:
@@ -92,6 +94,7 @@ def refreshing_runs(
 
     What it draws has to call ``stop_at_the_end``.
     """
+    st.session_state.pop(_RUNS, None)
     live = live and not _have_ended(run_ids)
     st.session_state[_REFRESHES] = live
     refreshing(draw, live=live, key=key, every=every)
@@ -108,6 +111,7 @@ def _have_ended(run_ids: Sequence[str]) -> bool:
         runs = access.limited(connect()).client.ask(RunsQuestion())
     except VitalsError:  # the page says so
         return False
+    st.session_state[_RUNS] = runs
     states = {run.run_id: run.state for run in runs}
     return bool(run_ids) and all(states.get(run_id) in ENDED for run_id in run_ids)
 
@@ -161,7 +165,8 @@ def run_in_address() -> list[str]:
 
 def chosen_run(source: Source) -> RunSummary | None:
     """Draw the choice of a run and return it; None, said in formatting, where there is none."""
-    runs = tables.in_order(source.client.ask(RunsQuestion()))
+    asked_before = st.session_state.pop(_RUNS, None)
+    runs = tables.in_order(asked_before or source.client.ask(RunsQuestion()))
     if not runs:
         states.no_runs()
         return None

@@ -1,12 +1,16 @@
 """The way to the collector: one client an address and token, shared by all sessions."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import streamlit as st
+from streamlit.runtime.scriptrunner import add_script_run_ctx, get_script_run_ctx
 
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import TransportError, UnauthorizedError, VitalsError
@@ -82,6 +86,14 @@ def guarded(draw: Callable[[Source], None]) -> None:
         states.collector_down(error)
     except VitalsError as error:
         states.problem(error)
+
+
+@contextmanager
+def meanwhile() -> Iterator[Callable[[Callable[[], A]], Future[A]]]:
+    """Give what asks in threads of its own, while the page goes on; errors come with results."""
+    context = partial(add_script_run_ctx, ctx=get_script_run_ctx())
+    with ThreadPoolExecutor(3, initializer=context) as pool:
+        yield pool.submit
 
 
 @st.cache_data(max_entries=1000, ttl=3600, show_spinner=False)

@@ -169,6 +169,7 @@ STYLE = """<style>
 .st-key-run_title [data-testid="stText"],.st-key-run_title p{font-size:1.45rem;font-weight:650;
 line-height:1.25;white-space:pre-wrap;overflow-wrap:anywhere;font-family:inherit}
 .st-key-run_facts [data-testid="stText"]{font-size:.82rem;opacity:.7;font-family:inherit}
+[data-stale]{opacity:1!important;transition:none!important}
 [data-testid="stMetric"]{padding:0!important}
 [data-testid="stMetric"]>div{padding:.4rem .8rem!important}
 [data-testid="stStatusWidget"]:has([data-testid*="Icon"]){display:none}
@@ -192,11 +193,8 @@ position:absolute!important}
 overflow:hidden;clip-path:inset(50%)}
 .st-key-verdict_strip [data-testid="stText"],.st-key-strip_next [data-testid="stText"]{
 font-family:inherit;white-space:pre-wrap;overflow-wrap:anywhere}
-.st-key-strip_next [data-testid="stCode"] pre{padding:.25rem 2.6rem .25rem .6rem}
 .st-key-strip_next [data-testid="stText"]{font-size:.88rem}
 [class*="st-key-fact_"]{flex-wrap:nowrap}
-[class*="st-key-prose_"] [data-testid="stCode"] pre{padding:.35rem 2.6rem .35rem .6rem;
-white-space:pre-wrap;overflow-wrap:anywhere}
 @media (min-width:900px){.st-key-verdict_strip{flex-wrap:nowrap}}
 [class*="st-key-prose_verdict"] [data-testid="stMarkdown"] p{opacity:.8}
 @media (max-width:640px){.stMainBlockContainer{padding-top:3.9rem}
@@ -211,6 +209,8 @@ border-color:#0072B2!important}
 </style>"""
 """Our own constant text: the only HTML the pages ever send.
 
+While a refresh is under way nothing fades: what is drawn stays true until something else is, and
+a browser would have as much work with it as with a curve.
 Captions are darker than Streamlit's own, whose grey is too faint to be read by everybody; so is
 what has white words on it, for the dark theme's primary colour has to be light.
 A table's own download is hidden: it writes what a spreadsheet would run as a formula. The page of

@@ -1,12 +1,9 @@
 """The verdict as pages show it: a strip of two lines, and the panel that it folds out."""
 
-from collections.abc import Callable
-
 import streamlit as st
-from streamlit.delta_generator import DeltaGenerator
 
 from trainvitals.views import IncidentView, RunSummary, RunVerdict, VerdictView
-from vitals_dashboard import formatting, layout, ticket
+from vitals_dashboard import components, formatting, layout, ticket
 
 MAX_TEXT = 600
 _SHAPES = {True: "\N{BLACK UP-POINTING TRIANGLE} Open incident", False: "\N{CHECK MARK} Resolved"}
@@ -17,28 +14,30 @@ def is_urgent(run: RunSummary, judged: RunVerdict) -> bool:
     return run.state in ("halted", "failed", "lost") or any(i.is_open for i in judged.incidents)
 
 
-def strip(run: RunSummary, judged: RunVerdict) -> Callable[[], None]:
-    """Draw the verdict on a run in two lines at most; the rest folds out above what follows.
-
-    Returns:
-        What draws the command to copy into its place. A browser loads a large program for it, so
-        call it once the curves are on their way.
-    """
+def strip(run: RunSummary, judged: RunVerdict) -> None:
+    """Draw the verdict on a run in two lines at most; the rest folds out above what follows."""
     verdict = judged.verdict
     with st.container(
         horizontal=True, vertical_alignment="center", key="verdict_strip", gap="small"
     ):
         if not verdict.incident_id:
             st.text(formatting.plain(verdict.state, MAX_TEXT))
-            return lambda: None
+            return
         is_open = any(
             line.is_open for line in judged.incidents if line.incident_id == verdict.incident_id
         )
         st.badge(_SHAPES[is_open], color="orange" if is_open else "green")
-        st.text(formatting.plain(f"{verdict.cause} {verdict.action}", MAX_TEXT), width="stretch")
+        # A badge above says that a hung run is running.
+        state = f"{verdict.state} " if verdict.is_hung else ""
+        sentences = f"{state}{verdict.cause} {verdict.action}"
+        st.text(formatting.plain(sentences, MAX_TEXT), width="stretch")
         num = len(judged.incidents)
-        with st.popover("Verdict", icon=":material/unfold_more:", key="verdict_open"):
-            panel(verdict)
+        # Drawn once it is opened: a refresh would send as much for it as for all of the rest.
+        with st.popover(
+            "Verdict", icon=":material/unfold_more:", key="verdict_open", on_change="rerun"
+        ) as part:
+            if part.open:
+                panel(verdict)
         st.page_link(
             layout.INCIDENTS,
             label="Evidence" if num == 1 else f"Evidence ({num} incidents)",
@@ -46,15 +45,11 @@ def strip(run: RunSummary, judged: RunVerdict) -> Callable[[], None]:
             query_params={"run": run.run_id, "incident": verdict.incident_id},
         )
     if not (is_urgent(run, judged) and verdict.commands):
-        return lambda: None
-    place = st.container(horizontal=True, vertical_alignment="center", key="strip_next")
-    place.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
-    command = formatting.plain(verdict.commands[0], MAX_TEXT)
-    return lambda: _copied(place, command)
-
-
-def _copied(place: DeltaGenerator, command: str) -> None:
-    place.code(command, language=None, width="content")
+        return
+    with st.container(horizontal=True, vertical_alignment="center", key="strip_next"):
+        st.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
+        command = formatting.plain(verdict.commands[0], MAX_TEXT)
+        components.command(command, key="copy_next", width="content")
 
 
 def panel(verdict: VerdictView) -> None:
@@ -64,8 +59,8 @@ def panel(verdict: VerdictView) -> None:
             with st.container(horizontal=True, key=f"fact_{name.split()[0].lower()}"):
                 st.markdown(f"**{name}**", width=110)
                 st.text(formatting.plain(text, MAX_TEXT), width="stretch")
-        for command in verdict.commands:
-            st.code(formatting.plain(command, MAX_TEXT), language=None, wrap_lines=True)
+        for number, command in enumerate(verdict.commands):
+            components.command(formatting.plain(command, MAX_TEXT), key=f"copy_{number}")
 
 
 def timeline(verdict: VerdictView) -> None:

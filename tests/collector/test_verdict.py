@@ -91,6 +91,34 @@ def test_a_fault_of_several_steps_is_one_sentence_with_its_rank():
     assert "Skipped 3 updates (steps 540 to 542)." == told.action
 
 
+def test_a_hang_is_told_once_with_how_long_it_lasts_what_it_costs_and_what_to_do():
+    second = 1_000_000_000
+    reason = "Rank 1 is blocked in load.py:52 (read); rank 0 waits for it in all_reduce(17)"
+    views = [
+        FindingView(
+            run_id=RUN,
+            time_unix_ns=(100 + waited) * second,
+            finding=Finding(
+                kind=kind, level="advisory", step=60, detector="hang", rank=1, value=float(waited),
+                reason=f"{reason} (for {waited} s)", cause=cause,
+            ),
+        )
+        for kind, waited, cause in (("waiting", 3, ""), ("hang", 5, "hang_blocked"))
+    ]  # fmt: skip
+    hung = {"onset": 60, "last": 60, "findings": views}
+    told = said(run=run(last_step=58, last_seen_unix_ns=190 * second), **hung)
+    assert "Hung in step 60: no step has ended for 90 s." == told.state and told.is_hung
+    assert f"{reason} (step 60)." == told.cause
+    assert "Idle so far: 90 s x 2 ranks." == told.cost
+    assert told.next.startswith("Check rank 1 and its node; if it stays hung, end the job")
+    assert f"vitals stacks {RUN}" == told.commands[0]
+    first = told.timeline[0]
+    assert ("Last progress", 60, 100 * second) == (first.text, first.step, first.time_unix_ns)
+    gone_on = said(run=run(last_step=75, last_seen_unix_ns=190 * second), **hung)
+    assert "Running at step 75. Open: last bad step 60." == gone_on.state and not gone_on.is_hung
+    assert "Lost work: none." == gone_on.cost
+
+
 @pytest.mark.parametrize(
     ("findings", "expected"),
     [

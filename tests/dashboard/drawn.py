@@ -46,8 +46,17 @@ class Drawn:
 
 def messages(app: AppTest) -> list[dict[str, Any]]:
     """Return what is sent to the charts of a page."""
-    sent = [json.loads(e.proto.json) for e in app.get("bidi_component")]
-    return [json.loads(text) for text in sent if text]  # one only has the program loaded
+    return [json.loads(text) for text in _sent(app, "charts") if text]  # one loads the program only
+
+
+def commands(app: AppTest) -> list[str]:
+    """Return the commands that can be copied from a page."""
+    return _sent(app, "command")
+
+
+def _sent(app: AppTest, component: str) -> list[str]:
+    mounted = [e.proto for e in app.get("bidi_component")]
+    return [json.loads(m.json) for m in mounted if m.component_name.endswith(component)]
 
 
 def drawn(app: AppTest) -> dict[str, Drawn]:

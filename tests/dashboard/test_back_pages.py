@@ -7,7 +7,7 @@ from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
 from tests.dashboard.conftest import texts
-from tests.dashboard.drawn import drawn
+from tests.dashboard.drawn import commands, drawn
 from tests.dashboard.look_back import INCIDENT, incident, proposed, with_look_back
 from tests.dashboard.stub import Stub
 from trainvitals.detect.registry import KINDS
@@ -268,7 +268,7 @@ def test_an_incident_begins_with_its_verdict_and_then_has_its_evidence(
         assert formatting.plain(fact[1], 600) in said, fact
     assert said.index("Rank 3's loss reached") < said.index("At step 178 the gradient norm")
     assert "steps 178 to 262" in said
-    assert sample.incidents[0].verdict.commands[0] in [code.value for code in app.code]
+    assert sample.incidents[0].verdict.commands[0] in commands(app)
     assert "Rolled back to step 230." in said, "the timeline"
     assert 4 == len(drawn(app)), "curves"
     assert 2 == len(app.get("echarts_chart")), "the maps of layers and ranks"

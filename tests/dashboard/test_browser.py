@@ -391,6 +391,63 @@ def test_a_loss_that_ends_in_nan_is_not_read_as_its_last_finite_value(page, comp
     assert "step 2 loss -" == " ".join(said.split())
 
 
+def test_a_page_finds_its_server_and_its_program_at_once(page, address):
+    page.goto(run_page(address))
+    page.wait_for_selector(CHART)  # from now on the server knows the program
+    failed, programs = [], []
+    page.on("response", lambda r: failed.append(r.url) if r.status >= 400 else None)
+    page.on("response", lambda r: programs.append(r.url) if MODULE in r.url else None)
+    page.goto(run_page(address))
+    page.wait_for_selector(CHART)
+    assert ([], 1) == (failed, len(programs))
+
+
+def test_a_command_is_copied_from_the_verdict(page, address):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(at(address, PAGES["incidents"]))
+    copy = page.get_by_role("button", name="Copy vitals").first
+    copy.wait_for()
+    command = copy.get_attribute("aria-label").removeprefix("Copy ")
+    assert command == page.locator("code").filter(has_text=command).first.inner_text()
+    copy.click()
+    page.get_by_text("Copied").wait_for()
+    assert command == page.evaluate("navigator.clipboard.readText()")
+
+
+@pytest.mark.parametrize(
+    ("ends", "labels"),
+    [
+        ((0.0679, 0.0683), [0.0679, 0.068, 0.0681, 0.0682, 0.0683]),
+        ((0.9, 4.2), [1, 2, 3, 4]),
+        ((0.3, 25), [0.5, 1, 2, 5, 10, 20]),
+        ((1e-6, 2e3), [1e-6, 1e-4, 1e-2, 1, 100]),
+    ],
+)
+def test_a_logarithmic_axis_has_labels_however_narrow_it_is(page, component, ends, labels):
+    component(whole([1.0, 2.0], log=True))
+    address = page.evaluate("url => new URL(url, location.origin).href", f"/{MODULE}")
+    given = page.evaluate(
+        "async ([url, [min, max]]) => (await import(url)).logSplits(null, 1, min, max)",
+        [address, list(ends)],
+    )
+    assert labels == given
+
+
+def test_what_was_rolled_back_of_several_curves_is_one_entry_of_the_legend(page, component):
+    names = ("whole", "data")
+    curves = [[name, "main", i] for i, name in enumerate(names)]
+    curves += [[f"{name}, rolled back", "discarded", i] for i, name in enumerate(names)]
+    chart = whole([1.0, 2.0, 3.0])["charts"][0]
+    component(whole([1.0, 2.0, 3.0], curves=curves, lines=chart["lines"] * 4))
+    entries = page.locator("#alone figure .u-legend tr:visible")
+    assert ["step", "whole", "data", "rolled back"] == [
+        entry.locator(".u-label").inner_text() for entry in entries.all()
+    ]
+    assert "rolled back" == entries.last.inner_text().strip(), "of two values it tells none"
+    entries.last.locator("th").click()
+    assert 2 == page.locator("#alone figure tr.u-off").count(), "both are hidden"
+
+
 def test_an_alert_is_silenced_with_a_reason_and_an_end(page, address, started):
     page.goto(at(address, "alerts"))
     get_control(page, started)

@@ -1,4 +1,5 @@
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.dashboard.conftest import texts, write_tokens
 from tests.dashboard.look_back import with_look_back
 from tests.dashboard.stub import Stub, StubServer
 from trainvitals.views import TableReply
+from vitals_dashboard import page as served
 from vitals_dashboard.layout import RUN_PAGES
 
 Open = Callable[..., AppTest]
@@ -324,3 +326,12 @@ def test_hundreds_of_firing_alerts_are_bounded_and_counted(stub: Stub, open_page
     stub.alerts += [samples.alert(n) for n in range(300)]
     assert "40 of 300 firing alerts are shown" in shown(open_page("alerts"))
     assert "No firing alerts." in shown(open_page("alerts", alert="no such alert"))
+
+
+def test_every_page_is_told_where_its_server_is() -> None:
+    entry = (Path(served.__file__).parent / "entry" / "vitals_pages.py").read_text()
+    paths = set(re.findall(r'url_path="(\w+)"|\("(\w+)", layout\.', entry))
+    assert {*served.PATHS} == {"", *("".join(names) for names in paths)}
+    text = served.page()
+    assert {route.path for route in served.routes(text)} == {f"/{path}" for path in served.PATHS}
+    assert text.index("window.__streamlit") < text.index('<script type="module"')

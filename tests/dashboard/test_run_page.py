@@ -8,7 +8,7 @@ from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
 from tests.dashboard.conftest import texts
-from tests.dashboard.drawn import drawn, messages
+from tests.dashboard.drawn import commands, drawn, messages
 from tests.dashboard.look_back import with_look_back
 from tests.dashboard.stub import Stub
 
@@ -358,12 +358,30 @@ def test_a_halted_run_says_why_and_the_next_command_above_its_curves(
     said = shown(app)
     assert "Rank 3's loss reached 4.9 (limit 3.2) at steps 180 to 181." in said
     assert "Next: Fix the cause." in said
-    assert "vitals resume 01K" == app.code[-1].value
-    assert "Open incident" in said
+    assert "vitals resume 01K" == commands(app)[-1]
+    assert "Open incident" in said and "Hung" not in said
+    hung = msgspec.structs.replace(verdict, is_hung=True, state="Hung in step 60: ...")
+    sample.incidents = [msgspec.structs.replace(sample.incidents[0], verdict=hung)]
+    stub.samples[sample.summary.run_id] = sample
+    st.cache_data.clear()
+    assert "Hung in step 60: ... Rank 3's loss reached 4.9" in shown(app.run())
     sample.incidents = []
     stub.samples[sample.summary.run_id] = sample
     st.cache_data.clear()
     assert "Running at step 420. No incidents." in shown(app.run())
+
+
+def test_a_run_whose_loop_gives_no_loss_shows_what_it_has(stub: Stub, open_page: Open) -> None:
+    sample = samples.sample_run()
+    without = [m for m in sample.detail.metrics if m not in ("steps.loss", "steps.loss_limit")]
+    sample.detail = msgspec.structs.replace(sample.detail, metrics=tuple(without))
+    stub.add(sample)
+    app = open_page("run")
+    charts = drawn(app)
+    first = next(iter(charts))
+    assert "Gradient norm (log)" == first and "Loss" not in charts
+    assert charts[first].marked("skip"), "what happened stands in it"
+    assert "No step has been recorded" not in shown(app)
 
 
 def test_an_open_page_is_sent_only_what_is_new(stub: Stub, open_page: Open) -> None:

@@ -242,7 +242,7 @@ def _run(query: Query, asked: RunQuestion) -> RunDetail:
             attempts=attempts_of(moment, asked.run_id),
             sources=sources_of(moment.sql, asked.run_id),
             metrics=series.names_of(moment.sql, asked.run_id),
-            volume=volume_of(moment.numbers, row, query.volumes),
+            volume=volume_of(moment.numbers, row, query.volumes) if asked.volume else None,
         )
 
 

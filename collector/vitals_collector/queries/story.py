@@ -65,6 +65,8 @@ def title(incident: StoryFacts) -> str:
     """Return the incident in a line: what was done, about what, where."""
     where = f" at step {incident.onset}" + (f", rank {incident.rank}" if incident.rank >= 0 else "")
     cause = incident.cause.replace("_", " ")
+    if any(view.finding.kind == "hang" for view in incident.findings):
+        cause = "hang"  # what began as a wait
     for action in _GRAVEST:
         same = [view.decision for view in incident.decisions if view.decision.action == action]
         done = [decision for decision in same if decision.acted]

@@ -43,6 +43,9 @@ _NONFINITE = {
 _OUTLIERS = {"loss_outlier": "loss", "grad_norm_outlier": "gradient norm"}
 _FINITE_RULES = frozenset({"outlier", "state_damaged", "evaluation", "lr_jump"})
 """Of decisions on finite numbers: who knows better may call those healthy."""
+_WAITS = frozenset({"waiting", "hang"})
+"""Kinds of findings while no step ends: the second one pages."""
+_FOR = re.compile(r" \(for [^()]+\)$")
 _ENDED = {
     "halted": "Halted at step {}",
     "failed": "Failed at step {}",
@@ -93,18 +96,54 @@ class VerdictFacts:
     """What was found as it was played."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Hang:
+    """What a run waits for at this moment."""
+
+    step: int
+    ranks: Sequence[int]
+    began_unix_ns: int
+    seconds: float
+    """Since then, by when anything was last heard of the run."""
+
+
+def _hang(facts: VerdictFacts) -> _Hang | None:
+    """Return the hang that the run is in; None where its steps go on, or it has ended."""
+    waits = _waits(facts)
+    if not waits or not facts.is_open or facts.run.state != "running":
+        return None
+    step = max(view.finding.step for view in waits)
+    if facts.run.last_step >= step:
+        return None
+    ranks = sorted({view.finding.rank for view in waits if view.finding.rank >= 0})
+    began = _began(waits)
+    seconds = max(0.0, (facts.run.last_seen_unix_ns - began) / 1e9)
+    return _Hang(step, ranks, began, seconds)
+
+
+def _waits(facts: VerdictFacts) -> list[FindingView]:
+    return [view for view in facts.findings if view.finding.kind in _WAITS]
+
+
+def _began(waits: Sequence[FindingView]) -> int:
+    """Return when the last progress before them was."""
+    return min(v.time_unix_ns - int((v.finding.value or 0.0) * 1e9) for v in waits)
+
+
 def verdict(facts: VerdictFacts) -> VerdictView:
     """Return the verdict."""
     text, commands = _next(facts)
     if facts.capsule_step >= 0:
         play = f"vitals repro {facts.run.run_id} {facts.capsule_step} --entry train.py:build"
         commands = (*commands, play)
+    hang = _hang(facts)
     return VerdictView(
         incident_id=facts.incident_id,
         state=_line(state(facts)),
+        is_hung=hang is not None,
         cause=_line(cause(facts)),
         action=_line(action(facts.decisions)),
-        cost=_line(cost(facts.lost, facts.run.world_size)),
+        cost=_line(cost(facts.lost, facts.run.world_size, 0.0 if hang is None else hang.seconds)),
         before=_line(before(facts.precedent)),
         next=_line(text),
         played=_line(facts.played),
@@ -129,6 +168,8 @@ def _line(text: str) -> str:
 
 def state(facts: VerdictFacts) -> str:
     """Say how the run is, and whether the incident is over."""
+    if (hang := _hang(facts)) is not None:
+        return f"Hung in step {hang.step:,}: no step has ended for {_duration(hang.seconds)}."
     return f"{_of_run(facts.run)}. {ending(facts)}"
 
 
@@ -161,7 +202,7 @@ def ending(facts: VerdictFacts) -> str:
 
 def cause(facts: VerdictFacts) -> str:
     """Say what went wrong, on which rank, at which steps; then what came before it, if asked."""
-    sentences = list(dict.fromkeys(_causes(facts)))  # a wait that pages is told by two
+    sentences = list(dict.fromkeys(_causes(facts)))
     if not sentences:
         texts = [alert.summary for alert in facts.alerts] + [e.text for e in facts.events]
         sentences = [f"{_capital(text.rstrip('.'))}." for text in texts[:1]] or ["Not recorded."]
@@ -203,7 +244,10 @@ def _causes(facts: VerdictFacts) -> list[str]:
         return triggers.setdefault(name, _Trigger(name, set(), set(), [], [], []))
 
     for view in facts.findings:
-        mine = trigger(view.finding, view.finding.cause or view.finding.kind)
+        name = view.finding.cause or view.finding.kind
+        if view.finding.kind in _WAITS:  # a wait that pages is found twice
+            name = f"wait for {view.finding.rank}"
+        mine = trigger(view.finding, name)
         mine.kind = mine.kind or view.finding.kind
         mine.add(view.finding)
     for decided in facts.decisions:
@@ -230,6 +274,8 @@ def _sentence(trigger: _Trigger) -> str:
         reached = f"{_OUTLIERS[trigger.name]} reached {max(trigger.values):.4g}{limit}"
         return f"{_capital(whose + reached)} {at}."
     reason = _capital(trigger.reasons[0].rstrip("."))
+    if trigger.kind in _WAITS:  # how long it was by then: it goes on
+        reason = _FOR.sub("", _capital(trigger.reasons[-1].rstrip(".")))
     if trigger.kind == "user_alert":
         reason = f"Your alert {trigger.name}: {trigger.reasons[-1].rstrip('.')}"
     return f"{reason}." if f"step {min(trigger.steps)}" in reason else f"{reason} ({at[3:]})."
@@ -337,8 +383,11 @@ def _did_once(decision: Decision) -> str:
 # ---------------------------------------------------------------------------------------- cost
 
 
-def cost(lost: LostWork, world_size: int) -> str:
+def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
     """Say what was lost, each number with its unit; what was not measured is left out."""
+    if idle_seconds:
+        idle = f"Idle so far: {_duration(idle_seconds)} x {_num(world_size, 'rank')}."
+        return f"{idle} {cost(lost, world_size)}" if lost.steps else idle
     if not lost.steps:
         return "Lost work: none."
     details = []
@@ -434,6 +483,10 @@ def _while_open(facts: VerdictFacts, why: str, report: str) -> tuple[str, tuple[
         text = 'Vitals only observes this run: restart it with mode="guard" to have it act.'
         return text, (why, report)
     machine = _machine(facts.findings)
+    if (hang := _hang(facts)) is not None:
+        whose = f"{_ranks(hang.ranks)} and its node" if hang.ranks else "every rank"
+        text = f"Check {whose}; if it stays hung, end the job and restart it with"
+        return f"{text} VITALS_RUN_ID={run.run_id}.", (f"vitals stacks {run.run_id}", why, report)
     if machine:
         return f"Check {machine}.", (why, report)
     return "Nothing to do yet: Vitals goes on watching.", (why, report)
@@ -457,6 +510,8 @@ def _machine(findings: Sequence[FindingView]) -> str:
 def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
     """Return what happened in a few lines, by time: first finding, actions, pages, the end."""
     lines: list[TimelineEntry] = []
+    if waits := _waits(facts):
+        lines.append(_entry(_began(waits), waits[0].finding.step, "Last progress"))
     ours = [view for view in facts.findings if not view.finding.severity] or facts.findings
     if ours:
         first = min(ours, key=lambda view: (view.time_unix_ns, view.finding.step))

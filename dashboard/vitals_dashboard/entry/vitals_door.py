@@ -9,19 +9,21 @@ from pathlib import Path
 import streamlit as st
 from starlette.middleware import Middleware
 
-from vitals_dashboard import access
+from vitals_dashboard import access, page
 from vitals_dashboard.auth import Gate
 from vitals_dashboard.settings import load_settings
 
 settings = load_settings(os.environ)
+text = page.page()
 app = st.App(
     "vitals_pages.py",
+    routes=page.routes(text),
     middleware=[
         Middleware(
             Gate,
             doors=settings.doors(),
             sessions=access.sessions(),
-            page=(Path(st.__file__).parent / "static" / "index.html").read_text(),
+            page=text,
             redirect_file=Path(settings.redirect_file) if settings.redirect_file else None,
         )
     ],

@@ -261,15 +261,17 @@ def drawn(view: View, own: Sequence[str] = ()) -> tuple[list[charts.Chart], list
     first = Chart(title="Loss", curves=loss, log=view.controls.log_loss)
     below = list(_charts(view, own))
     of_loss, *others = view.lines([view.with_means(chart) for chart in (first, *below)])
-    if not of_loss:
-        return [], []
-    everything = [*view.decisions, *view.others]
-    rest = [
-        _chart(view, chart, lines, view.decisions, size="half")
+    with_lines = [(first, of_loss)] if of_loss else []
+    with_lines += [
+        (chart, lines)
         for chart, lines in zip(below, others, strict=True)
         if sum(line.role == "main" for line in lines) >= chart.least
     ]
-    return [_chart(view, first, of_loss, everything, height=TALL), *rest], of_loss
+    everything = [*view.decisions, *view.others]
+    # A loop may give no loss: what there is comes first then.
+    drawn = [_chart(view, *each, everything, height=TALL) for each in with_lines[:1]]
+    drawn += [_chart(view, *each, view.decisions, size="half") for each in with_lines[1:]]
+    return drawn, of_loss
 
 
 def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
@@ -296,8 +298,10 @@ def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
 
 def nothing(view: View) -> str:
     """Return why there is no curve."""
-    if view.asked == (None, None) or view.detail.summary.last_step < 0:
+    if view.detail.summary.last_step < 0:
         return "No step has been recorded yet."
+    if view.asked == (None, None):
+        return "No metric of this run's steps is stored."
     first, last = view.extent
     return (
         f"No step of this run is between {first:,} and {last:,};"

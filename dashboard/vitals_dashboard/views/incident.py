@@ -139,8 +139,9 @@ def _story(incident: IncidentView) -> None:
 def _facts(incident: IncidentView, now_unix_ns: int) -> str:
     began = tables.moment(incident.started_unix_ns)
     date = "" if began is None else f"{began:%Y-%m-%d}, "
+    first, last = incident.onset_step, incident.last_step
     facts = (
-        f"steps {incident.onset_step:,} to {incident.last_step:,}",
+        f"step {first:,}" if first == last else f"steps {first:,} to {last:,}",
         f"began {date}{formatting.age(incident.started_unix_ns, now_unix_ns)} ago",
         formatting.count(len(incident.findings), "finding"),
         formatting.count(len(incident.decisions), "action"),

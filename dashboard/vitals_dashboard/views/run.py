@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import streamlit as st
 
@@ -10,7 +10,9 @@ from trainvitals.io.client import CollectorClient
 from trainvitals.policy.evidence import tally
 from trainvitals.views import (
     AlertsQuestion,
+    AlertView,
     AnnotationsQuestion,
+    AnnotationView,
     CheckpointsQuestion,
     CheckpointView,
     DecisionsQuestion,
@@ -22,7 +24,7 @@ from trainvitals.views import (
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
 from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts, load_charts
-from vitals_dashboard.source import Source, verdict_of
+from vitals_dashboard.source import Source, meanwhile, verdict_of
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
 
@@ -51,29 +53,47 @@ def _body(source: Source, chosen: Controls) -> None:
     run = layout.chosen_run(source)
     if run is None:
         return
-    detail = source.client.ask(RunQuestion(run_id=run.run_id))
-    draw_command = verdicts.strip(run, verdict_of(source, run, is_exact=True))
-    decisions = source.client.ask(DecisionsQuestion(run_id=run.run_id))
-    checkpoints = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
-    # The curves are what people come for: a browser draws what it gets first, and nothing above
-    # them waits for what is below.
-    own = _own_metrics(detail)
-    with st.container(key="run_charts"):
-        _charts(_view(source, detail, chosen, decisions, checkpoints), own)
-    draw_command()
-    _numbers(source, detail)
+    verdict = st.container(key="run_verdict")
+    # All is asked for before anything but the curves is drawn: what comes in parts a browser draws
+    # in parts, each as long as all of it. The collector answers several questions at once.
+    with meanwhile() as ask:
+        judged = ask(lambda: verdict_of(source, run, is_exact=True))
+        happened = ask(lambda: _happened(source, run.run_id))
+        detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
+        values = ask(lambda: curves.last_values(source, detail))
+        seen = happened.result()
+        readings = ask(lambda: _readings(source, detail, seen.decisions))
+        # The curves are what people come for: a browser draws what it gets first.
+        own = _own_metrics(detail)
+        with st.container(key="run_charts"):
+            _charts(_view(source, detail, chosen, seen), own)
+    with verdict:
+        verdicts.strip(run, judged.result())
+    _numbers(detail, values.result())
     _facts(detail, source.clock.time_ns())
-    _tools(source, detail, decisions)
-    _below(detail, decisions, checkpoints, _readings(source, detail, decisions))
+    _tools(source, detail, seen.decisions)
+    _below(detail, seen.decisions, seen.checkpoints, readings.result())
 
 
-def _view(
-    source: Source,
-    detail: RunDetail,
-    chosen: Controls,
-    decisions: Sequence[DecisionView],
-    checkpoints: Sequence[CheckpointView],
-) -> curves.View:
+class _Happened(NamedTuple):
+    """All that stands in a chart beside its curves."""
+
+    decisions: Sequence[DecisionView]
+    checkpoints: Sequence[CheckpointView]
+    alerts: Sequence[AlertView]
+    notes: Sequence[AnnotationView]
+
+
+def _happened(source: Source, run_id: str) -> _Happened:
+    return _Happened(
+        source.client.ask(DecisionsQuestion(run_id=run_id)),
+        source.client.ask(CheckpointsQuestion(run_id=run_id)),
+        source.client.ask(AlertsQuestion(run_id=run_id)),
+        source.client.ask(AnnotationsQuestion(run_id=run_id)),
+    )
+
+
+def _view(source: Source, detail: RunDetail, chosen: Controls, happened: _Happened) -> curves.View:
     """Return what is to be drawn, with all that happened at its place along x."""
     view = curves.View(
         source=source,
@@ -85,11 +105,11 @@ def _view(
         st.caption(f"This run has no {chosen.axis} to draw along; steps are shown.")
         scale = charts.STEPS
     others = [
-        *charts.alert_marks(source.client.ask(AlertsQuestion(run_id=view.run_id)), scale),
-        *charts.checkpoint_marks(checkpoints, scale),
-        *charts.note_marks(source.client.ask(AnnotationsQuestion(run_id=view.run_id)), scale),
+        *charts.alert_marks(happened.alerts, scale),
+        *charts.checkpoint_marks(happened.checkpoints, scale),
+        *charts.note_marks(happened.notes, scale),
     ]
-    marks = charts.decision_marks(decisions, scale)
+    marks = charts.decision_marks(happened.decisions, scale)
     return replace(view, scale=scale, decisions=marks, others=others)
 
 
@@ -196,7 +216,7 @@ def _facts(detail: RunDetail, now_unix_ns: int) -> None:
         formatting.plain(summary.user, 40),
         f"mode {formatting.plain(summary.mode, 20)}",
         formatting.count(summary.world_size, "rank"),
-        f"{formatting.number(info.num_params / 1e6, 3)} M parameters" if info.num_params else "",
+        _size(info.num_params),
         f"started {formatting.age(summary.started_unix_ns, now_unix_ns)} ago",
         f"last seen {formatting.age(summary.last_seen_unix_ns, now_unix_ns)} ago",
         formatting.plain(", ".join(summary.tags), 120),
@@ -205,9 +225,14 @@ def _facts(detail: RunDetail, now_unix_ns: int) -> None:
         st.text("  |  ".join(fact for fact in facts if fact))
 
 
-def _numbers(source: Source, detail: RunDetail) -> None:
+def _size(num_params: int) -> str:
+    if not num_params or num_params < 1e5:
+        return formatting.count(num_params, "parameter") if num_params else ""
+    return f"{formatting.number(num_params / 1e6, 3)} M parameters"
+
+
+def _numbers(detail: RunDetail, last: curves.LastValues) -> None:
     summary = detail.summary
-    last = curves.last_values(source, detail)
     delta = last.loss_delta
     cells: tuple[tuple[str, str], ...] = (
         ("Step", f"{summary.last_step:,}" if summary.last_step >= 0 else "\N{EN DASH}"),

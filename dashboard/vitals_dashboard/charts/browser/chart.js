@@ -86,6 +86,8 @@ class Page {
     this.zoom = {}; // by axis: [first, last], as long as somebody looks at a part
     this.isFull = false; // whether every value is to be within the y axes
     this.resized = new ResizeObserver(() => this.resize());
+    // What nobody sees is not drawn again until somebody does: a refresh of all costs three times as much.
+    this.seen = new IntersectionObserver((entries) => this.look(entries), { rootMargin: "150px" });
   }
 
   show(root, tell) {
@@ -102,6 +104,7 @@ class Page {
     this.bar();
     this.resized.disconnect();
     this.resized.observe(this.box);
+    this.seen.disconnect();
     this.charts.forEach((chart) => (chart.plot = null));
     if (this.charts.length) this.build();
   }
@@ -109,6 +112,7 @@ class Page {
   hide(root) {
     if (this.root !== root) return;
     this.resized.disconnect();
+    this.seen.disconnect();
     this.charts.forEach((chart) => chart.drop());
     this.root = null;
   }
@@ -164,16 +168,32 @@ class Page {
 
   build() {
     if (!this.root) return;
+    this.seen.disconnect();
     this.box.querySelectorAll("figure").forEach((old) => old.remove());
     this.colours();
     this.box.append(...this.charts.map((chart) => chart.frame()));
     // All are measured before any is drawn: each change in between would cost a layout of the page.
     const widths = this.charts.map((chart) => chart.width());
     this.charts.forEach((chart, i) => chart.draw(widths[i]));
+    this.charts.forEach((chart) => this.seen.observe(chart.figure));
   }
 
-  redraw() {
-    if (this.root) this.charts.forEach((chart) => chart.redraw());
+  look(entries) {
+    for (const { target, isIntersecting } of entries) {
+      const chart = this.charts.find((each) => each.figure === target);
+      if (!chart) continue;
+      chart.isSeen = isIntersecting;
+      if (isIntersecting && chart.isOld) chart.redraw();
+    }
+  }
+
+  redraw(axis) {
+    if (!this.root) return;
+    for (const chart of this.charts) {
+      if (axis && chart.axis !== axis) continue;
+      if (chart.isSeen) chart.redraw();
+      else chart.isOld = true;
+    }
   }
 
   restyle() {
@@ -201,7 +221,7 @@ class Page {
   zoomTo(axis, first, last) {
     if (!(last > first)) return;
     this.zoom[axis] = [first, last];
-    this.charts.filter((chart) => chart.axis === axis).forEach((chart) => chart.redraw());
+    this.redraw(axis);
     this.report(axis, { axis, first, last });
   }
 
@@ -276,6 +296,8 @@ class Chart {
     Object.assign(this, { page, index, title, axis, unit, log, exact, size, height, note, ends });
     this.lines = wire.lines.map((line, i) => new Line(line, wire.curves[i]));
     this.plot = null;
+    this.isSeen = true;
+    this.isOld = false;
   }
 
   get marks() {
@@ -391,7 +413,7 @@ class Chart {
         },
         axes: [
           { ...axes, size: 26, gap: 3, space: axis === "time" ? 80 : 50, values: (_, at) => at.map((v) => this.place(v)), incrs: axis === "step" ? WHOLE : undefined },
-          { ...axes, size: axisWidth, gap: 3, values: (_, at) => at.map((v) => (v === null ? "" : short(v))) },
+          { ...axes, size: axisWidth, gap: 3, ...(this.log ? { splits: logSplits, filter: (_, at) => at } : {}), values: (_, at) => at.map((v) => (v === null ? "" : short(v))) },
         ],
         cursor: {
           y: false, dataIdx: nearest,
@@ -416,22 +438,24 @@ class Chart {
     if (!this.plot.data[0].length) this.redraw(); // by itself it scales to points, and has none
   }
 
-  // Several branches of one name are one entry of the legend.
+  // All that was rolled back is one entry of the legend: of seven curves it would be seven more.
   names() {
     const rows = this.plot.root.querySelectorAll(".u-series");
     const seen = new Set();
-    this.plot.series.forEach((each, i) => {
-      if (i && seen.has(each.label)) rows[i].style.display = "none";
-      seen.add(each.label);
+    this.lines.forEach((line, i) => {
+      const name = entry(line);
+      if (seen.has(name)) rows[i + 1].style.display = "none";
+      else if (name !== line.name) rows[i + 1].querySelector(".u-label").textContent = name;
+      seen.add(name);
     });
   }
 
   toggle(index, isShown) {
     if (this.isToggling) return;
     this.isToggling = true;
-    const { label } = this.plot.series[index];
-    this.plot.series.forEach((each, i) => {
-      if (i && i !== index && each.label === label) this.plot.setSeries(i, { show: isShown });
+    const name = entry(this.lines[index - 1]);
+    this.lines.forEach((line, i) => {
+      if (i + 1 !== index && entry(line) === name) this.plot.setSeries(i + 1, { show: isShown });
     });
     this.isToggling = false;
     this.redraw();
@@ -440,6 +464,7 @@ class Chart {
   redraw() {
     const u = this.plot;
     if (!u) return;
+    this.isOld = false;
     const [min, max] = this.range();
     this.newest();
     u.batch(() => {
@@ -633,7 +658,7 @@ class Chart {
   // The value of a series where the cursor is; where it is nowhere, the last one, finite or not.
   value(series, index) {
     const line = this.lines[series - 1];
-    if (!line) return "";
+    if (!line || entry(line) !== line.name) return ""; // of several curves none stands for all
     const value = index == null ? line.y.at(-1) : this.plot.data[series][index];
     return value == null ? "-" : short(value);
   }
@@ -703,6 +728,28 @@ function lone(u, series, isShown) {
   return y
     .filter(([v], i) => v !== null && (y[i - 1]?.[0] ?? null) === null && (y[i + 1]?.[0] ?? null) === null)
     .map(([, i]) => i);
+}
+
+function entry(line) {
+  return line.role === "discarded" ? "rolled back" : line.name;
+}
+
+// Where a logarithmic axis has its labels: of less than a decade evenly apart, as uPlot would name
+// its very ends or one value alone; of up to three at 1, 2 and 5; else at some powers of ten.
+export function logSplits(u, axis, min, max) {
+  const decades = Math.log10(max / min);
+  if (!(decades > 1)) {
+    const rough = (max - min) / 4;
+    const size = 10 ** Math.floor(Math.log10(rough));
+    const by = [1, 2, 5, 10].map((n) => n * size).find((n) => n >= rough);
+    const first = Math.ceil(min / by);
+    return [...Array(Math.floor(max / by) - first + 1).keys()].map((i) => Number(((first + i) * by).toPrecision(12)));
+  }
+  const each = decades > 3 ? [1] : [1, 2, 5];
+  const every = Math.max(1, Math.ceil(decades / 7));
+  const first = Math.floor(Math.log10(min));
+  const powers = [...Array(Math.ceil(decades) + 2).keys()].map((i) => first + i).filter((power) => power % every === 0);
+  return powers.flatMap((power) => each.map((n) => Number(`${n}e${power}`))).filter((v) => v >= min && v <= max);
 }
 
 function axisWidth(u, values) {

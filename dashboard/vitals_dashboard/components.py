@@ -1,0 +1,38 @@
+"""Our own programs in the browser, as Streamlit components: the charts, and a command to copy."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from streamlit.components.v2 import component
+from streamlit.components.v2.get_bidi_component_manager import get_bidi_component_manager
+from streamlit.components.v2.manifest_scanner import ComponentConfig, ComponentManifest
+
+from trainvitals import __version__
+
+Program = Literal["chart", "command"]
+_PACKAGE = "trainvitals"
+_NAME: dict[Program, str] = {"chart": "charts", "command": "command"}
+
+
+def registered(program: Program) -> Any:
+    """Return what mounts one of our programs, known to the runtime that runs this page.
+
+    Streamlit finds such files by itself only beside a project file named as the import package.
+    Given as text instead, the program would be sent with each refresh, and our content policy
+    would let no browser run it.
+    """
+    manager = get_bidi_component_manager()
+    if manager.get(f"{_PACKAGE}.{_NAME[program]}") is None:
+        parts = [ComponentConfig(name=name, asset_dir="browser") for name in _NAME.values()]
+        manifest = ComponentManifest(name=_PACKAGE, version=__version__, components=parts)
+        manager.register_from_manifest(manifest, Path(__file__).parent / "charts")
+    return component(f"{_PACKAGE}.{_NAME[program]}", js=f"{program}.js")
+
+
+def command(text: str, *, key: str, width: Literal["stretch", "content"] = "stretch") -> None:
+    """Draw a command with a button that copies it.
+
+    Streamlit's own ``st.code`` makes the browser load and run 1.5 MB to colour it, which held up
+    the curves for a third of a second.
+    """
+    registered("command")(key=key, data=text, width=width, height="content")

@@ -1,0 +1,38 @@
+"""Streamlit's own page as browsers get it: told where its server is, and what it will need."""
+
+from pathlib import Path
+
+import streamlit as st
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+from starlette.routing import Route
+
+PATHS = (
+    *("", "run", "compare", "alerts", "query"),
+    *("layers", "ranks", "decisions", "checkpoints", "incident"),
+)
+"""The addresses of pages below the dashboard's own."""
+PROGRAMS = ("chart", "uPlot.esm")
+"""Of the charts: fetched while Streamlit's own are run, and not when the first chart has come."""
+# By itself a page asks for its server below its own path first, and is refused: a way there and
+# back in which nothing is drawn.
+_SERVER = """<script>
+      window.__streamlit = { BACKEND_BASE_URL: new URL("./", location.href).href };
+    </script>"""
+
+
+def page() -> str:
+    """Return the page."""
+    text = (Path(st.__file__).parent / "static" / "index.html").read_text()
+    folder = "./_stcore/bidi-components/trainvitals.charts"
+    links = [f'<link rel="modulepreload" href="{folder}/{name}.js">' for name in PROGRAMS]
+    return text.replace("<head>", "\n    ".join(["<head>", _SERVER, *links]), 1)
+
+
+def routes(text: str) -> list[Route]:
+    """Return what answers with the page at each of its addresses."""
+
+    async def answer(_: Request) -> HTMLResponse:
+        return HTMLResponse(text, headers={"cache-control": "no-cache"})
+
+    return [Route(f"/{path}", answer) for path in PATHS]
