@@ -22,7 +22,7 @@ from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
-from trainer_hooks.lifecycle.attributes import run_info
+from trainer_hooks.lifecycle.attributes import process_started_unix_ns, run_info
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.lifecycle.shutdown import close_earlier
 from trainer_hooks.lifecycle.terminal import Terminal
@@ -430,6 +430,7 @@ def _emit_start_events(
         world_size=ranks.world_size,
         pid=os.getpid(),
         node=place.node,
+        process_started_unix_ns=process_started_unix_ns(controller.clock.time_ns()),
     )
     events: list[Event] = [started]
     if ranks.rank == 0:

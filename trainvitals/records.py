@@ -357,6 +357,8 @@ class RankStarted(_Event, frozen=True, kw_only=True):
     pid: int
     node: str
     gpu_uuid: str = ""
+    process_started_unix_ns: int = 0
+    """When the process began, where this is the first run it watches; 0: not known."""
 
 
 class AttemptStarted(_Event, frozen=True, kw_only=True):

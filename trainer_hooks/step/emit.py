@@ -54,6 +54,7 @@ _FROM_HOST = {
     "monitor_seconds": "monitor_seconds",
     "forward_backward_seconds": "forward_backward_seconds",
     "checkpoint_seconds": "checkpoint_seconds",
+    "evaluation_seconds": "evaluation_seconds",
     "samples_per_second": "samples_per_second",
     "memory_allocated_bytes": "memory_allocated_bytes",
     "memory_peak_bytes": "memory_peak_bytes",

@@ -40,6 +40,8 @@ from trainvitals.views import (
     EventView,
     FindingsQuestion,
     FindingView,
+    GoodputQuestion,
+    GoodputView,
     IncidentsQuestion,
     IncidentView,
     ManySeriesQuestion,
@@ -72,6 +74,7 @@ from vitals_collector.queries import series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.attribution import at_step
 from vitals_collector.queries.difference import difference
+from vitals_collector.queries.goodput import GoodputCache
 from vitals_collector.queries.heatmap import cells
 from vitals_collector.queries.incidents import incidents, run_verdict
 from vitals_collector.queries.ledger import (
@@ -152,6 +155,7 @@ class Query:
         self.clock = clock
         self.volumes = volumes or VolumeSettings()
         self.gpu_hour_price = gpu_hour_price
+        self.goodput = GoodputCache()
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
 
@@ -390,6 +394,13 @@ def _verdict(query: Query, asked: VerdictQuestion) -> RunVerdict:
     with query.read(asked.run_id) as moment:
         run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
         return run_verdict(moment, run, price=query.gpu_hour_price, reach=query.reach)
+
+
+@answer_to(GoodputQuestion)
+def _goodput(query: Query, asked: GoodputQuestion) -> GoodputView:
+    with query.read(asked.run_id) as moment:
+        run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
+        return query.goodput.of(moment, run, price=query.gpu_hour_price)
 
 
 @answer_to(AnnotationsQuestion)
