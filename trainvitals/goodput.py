@@ -39,9 +39,9 @@ PRECEDENCE: tuple[tuple[Bucket, str], ...] = (
     ("rolled_back", "all else of a step that was undone, by a rollback or an older checkpoint"),
     ("skipped", "all else of a step whose update was not applied"),
     ("data_wait", "the ranks waited for the next batch"),
-    ("compile", "one of a process's first ten steps, above its usual time"),
     ("straggler_wait", "the ranks waited longer for others than the rank that waited least"),
     ("exchange", "the time that every rank spent in the exchange of gradients"),
+    ("compile", "what is left of one of a process's first ten steps, above a usual one"),
     ("productive", "all else of a step whose update is in the model"),
     ("unknown", "nothing was recorded of it"),
 )
@@ -229,13 +229,12 @@ def _timeline(launches: Sequence[Launch], steps: StepTimes, bounds: Ints) -> _Ti
 
 
 def _usual(steps: StepTimes, bounds: Ints) -> Ints:
-    """Return, by launch, a usual step's time without waits for data, saves and evaluations; -1."""
+    """Return, by launch, the time that a usual step computes; -1 where no step tells."""
     usual = np.full(len(bounds) - 1, -1, np.int64)
     for k, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
         for begin in (min(low + _FIRST_STEPS, high), low):
             part = slice(begin, min(high, begin + _USUAL_STEPS))
-            aside = (steps.data_wait[part], steps.checkpoint[part], steps.evaluation[part])
-            own = steps.seconds[part] - sum(_filled(seconds) for seconds in aside)
+            own = steps.seconds[part] - sum(_filled(each[part]) for each in _aside(steps))
             own = own[np.isfinite(own)]
             if len(own):
                 usual[k] = max(0, round(float(np.median(own)) * 1e9))
@@ -244,6 +243,11 @@ def _usual(steps: StepTimes, bounds: Ints) -> Ints:
     if len(known):  # a launch without two steps does as the others do
         usual[usual < 0] = int(np.median(known))
     return usual
+
+
+def _aside(steps: StepTimes) -> tuple[Floats, ...]:
+    """Return what was measured of a step beside what it computed."""
+    return steps.data_wait, steps.checkpoint, steps.evaluation, steps.wait
 
 
 def _within(spans: Sequence[Span], line: _Timeline) -> Ints:
@@ -314,8 +318,9 @@ def _hand_out(
     beside = intervals - lasted - paused
     slack = np.maximum(_SLACK_NS, (intervals * _SLACK_RATIO).astype(np.int64))
     taken.take("unknown", np.where(is_known & (beside > slack), beside, 0))
-    # Of a step whose beginning is not known, a usual step and its wait for data are its own.
-    waited = np.rint(_filled(steps.data_wait) * 1e9).astype(np.int64)
+    # Of a step whose beginning is not known, a usual step and what was measured are its own.
+    aside = sum(_filled(seconds) for seconds in _aside(steps))
+    waited = np.rint(aside * 1e9).astype(np.int64)
     excess = np.where(is_known | (own_usual < 0), 0, taken.left - own_usual - waited)
     index = np.arange(len(steps)) - first[steps.launch]
     at_start = index == 0
@@ -326,11 +331,11 @@ def _hand_out(
     taken.rest("rolled_back", steps.is_undone)
     taken.rest("skipped", steps.is_skipped)
     taken.seconds("data_wait", steps.data_wait)
+    taken.seconds("straggler_wait", steps.wait - steps.least_wait)
+    taken.seconds("exchange", steps.least_wait)
     is_first = (index < _FIRST_STEPS) & (own_usual >= 0)
     compiled = is_first & (at_start | (taken.left > _COMPILES * own_usual))
     taken.take("compile", np.where(compiled, taken.left - own_usual, 0))
-    taken.seconds("straggler_wait", steps.wait - steps.least_wait)
-    taken.seconds("exchange", steps.least_wait)
     taken.rest("productive")
 
 
@@ -405,10 +410,11 @@ def _summed(
 def _overcome(line: _Timeline, low: int, high: int, hangs: Sequence[Span]) -> list[Failure]:
     """Return the hangs that the launch with these steps got over by itself."""
     ends = line.ends[low:high]
-    rows = [(span, int(np.searchsorted(ends, span.begin_ns, "right"))) for span in hangs]
+    # By their ends: agents look twice a second, and one may seem to begin before its step did.
+    rows = [(span, int(np.searchsorted(ends, span.end_ns))) for span in hangs]
     begin = int(ends[0] - line.intervals[low]) if low < high else 0
     return [
         Failure(span.begin_ns, int(ends[row]), "hang")
         for span, row in rows
-        if row < len(ends) and span.begin_ns >= begin
+        if row < len(ends) and span.end_ns > begin
     ]
