@@ -47,6 +47,11 @@ PRECEDENCE: tuple[tuple[Bucket, str], ...] = (
 )
 """Who takes a second that two could claim: the upper one. With what each is."""
 
+OF_STEPS: tuple[Bucket, ...] = (
+    "skipped", "data_wait", "straggler_wait", "exchange", "compile", "productive",
+)  # fmt: skip
+"""What a step itself is made of: all of it is lost where the step is undone."""
+
 Ended = Literal["finished", "halted", "interrupted", "failed", "lost", "running"]
 
 _FIRST_STEPS = 10
@@ -55,6 +60,8 @@ _USUAL_STEPS = 200
 """Steps behind those from which a process's usual step is taken: so that it does not change."""
 _COMPILES = 3.0
 """From this multiple of the usual step on, a first step compiled."""
+_LONGEST_SECONDS = 1e9
+"""Thirty years: what lasts longer is a broken clock, and fits into no integer of nanoseconds."""
 _SLACK_RATIO, _SLACK_NS = 0.01, 1_000_000
 """Row times and durations are of two clocks: what differs by less is the step's own."""
 
@@ -131,6 +138,8 @@ class Goodput:
     begin_unix_ns: int
     end_unix_ns: int
     nanoseconds: Mapping[Bucket, int]
+    undone: Mapping[Bucket, int] = field(default_factory=dict)
+    """What the steps in ``rolled_back`` were before they were undone."""
     attempts: tuple[AttemptTimes, ...] = ()
     failures: tuple[Failure, ...] = ()
     gpu_nanoseconds: int = 0
@@ -234,8 +243,9 @@ def _usual(steps: StepTimes, bounds: Ints) -> Ints:
     for k, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
         for begin in (min(low + _FIRST_STEPS, high), low):
             part = slice(begin, min(high, begin + _USUAL_STEPS))
-            own = steps.seconds[part] - sum(_filled(each[part]) for each in _aside(steps))
-            own = own[np.isfinite(own)]
+            lasted = steps.seconds[part]
+            aside = sum(_filled(each[part]) for each in _aside(steps))
+            own = (_filled(lasted) - aside)[np.isfinite(lasted)]
             if len(own):
                 usual[k] = max(0, round(float(np.median(own)) * 1e9))
                 break
@@ -275,7 +285,13 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def _filled(seconds: Floats) -> Floats:
-    return np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0)
+    """Return the seconds; 0 where none were measured, or none that can be."""
+    filled = np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0)
+    return np.clip(filled, 0.0, _LONGEST_SECONDS, out=filled)
+
+
+def _ns(seconds: Floats) -> Ints:
+    return np.rint(_filled(seconds) * 1e9).astype(np.int64)
 
 
 # ----------------------------------------------------------------------------------- handing it out
@@ -287,6 +303,8 @@ class _Intervals:
     def __init__(self, intervals: Ints) -> None:
         self.left = intervals.copy()
         self.parts: dict[Bucket, Ints] = {}
+        self.undone: dict[Bucket, int] = {}
+        """What steps that were undone had been before."""
 
     def take(self, bucket: Bucket, nanoseconds: Ints) -> None:
         """Give a bucket so much of each interval, and no more than is left."""
@@ -295,9 +313,17 @@ class _Intervals:
         before = self.parts.get(bucket)
         self.parts[bucket] = part if before is None else before + part
 
-    def seconds(self, bucket: Bucket, seconds: Floats) -> None:
-        """Give a bucket what was measured, where it was."""
-        self.take(bucket, np.rint(_filled(seconds) * 1e9).astype(np.int64))
+    def undo(self, which: Mask) -> None:
+        """Give what these steps were made of to ``rolled_back``; saves and evaluations stay."""
+        at = np.flatnonzero(which)
+        lost = np.zeros(len(at), np.int64)
+        for bucket in OF_STEPS:
+            part = self.parts[bucket]
+            self.undone[bucket] = int(part[at].sum())
+            lost += part[at]
+            part[at] = 0
+        self.parts["rolled_back"] = np.zeros(len(which), np.int64)
+        self.parts["rolled_back"][at] = lost
 
     def rest(self, bucket: Bucket, which: Mask | None = None) -> None:
         """Give a bucket all that is left, of these steps."""
@@ -314,29 +340,29 @@ def _hand_out(
     taken.take("halted", paused)
     taken.take("hang", hung)
     # Rows between were lost, or a clock was set: the step itself says how long it took.
-    lasted = np.rint(_filled(steps.seconds) * 1e9).astype(np.int64)
-    beside = intervals - lasted - paused
+    beside = intervals - _ns(steps.seconds) - paused
     slack = np.maximum(_SLACK_NS, (intervals * _SLACK_RATIO).astype(np.int64))
     taken.take("unknown", np.where(is_known & (beside > slack), beside, 0))
     # Of a step whose beginning is not known, a usual step and what was measured are its own.
-    aside = sum(_filled(seconds) for seconds in _aside(steps))
-    waited = np.rint(aside * 1e9).astype(np.int64)
-    excess = np.where(is_known | (own_usual < 0), 0, taken.left - own_usual - waited)
+    data_wait, saved, evaluated, waited = (_ns(seconds) for seconds in _aside(steps))
+    computed = taken.left - data_wait - saved - evaluated - waited
+    excess = np.where(is_known | (own_usual < 0), 0, computed - own_usual)
     index = np.arange(len(steps)) - first[steps.launch]
     at_start = index == 0
     taken.take("restart", np.where(at_start | (paused > 0), 0, excess))
-    taken.take("unknown", np.where(~is_known & (own_usual < 0), taken.left - waited, 0))
-    taken.seconds("checkpoint", steps.checkpoint)
-    taken.seconds("evaluation", steps.evaluation)
-    taken.rest("rolled_back", steps.is_undone)
+    taken.take("unknown", np.where(~is_known & (own_usual < 0), computed, 0))
+    taken.take("checkpoint", saved)
+    taken.take("evaluation", evaluated)
     taken.rest("skipped", steps.is_skipped)
-    taken.seconds("data_wait", steps.data_wait)
-    taken.seconds("straggler_wait", steps.wait - steps.least_wait)
-    taken.seconds("exchange", steps.least_wait)
+    taken.take("data_wait", data_wait)
+    least = _ns(steps.least_wait)
+    taken.take("straggler_wait", waited - least)
+    taken.take("exchange", least)
     is_first = (index < _FIRST_STEPS) & (own_usual >= 0)
     compiled = is_first & (at_start | (taken.left > _COMPILES * own_usual))
     taken.take("compile", np.where(compiled, taken.left - own_usual, 0))
     taken.rest("productive")
+    taken.undo(steps.is_undone)
 
 
 # ------------------------------------------------------------------------------------- adding it up
@@ -397,6 +423,7 @@ def _summed(
         begin_unix_ns=line.launches[0].process_ns,
         end_unix_ns=before,
         nanoseconds={b: sum(own.get(b, 0) for own in by_attempt.values()) for b in BUCKETS},
+        undone=taken.undone,
         attempts=tuple(AttemptTimes(attempt, own) for attempt, own in sorted(by_attempt.items())),
         failures=tuple(sorted(failures)),
         gpu_nanoseconds=sum(

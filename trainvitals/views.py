@@ -753,6 +753,8 @@ class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
     end_unix_ns: int = 0
     nanoseconds: dict[Bucket, int] = {}
     """By bucket; they add up to the time from begin to end."""
+    undone: dict[Bucket, int] = {}
+    """What the steps that are rolled back now were before."""
     attempts: tuple[AttemptGoodput, ...] = ()
     ratio: float | None = None
     """The productive share, 0 to 1."""

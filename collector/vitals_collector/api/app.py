@@ -222,12 +222,12 @@ def _add_routes(
             store, acting.inbox, clock=clock, keys=settings.data, folders=settings.folders
         )
     )
-    app.include_router(metrics_router(_exposed(store, acting, clock, settings)))
+    app.include_router(metrics_router(_exposed(store, acting, clock, settings, query)))
     app.include_router(discovery_router(store, liveness=query.liveness))
 
 
 def _exposed(
-    store: Store, acting: Acting, clock: Clock, settings: CollectorSettings
+    store: Store, acting: Acting, clock: Clock, settings: CollectorSettings, query: Query
 ) -> StoreCollector:
     return StoreCollector(
         store,
@@ -235,6 +235,7 @@ def _exposed(
         acting=acting,
         lost_after_seconds=settings.lost_after_seconds,
         up_since_unix_ns=clock.time_ns(),
+        goodput=query.goodput,
     )
 
 

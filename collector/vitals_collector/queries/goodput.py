@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -385,6 +385,7 @@ def _view(
         begin_unix_ns=sums.begin_unix_ns,
         end_unix_ns=sums.end_unix_ns,
         nanoseconds=dict(sums.nanoseconds),
+        undone=dict(sums.undone),
         attempts=tuple(
             AttemptGoodput(id=attempt.attempt, nanoseconds=dict(attempt.nanoseconds))
             for attempt in sums.attempts
@@ -423,15 +424,30 @@ class GoodputCache:
     """Keeps the sums of runs: of one that goes on they are as new as their cost allows.
 
     Args:
+        price: of a GPU-hour; 0 where none is set.
         stopwatch: tells what it took, in seconds.
     """
 
-    def __init__(self, stopwatch: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, price: float = 0.0, stopwatch: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._price = price
         self._stopwatch = stopwatch
         self._kept: dict[str, _Kept] = {}
         self._lock = threading.Lock()
 
-    def of(self, moment: Moment, run: RunSummary, *, price: float = 0.0) -> GoodputView:
+    def all_of(
+        self, moment: Moment, runs: Sequence[RunSummary], *, max_seconds: float
+    ) -> Iterator[GoodputView]:
+        """Yield what is known of each run; after so many seconds only what was known before."""
+        until = self._stopwatch() + max_seconds
+        for run in runs:
+            if self._stopwatch() < until:
+                yield self.of(moment, run)
+            elif (kept := self._kept.get(run.run_id)) is not None:
+                yield kept.view
+
+    def of(self, moment: Moment, run: RunSummary) -> GoodputView:
         """Return where the run's time went, by what is stored now or was a short while ago."""
         began = self._stopwatch()
         with self._lock:
@@ -440,7 +456,7 @@ class GoodputCache:
             is_same = (kept.last_seen_unix_ns, kept.state) == (run.last_seen_unix_ns, run.state)
             if is_same or began < kept.due:
                 return kept.view
-        view = run_goodput(moment, run, price=price)
+        view = run_goodput(moment, run, price=self._price)
         ended = self._stopwatch()
         due = ended + (ended - began) / SHARE
         with self._lock:

@@ -155,7 +155,7 @@ class Query:
         self.clock = clock
         self.volumes = volumes or VolumeSettings()
         self.gpu_hour_price = gpu_hour_price
-        self.goodput = GoodputCache()
+        self.goodput = GoodputCache(price=gpu_hour_price)
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
 
@@ -400,7 +400,7 @@ def _verdict(query: Query, asked: VerdictQuestion) -> RunVerdict:
 def _goodput(query: Query, asked: GoodputQuestion) -> GoodputView:
     with query.read(asked.run_id) as moment:
         run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
-        return query.goodput.of(moment, run, price=query.gpu_hour_price)
+        return query.goodput.of(moment, run)
 
 
 @answer_to(AnnotationsQuestion)
