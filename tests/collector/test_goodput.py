@@ -195,8 +195,8 @@ def test_a_run_that_goes_on_is_read_again_only_now_and_then(store: Store):
         now[0] += 1.0  # each look at it costs a second
         return now[0]
 
-    query = Query(store, clock=ManualClock())
-    query.goodput = GoodputCache(stopwatch=stopwatch)
+    cache = GoodputCache(stopwatch=stopwatch)
+    query = Query(store, clock=ManualClock(), goodput=cache)
     question = GoodputQuestion(run_id=RUN)
     assert query.ask(question).steps == 10
     ingest(store, trained(head, *range(11, 21)))

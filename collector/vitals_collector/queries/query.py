@@ -135,6 +135,7 @@ class Query:
         up_since_unix_ns: since when rows could have arrived; 0 where nothing arrives.
         volumes: what is kept of a run, to be said.
         gpu_hour_price: what a GPU costs for an hour; 0: nobody said.
+        goodput: where sums are kept that others read as well.
     """
 
     newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
@@ -150,12 +151,13 @@ class Query:
         up_since_unix_ns: int = 0,
         volumes: VolumeSettings | None = None,
         gpu_hour_price: float = 0.0,
+        goodput: GoodputCache | None = None,
     ) -> None:
         self.store = store
         self.clock = clock
         self.volumes = volumes or VolumeSettings()
         self.gpu_hour_price = gpu_hour_price
-        self.goodput = GoodputCache(price=gpu_hour_price)
+        self.goodput = goodput or GoodputCache(price=gpu_hour_price)
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
 
