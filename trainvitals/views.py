@@ -27,6 +27,7 @@ from trainvitals.records import (
     Severity,
 )
 from trainvitals.redaction import redact_text
+from trainvitals.units import humanize_seconds
 
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
 Health = Literal["healthy", "acting", "critical", "unknown"]
@@ -775,6 +776,25 @@ class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
     """Of the GPUs that told."""
     notes: tuple[str, ...] = ()
     """What could not be told, one sentence each."""
+
+    def cost(self) -> list[tuple[str, str]]:
+        """Return what the time cost, and how often the run failed, in words for people."""
+        facts = [
+            ("steps", f"{self.steps:,}, {self.lost_steps:,} of them lost"),
+            ("failures", f"{self.num_failures:,}"),
+        ]
+        if self.mttf_seconds is not None:
+            facts.append(("mean time to failure", humanize_seconds(self.mttf_seconds)))
+        if self.mttr_seconds is not None:
+            facts.append(("mean time to recovery", humanize_seconds(self.mttr_seconds)))
+        if self.gpu_hours is not None:
+            facts.append(("GPU-hours", f"{self.gpu_hours:,.3g}"))
+        if self.money is not None and self.gpu_hours:
+            price = self.money / self.gpu_hours
+            facts.append(("price", f"{self.money:,.2f} at {price:g} a GPU-hour"))
+        if self.energy_joules is not None:
+            facts.append(("energy of the GPUs", f"{self.energy_joules / 3.6e6:,.3g} kWh"))
+        return facts
 
 
 @route("GET", "/v1/runs/{run_id}/goodput", tag="look back")

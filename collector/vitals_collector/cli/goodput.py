@@ -156,31 +156,10 @@ def _write(view: GoodputView, form: Format) -> None:
     total = [("wall time", humanize_seconds(wall / 1e9), "100 %")] if wall else []
     write_rows(("where the time went", "time", "share"), [*shares, *total], form)
     typer.echo("")
-    write_rows(("field", "value"), facts(view), form)
+    facts = [("run", view.run_id or view.name), ("goodput", _share(view.ratio, False))]
+    write_rows(("field", "value"), [*facts, *view.cost()], form)
     for note in view.notes:
         typer.echo(f"\n{note}")
-
-
-def facts(view: GoodputView) -> list[tuple[str, object]]:
-    """Return what else is known of a run's cost, as lines for people."""
-    rows: list[tuple[str, object]] = [
-        ("run", view.run_id or view.name),
-        ("goodput", _share(view.ratio, False)),
-        ("steps", f"{view.steps:,}, {view.lost_steps:,} of them lost"),
-        ("failures", view.num_failures),
-    ]
-    if view.mttf_seconds is not None:
-        rows.append(("mean time to failure", humanize_seconds(view.mttf_seconds)))
-    if view.mttr_seconds is not None:
-        rows.append(("mean time to recovery", humanize_seconds(view.mttr_seconds)))
-    if view.gpu_hours is not None:
-        rows.append(("GPU-hours", f"{view.gpu_hours:,.3g}"))
-    if view.money is not None and view.gpu_hours:
-        price = view.money / view.gpu_hours
-        rows.append(("price", f"{view.money:,.2f} at {price:g} a GPU-hour"))
-    if view.energy_joules is not None:
-        rows.append(("energy of the GPUs", f"{view.energy_joules / 3.6e6:,.3g} kWh"))
-    return rows
 
 
 def _wall(view: GoodputView) -> int:

@@ -17,6 +17,8 @@ from trainvitals.views import (
     DecisionView,
     EventsQuestion,
     EventView,
+    GoodputQuestion,
+    GoodputView,
     RunDetail,
     RunQuestion,
 )
@@ -61,10 +63,12 @@ def _body(source: Source, chosen: Controls) -> None:
     with st.container(key="run_charts"):
         _charts(_view(source, detail, chosen, decisions, checkpoints), own)
     draw_command()
-    _numbers(source, detail)
+    goodput = source.client.ask(GoodputQuestion(run_id=run.run_id))
+    _numbers(source, detail, goodput)
     _facts(detail, source.clock.time_ns())
     _tools(source, detail, decisions)
     _below(detail, decisions, checkpoints, _readings(source, detail, decisions))
+    _where_time_went(goodput)
 
 
 def _view(
@@ -205,7 +209,7 @@ def _facts(detail: RunDetail, now_unix_ns: int) -> None:
         st.text("  |  ".join(fact for fact in facts if fact))
 
 
-def _numbers(source: Source, detail: RunDetail) -> None:
+def _numbers(source: Source, detail: RunDetail, goodput: GoodputView) -> None:
     summary = detail.summary
     last = curves.last_values(source, detail)
     delta = last.loss_delta
@@ -215,6 +219,7 @@ def _numbers(source: Source, detail: RunDetail) -> None:
         ("Learning rate", formatting.number(last.learning_rate, 3)),
         ("Tokens/s", formatting.rate(last.tokens_per_second)),
         ("MFU", "n/a" if last.mfu is None else f"{last.mfu * 100:.1f} %"),
+        ("Goodput", formatting.share(goodput.ratio)),
         ("Skips", f"{summary.num_skips:,}"),
         ("Rollbacks", f"{summary.num_rollbacks:,}"),
     )
@@ -263,3 +268,15 @@ def _below(
                 layout.table(rows_of(found), empty, key=key)
                 if title == "Decisions" and (shadow := tally(v.hindsight or None for v in found)):
                     st.caption(f"Of the observed decisions, {shadow}.")
+
+
+def _where_time_went(view: GoodputView) -> None:
+    """Draw the buckets of the run's wall time, and what it cost."""
+    with st.expander(
+        "Where the time went", key="open_goodput", on_change="rerun", bind="query-params"
+    ) as part:
+        if part.open:
+            layout.table(tables.goodput_rows(view), "No process was heard of yet.", key="goodput")
+            st.caption("  |  ".join(f"{name}: {text}" for name, text in view.cost()))
+            for note in view.notes:
+                st.caption(note)
