@@ -121,10 +121,15 @@ def _speed(rounds: int) -> Row:
         is_skipped=draw.random(_NUM_STEPS) < 0.01,
     )
     launches = [
-        Launch(*(int(ends[k * own]) - lead for lead in (3 * 10**9, 2 * 10**9)),
-               int(ends[(k + 1) * own - 1]), "failed", 8)
+        Launch(
+            process_ns=int(ends[k * own]) - 3 * 10**9,
+            ready_ns=int(ends[k * own]) - 2 * 10**9,
+            end_ns=int(ends[(k + 1) * own - 1]),
+            ended="failed",
+            num_gpus=8,
+        )
         for k in range(10)
-    ]  # fmt: skip
+    ]
     times = []
     for _ in range(rounds + 1):
         began = time.thread_time_ns()
