@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from trainer_hooks.arguments import Arguments, Mode, as_list, together, turn_names
 from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.guard.declared import Declared
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
-from trainer_hooks.lifecycle.attributes import run_info
+from trainer_hooks.lifecycle.attributes import process_started_unix_ns, run_info
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.lifecycle.shutdown import close_earlier
 from trainer_hooks.lifecycle.terminal import Terminal
@@ -76,6 +77,8 @@ def watch(
     loss_kind: LossKind | None = None,
     scheduler_every: SchedulerEvery = "step",
     on_hang: OnHang = "alert",
+    total_steps: int | None = None,
+    schedule: Declared | None = None,
 ) -> Monitor:
     """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
 
@@ -122,6 +125,12 @@ def watch(
             held for a minute, so that its launcher (``torchrun --max-restarts``) starts it again;
             at most 3 times a day, where all ranks are on one node. ``alert`` only pages, and so
             does ``observe``.
+        total_steps: optimizer steps of the whole run, those before a resume included.
+        schedule: how the learning rates are meant to go: a scheduler of torch, which is copied and
+            played beside the training (one for each optimizer as a list), or a shape,
+            ``LRSchedule(kind="cosine", warmup_steps=1000)`` or just ``"cosine"``, ``"linear"``,
+            ``"wsd"`` (with ``total_steps``) or ``"constant"``. A rate of any group that leaves it
+            is told once; nothing is done about it.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -149,6 +158,8 @@ def watch(
         loss_kind=loss_kind or ("adversarial" if isinstance(whole, Models) else "minimize"),
         scheduler_every=scheduler_every,
         on_hang=on_hang,
+        total_steps=total_steps,
+        schedule=schedule,
     )
     made = set_up(given)
     if made is None:
@@ -216,6 +227,8 @@ def set_up(given: Arguments) -> Made | None:
             num_params=device.norms.num_parameters,
             run_dir=str(place.run_dir.path),
             judge=controller.judge.config,
+            total_steps=given.total_steps or 0,
+            schedule="" if controller.log.schedule is None else controller.log.schedule.name,
         )
         restored = _begin(controller, place, info)
         if ranks.rank == 0:
@@ -330,6 +343,8 @@ def _controller(
     log = StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0)
     if ranks.rank == 0 and mode != "observe" and signals.profile_slowdowns:
         log.slowdowns = Slowdowns(place.run_dir.profiles_dir)
+    if ranks.rank == 0:
+        log.schedule = given.declared_schedule()
     return StepController(
         mode=mode,
         ranks=ranks,
@@ -432,6 +447,7 @@ def _emit_start_events(
         world_size=ranks.world_size,
         pid=os.getpid(),
         node=place.node,
+        process_started_unix_ns=process_started_unix_ns(controller.clock.time_ns()),
     )
     events: list[Event] = [started]
     if ranks.rank == 0:

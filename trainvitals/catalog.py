@@ -234,6 +234,15 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         labels=("run",),
     ),
     _plain(
+        "train_goodput_seconds_total",
+        "run",
+        "Wall time by what it went to. A step that is undone later has counted as what it was, and "
+        "counts as rolled_back once more. About 2 % of the time goes into it: it may be minutes "
+        "old where a run is very long.",
+        unit="seconds",
+        labels=("run", "bucket"),
+    ),
+    _plain(
         "train_nonfinite_total", "run", "Steps with a non-finite loss or gradient.", labels=("run",)
     ),
     _plain(

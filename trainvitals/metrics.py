@@ -197,6 +197,14 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         scope="rank",
     ),
     _step(
+        "evaluation_seconds",
+        "seconds",
+        "Host time since the previous step in which the loop evaluated: within "
+        '`monitor.phase("evaluate")`, and what came before a call of `Monitor.evaluate`. It is in '
+        "`forward_backward_seconds` too; absent where it was not told.",
+        scope="rank",
+    ),
+    _step(
         "optimizer_seconds",
         "seconds",
         "Host time in the optimizers' and schedulers' steps; a GPU runs asynchronously behind.",

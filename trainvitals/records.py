@@ -336,6 +336,10 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str = ""
     judge: dict[str, Any] = {}
     """Settings of the detectors and the ladder, so that a replay judges by the same."""
+    total_steps: int = 0
+    """Optimizer steps of the whole run, as it declared; 0: it did not."""
+    schedule: str = ""
+    """What its learning rates are held against, for people."""
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -357,6 +361,8 @@ class RankStarted(_Event, frozen=True, kw_only=True):
     pid: int
     node: str
     gpu_uuid: str = ""
+    process_started_unix_ns: int = 0
+    """When the process began, where this is the first run it watches; 0: not known."""
 
 
 class AttemptStarted(_Event, frozen=True, kw_only=True):

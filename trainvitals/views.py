@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from trainvitals.errors import UsageError
+from trainvitals.goodput import Bucket
 from trainvitals.question import Question, route
 from trainvitals.records import (
     BatchNoted,
@@ -26,6 +27,7 @@ from trainvitals.records import (
     Severity,
 )
 from trainvitals.redaction import redact_text
+from trainvitals.units import humanize_seconds
 
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
 Health = Literal["healthy", "acting", "critical", "unknown"]
@@ -735,6 +737,73 @@ class MoversQuestion(Question[tuple[MoverView, ...]], frozen=True, kw_only=True)
 
     run_id: str
     step: Int64
+
+
+class AttemptGoodput(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the wall time of one attempt went."""
+
+    id: int
+    nanoseconds: dict[Bucket, int]
+
+
+class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run's wall time went; what was not measured is None."""
+
+    run_id: str
+    name: str
+    state: RunState
+    begin_unix_ns: int = 0
+    end_unix_ns: int = 0
+    nanoseconds: dict[Bucket, int] = {}
+    """By bucket; they add up to the time from begin to end."""
+    undone: dict[Bucket, int] = {}
+    """What the steps that are rolled back now were before."""
+    attempts: tuple[AttemptGoodput, ...] = ()
+    ratio: float | None = None
+    """The productive share, 0 to 1."""
+    steps: int = 0
+    lost_steps: int = 0
+    """Steps that were skipped or undone."""
+    num_failures: int = 0
+    """Stops that nobody planned: processes that failed or were lost, halts, hangs."""
+    mttf_seconds: float | None = None
+    """Mean time to failure."""
+    mttr_seconds: float | None = None
+    """Mean time to recovery: from the last progress to the next step."""
+    gpu_hours: float | None = None
+    """Of all GPUs, while a process of the run held them."""
+    money: float | None = None
+    """``gpu_hours`` at the price of a GPU-hour, where one is set."""
+    energy_joules: float | None = None
+    """Of the GPUs that told."""
+    notes: tuple[str, ...] = ()
+    """What could not be told, one sentence each."""
+
+    def cost(self) -> list[tuple[str, str]]:
+        """Return what the time cost, and how often the run failed, in words for people."""
+        facts = [
+            ("steps", f"{self.steps:,}, {self.lost_steps:,} of them lost"),
+            ("failures", f"{self.num_failures:,}"),
+        ]
+        if self.mttf_seconds is not None:
+            facts.append(("mean time to failure", humanize_seconds(self.mttf_seconds)))
+        if self.mttr_seconds is not None:
+            facts.append(("mean time to recovery", humanize_seconds(self.mttr_seconds)))
+        if self.gpu_hours is not None:
+            facts.append(("GPU-hours", f"{self.gpu_hours:,.3g}"))
+        if self.money is not None and self.gpu_hours:
+            price = self.money / self.gpu_hours
+            facts.append(("price", f"{self.money:,.2f} at {price:g} a GPU-hour"))
+        if self.energy_joules is not None:
+            facts.append(("energy of the GPUs", f"{self.energy_joules / 3.6e6:,.3g} kWh"))
+        return facts
+
+
+@route("GET", "/v1/runs/{run_id}/goodput", tag="look back")
+class GoodputQuestion(Question[GoodputView], frozen=True, kw_only=True):
+    """Where a run's time went: productive, waiting, lost, down; with GPU-hours and price."""
+
+    run_id: str
 
 
 class AnnotationView(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,10 @@ PROGRAM = "python -m vitals_bench"
 Measure = Callable[..., "Iterator[Row | Grid]"]
 Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
-APART = ("hang", "straggler", "corruption", "repro", "judgement", "sizes", "attribution")
+APART = (
+    *("hang", "straggler", "corruption", "repro", "judgement", "sizes", "attribution"),
+    "forecast",
+)
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
 
@@ -107,6 +110,7 @@ def build_app() -> typer.Typer:
     app.command("straggler", epilog=f"Example: {PROGRAM} straggler --quick")(bench_straggler)
     app.command("judgement", epilog=f"Example: {PROGRAM} judgement --quick")(bench_judgement)
     app.command("attribution", epilog=f"Example: {PROGRAM} attribution --quick")(bench_attribution)
+    app.command("forecast", epilog=f"Example: {PROGRAM} forecast --quick")(bench_forecast)
     return app
 
 
@@ -306,6 +310,11 @@ def bench_attribution(
     _run(("attribution",), quick=quick, output=output, page=page)
 
 
+def bench_forecast(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
+    """Hold where time went against simulated jobs that know it, and time a million steps."""
+    _run(("forecast",), quick=quick, output=output, page=page)
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
@@ -330,6 +339,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         corruption,
         dashboard,
         detect,
+        forecast,
         guard,
         hang,
         ingest,
@@ -359,6 +369,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "straggler": straggler.PARTS,
         "judgement": judgement.PARTS,
         "attribution": attribution.PARTS,
+        "forecast": forecast.PARTS,
     }
 
 

@@ -41,6 +41,11 @@ def rate(value: float | None) -> str:
     return f"{value:,.0f}" if value is not None and 1e2 <= value < 1e9 else number(value, 3)
 
 
+def share(ratio: float | None) -> str:
+    """Return a ratio in percent; a dash where it is not known."""
+    return "\N{EN DASH}" if ratio is None else f"{100 * ratio:.1f} %"
+
+
 def count(number_of: int, singular: str, plural: str = "") -> str:
     """Return ``1 point`` or ``1,200 points``."""
     return f"{number_of:,} {singular if number_of == 1 else plural or singular + 's'}"

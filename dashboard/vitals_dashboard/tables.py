@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from trainvitals.goodput import BUCKETS
 from trainvitals.records import SEVERITY_WORDS, Command
+from trainvitals.units import humanize_seconds
 from trainvitals.views import (
     AlertView,
     AttemptView,
@@ -14,6 +16,7 @@ from trainvitals.views import (
     DecisionView,
     EventView,
     FindingView,
+    GoodputView,
     IncidentView,
     MoverView,
     RunSummary,
@@ -158,6 +161,20 @@ def attempt_rows(attempts: Sequence[AttemptView]) -> list[Row]:
             "Started": moment(a.started_unix_ns),
         }
         for a in sorted(attempts, key=lambda a: a.ordinal, reverse=True)
+    ]
+
+
+def goodput_rows(view: GoodputView) -> list[Row]:
+    """Return the buckets of a run's wall time that have any, as they are listed everywhere."""
+    wall = view.end_unix_ns - view.begin_unix_ns
+    return [
+        {
+            "Bucket": bucket.replace("_", " "),
+            "Time": humanize_seconds(taken / 1e9),
+            "Share": formatting.share(taken / wall),
+        }
+        for bucket in BUCKETS
+        if (taken := view.nanoseconds.get(bucket, 0))
     ]
 
 

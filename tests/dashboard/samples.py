@@ -17,6 +17,7 @@ from trainvitals.views import (
     DecisionView,
     EventView,
     FindingView,
+    GoodputView,
     IncidentView,
     MoverView,
     NonFiniteMark,
@@ -55,6 +56,32 @@ class SampleRun:
     events: list[EventView] = field(default_factory=list)
     commands: list[CommandView] = field(default_factory=list)
     stacks: list[StacksView] = field(default_factory=list)
+    goodput: GoodputView | None = None
+
+    def __post_init__(self) -> None:
+        if self.goodput is None:
+            self.goodput = goodput(self.summary)
+
+
+def goodput(run: RunSummary) -> GoodputView:
+    """Return where ten minutes went, of which eight were productive."""
+    begin = run.started_unix_ns
+    return GoodputView(
+        run_id=run.run_id,
+        name=run.name,
+        state=run.state,
+        begin_unix_ns=begin,
+        end_unix_ns=begin + 600 * 10**9,
+        nanoseconds={"productive": 480 * 10**9, "down": 120 * 10**9},
+        ratio=0.8,
+        steps=420,
+        lost_steps=31,
+        num_failures=1,
+        mttf_seconds=480.0,
+        gpu_hours=2.0,
+        money=5.0,
+        notes=("Nothing is known of rank 7.",),
+    )
 
 
 def summary(number: int, *, name: str = "", now_ns: int = NOW_NS, **changes: object) -> RunSummary:

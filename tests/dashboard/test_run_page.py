@@ -43,10 +43,24 @@ def test_a_table_is_asked_for_by_a_click(stub: Stub, open_page: Open) -> None:
     stub.add(samples.sample_run())
     app = open_page("run")
     shown(app)
-    assert ["Decisions (4)", "Checkpoints and snapshots (3)", "Attempts (2)"] == [
-        part.label for part in app.expander
-    ]
+    tables = ["Decisions (4)", "Checkpoints and snapshots (3)", "Attempts (2)"]
+    assert [*tables, "Where the time went"] == [part.label for part in app.expander]
     assert 0 == len(app.dataframe)
+
+
+def test_the_run_page_says_where_the_time_went_and_what_it_cost(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run())
+    app = open_page("run", open_goodput="true")
+    said = shown(app)
+    assert "80.0 %" == {metric.label: metric.value for metric in app.metric}["Goodput"]
+    (table,) = (table.value for table in app.dataframe)
+    assert [("productive", "8 min 0 s", "80.0 %"), ("down", "2 min 0 s", "20.0 %")] == list(
+        table.itertuples(index=False, name=None)
+    )
+    assert "price: 5.00 at 2.5 a GPU-hour" in said
+    assert "Nothing is known of rank 7." in said
 
 
 def test_a_rising_loss_is_marked_as_the_bad_direction(stub: Stub, open_page: Open) -> None:

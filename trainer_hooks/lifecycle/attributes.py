@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import getpass
+import os
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 import torch
 
+from trainer_hooks.lifecycle.shutdown import is_interactive
 from trainvitals import __version__
 from trainvitals.policy import JudgeConfig
 from trainvitals.records import RunInfo
@@ -34,6 +38,8 @@ def run_info(
     num_params: int,
     run_dir: str,
     judge: JudgeConfig,
+    total_steps: int = 0,
+    schedule: str = "",
 ) -> RunInfo:
     """Return the run's attributes, without what ``redaction`` takes for secrets."""
     words = [tags] if isinstance(tags, str) else tags
@@ -52,7 +58,30 @@ def run_info(
         vitals_version=__version__,
         run_dir=run_dir,
         judge=msgspec.to_builtins(judge),
+        total_steps=total_steps,
+        schedule=_text(schedule),
     )
+
+
+_timed: set[int] = set()
+"""The process, once its beginning was told: a second run in it did not begin with it."""
+
+
+def process_started_unix_ns(now_unix_ns: int) -> int:
+    """Return when this process began, at its first run; 0 where that says nothing of the run.
+
+    A person's session began long before the run did. Linux only.
+    """
+    started = 0
+    if not is_interactive() and os.getpid() not in _timed:
+        with suppress(OSError, ValueError, IndexError):  # another system
+            with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - no path of the user's
+                # Behind the name, which may hold anything; in ticks since boot (proc(5), field 22).
+                ticks = int(file.read().rpartition(b")")[2].split()[19])
+            age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+            started = now_unix_ns - max(0, int(age * 1e9))
+    _timed.add(os.getpid())
+    return started
 
 
 def flat(config: Mapping[str, object]) -> dict[str, Plain]:

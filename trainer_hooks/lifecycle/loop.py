@@ -138,6 +138,7 @@ class Loop:
         the value of rank 0 counts, and each rank copies its part of the state. So call it behind
         ``with ema.swap():``, not within.
         """
+        self._parts.clock.evaluated()
         self.observe(**{f"eval/{name}": value for name, value in values.items()})
         with self._controller.faults.fail_open("evaluate"):
             if self._controller.is_rank0:

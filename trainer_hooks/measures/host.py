@@ -38,6 +38,7 @@ class HostMeasurements:
     data_wait_seconds: float | None
     forward_backward_seconds: float | None
     checkpoint_seconds: float | None
+    evaluation_seconds: float | None
     optimizer_seconds: float
     monitor_seconds: float | None
     exchange: Elapsed | None
@@ -119,6 +120,8 @@ class StepTimes(NamedTuple):
     optimizer: float
     monitor: float
     timeline: Timeline | None
+    evaluation: float | None = None
+    """Of ``forward_backward``, as far as it was told: no part beside the others."""
 
 
 class StepClock:
@@ -132,6 +135,7 @@ class StepClock:
         self._optimizer_ns = 0
         self._exchange_ns = 0
         self._checkpoint_ns: int | None = None
+        self._evaluation_ns: int | None = None
         self.phase: Phase = "other"
         """What the training thread does now: read by the heartbeat's thread."""
         self.is_announced = False
@@ -194,11 +198,25 @@ class StepClock:
     def within(self, phase: Phase) -> Iterator[None]:
         """Let the body be an announced phase: it may take its time."""
         before = self.phase, self.is_announced
+        begin, aside_ns = self.clock.monotonic_ns(), self._aside_ns()
         self.phase, self.is_announced = phase, True
         try:
             yield
         finally:
             self.phase, self.is_announced = before
+            if phase == "evaluate":
+                took = self.clock.monotonic_ns() - begin - (self._aside_ns() - aside_ns)
+                self._evaluation_ns = (self._evaluation_ns or 0) + took
+
+    def evaluated(self) -> None:
+        """Note that the loop has evaluated: since the step before, as far as nothing else did."""
+        if self._last_end is not None:
+            took = self.clock.monotonic_ns() - self._last_end - self._aside_ns()
+            self._evaluation_ns = (self._evaluation_ns or 0) + took
+
+    def _aside_ns(self) -> int:
+        """Return what of the present step is known to have gone to something else than the step."""
+        return sum((self._data_wait_ns or 0, self._checkpoint_ns or 0, self._evaluation_ns or 0))
 
     def exchange(self, device: torch.device, call: Callable[[], None]) -> Elapsed:
         """Make the ranks' exchange and time it, on the device's clock where it has one.
@@ -231,13 +249,15 @@ class StepClock:
             data_wait=None if waited is None else waited / 1e9,
             forward_backward=None if last is None else (self._entered - last - before_ns) / 1e9,
             checkpoint=None if last is None or kept is None else kept / 1e9,
+            evaluation=None if self._evaluation_ns is None else self._evaluation_ns / 1e9,
             optimizer=self._optimizer_ns / 1e9,
             monitor=(now - self._entered - self._optimizer_ns - self._exchange_ns) / 1e9,
             timeline=None if last is None else timeline,
         )
         if self.sections is not None:
             self.sections.begin(now)
-        self._last_end, self._data_wait_ns, self._checkpoint_ns = now, None, None
+        self._last_end = now
+        self._data_wait_ns = self._checkpoint_ns = self._evaluation_ns = None
         self._optimizer_ns = self._exchange_ns = 0
         self.phase = "forward_backward"
         return times

@@ -457,6 +457,7 @@ class StepPhases:
             data_wait_seconds=times.data_wait,
             forward_backward_seconds=times.forward_backward,
             checkpoint_seconds=times.checkpoint,
+            evaluation_seconds=times.evaluation,
             optimizer_seconds=times.optimizer,
             monitor_seconds=times.monitor,
             exchange=self._exchange,

@@ -89,6 +89,8 @@ class LoggedStep(NamedTuple):
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     data_seconds: float | None = None
+    time_seconds: float | None = None
+    """When it was logged: seconds since 1970."""
 
 
 class JudgedStep(NamedTuple):

@@ -48,6 +48,7 @@ from vitals_collector.cluster.leases import UPKEEP, Lease
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.live.engine import Acting, EngineConfig, assemble
+from vitals_collector.queries.goodput import GoodputCache
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.upkeep import Upkeep
@@ -124,9 +125,10 @@ def create_app(
             lost_after_seconds=settings.lost_after_seconds,
             is_mine=lease.is_held,
         )
+        goodput = GoodputCache(price=settings.gpu_hour_price)
         writer = remote_writer(
             settings.notifiers.remote_write,
-            _exposed(store, acting, clock, settings),
+            _exposed(store, acting, clock, settings, goodput),
             store.counters,
             clock=clock,
             leads=lambda: acting.lease.epoch() is not None,
@@ -144,7 +146,7 @@ def create_app(
             redoc_url=None,
             lifespan=_lifespan(store, folder, parts, settings),
         )
-        _add_routes(app, store, acting, clock, settings)
+        _add_routes(app, store, acting, clock, settings, goodput)
         app.include_router(_ingest_router(store, ingest_app))
         app.include_router(ack_router(links, acting.inbox))
         _answer_errors(app, store)
@@ -204,7 +206,12 @@ def _is_shared(store: Store) -> bool:
 
 
 def _add_routes(
-    app: FastAPI, store: Store, acting: Acting, clock: Clock, settings: CollectorSettings
+    app: FastAPI,
+    store: Store,
+    acting: Acting,
+    clock: Clock,
+    settings: CollectorSettings,
+    goodput: GoodputCache,
 ) -> None:
     since, lost_after = clock.time_ns(), settings.lost_after_seconds
     query = Query(
@@ -214,6 +221,7 @@ def _add_routes(
         up_since_unix_ns=since,
         volumes=settings.volumes,
         gpu_hour_price=settings.gpu_hour_price,
+        goodput=goodput,
     )
     app.state.store, app.state.query, app.state.acting = store, query, acting
     app.include_router(question_router(query))
@@ -222,12 +230,16 @@ def _add_routes(
             store, acting.inbox, clock=clock, keys=settings.data, folders=settings.folders
         )
     )
-    app.include_router(metrics_router(_exposed(store, acting, clock, settings)))
+    app.include_router(metrics_router(_exposed(store, acting, clock, settings, goodput)))
     app.include_router(discovery_router(store, liveness=query.liveness))
 
 
 def _exposed(
-    store: Store, acting: Acting, clock: Clock, settings: CollectorSettings
+    store: Store,
+    acting: Acting,
+    clock: Clock,
+    settings: CollectorSettings,
+    goodput: GoodputCache,
 ) -> StoreCollector:
     return StoreCollector(
         store,
@@ -235,6 +247,7 @@ def _exposed(
         acting=acting,
         lost_after_seconds=settings.lost_after_seconds,
         up_since_unix_ns=clock.time_ns(),
+        goodput=goodput,
     )
 
 

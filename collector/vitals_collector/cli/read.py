@@ -23,7 +23,7 @@ from trainvitals.views import (
     StepQuestion,
     VerdictQuestion,
 )
-from vitals_collector.cli import export, postmortem, query, show
+from vitals_collector.cli import export, goodput, postmortem, query, show
 from vitals_collector.cli.follow import follow as show_progress
 from vitals_collector.cli.opening import (
     Collector,
@@ -56,6 +56,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("runs", epilog="Example: vitals runs --format csv")(list_runs)
     show.register(app)
+    goodput.register(app)
     query.register(app)
     export.register(app)
     postmortem.register(app)

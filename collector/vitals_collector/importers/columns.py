@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Literal
 
@@ -14,7 +15,7 @@ from trainvitals.policy.history import LoggedStep
 
 Role = Literal[
     "step", "loss", "grad_norm", "lr", "loss_scale", "step_seconds", "tokens_per_second",
-    "data_seconds",
+    "data_seconds", "time",
 ]  # fmt: skip
 
 KNOWN: dict[Role, tuple[str, ...]] = {
@@ -50,6 +51,7 @@ KNOWN: dict[Role, tuple[str, ...]] = {
         "data_seconds", "data_wait_seconds", "data_time", "train_data_time", "data_loading_time",
         "dataloader_time", "time_metrics_data_loading_s",
     ),
+    "time": ("timestamp", "wall_time", "walltime", "unix_time", "time_unix", "datetime"),
 }  # fmt: skip
 """Names by role, in small letters and with ``_`` for all that is no letter or digit; the first that
 a log has is taken."""
@@ -60,7 +62,11 @@ MISSING = frozenset({"", "none", "null", "na", "n/a", "-", "--"})
 """Words for "was not measured", which is not NaN."""
 
 LARGEST_STEP = 1 << 53
+_EARLIEST, _LATEST = 1e8, 1e10
+"""Of a time in seconds: 1973 to 2286."""
 _SHOWN_NAMES = 12
+_ASKED = tuple(role for role in KNOWN if role != "time")
+"""Roles whose cells must be numbers; a time that is none is no time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,7 @@ class ColumnChoice:
     step_seconds: str | None = None
     tokens_per_second: str | None = None
     data_seconds: str | None = None
+    time: str | None = None
 
     def named(self) -> list[str]:
         """Return the options that were given."""
@@ -232,6 +239,29 @@ def step_number(value: object) -> int | None:
     return step
 
 
+def moment(value: object) -> float | None:
+    """Return the time a cell holds, in seconds since 1970; None where it holds none.
+
+    Logs write seconds, milliseconds, microseconds or nanoseconds, or a date as ISO 8601 has it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        seconds = float(value)
+    except OverflowError:
+        return None
+    except ValueError:
+        try:
+            date = datetime.fromisoformat(str(value).strip())
+        except ValueError:
+            return None
+        seconds = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+    for scale in (1.0, 1e3, 1e6, 1e9):
+        if _EARLIEST <= seconds / scale < _LATEST:
+            return seconds / scale
+    return None
+
+
 class Rows:
     """Collects records; counts what cannot be one, and says where a cell is no number."""
 
@@ -252,6 +282,7 @@ class Rows:
         step_seconds: object = None,
         tokens_per_second: object = None,
         data_seconds: object = None,
+        time: object = None,
     ) -> None:
         """Take one record in, in the order of the log; one that says nothing is passed over.
 
@@ -281,12 +312,12 @@ class Rows:
             raise FormatError(
                 f"{self._source}: {self._where} {row}: the {name} is {_short(value)}; it must be a "
                 f"{'whole number' if name == 'step' else 'number'}",
-                hint=f"correct the log, or name another column: {', '.join(map(_option, KNOWN))}",
+                hint=f"correct the log, or name another column: {', '.join(map(_option, _ASKED))}",
             ) from error
         if found_step is None:
             self._dropped["without a step"] += 1
             return
-        numbers = (found_loss, found_norm, found_lr, scale, seconds, speed, waited)
+        numbers = (found_loss, found_norm, found_lr, scale, seconds, speed, waited, moment(time))
         self.steps.append(LoggedStep(row, found_step, *numbers))
 
     def pass_over(self, why: str) -> None:
@@ -316,6 +347,7 @@ __all__ = [
     "Role",
     "Rows",
     "choose",
+    "moment",
     "number",
     "plain",
     "step_number",

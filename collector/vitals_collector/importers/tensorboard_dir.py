@@ -15,8 +15,11 @@ FIRST_EVENT = b"brain.Event:"
 _FRAME_BYTES = 16
 """Of TFRecord, around each event: its length and two checksums."""
 
-Value = tuple[str, int, float]
-"""Tag, step, value."""
+_WALL_TIME = "\0wall_time"
+"""In a tag's place, as no tag can be called."""
+
+Value = tuple[str, int, float, float]
+"""Tag, step, value, and when it was written."""
 
 
 def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnChoice) -> History:
@@ -43,9 +46,10 @@ def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnCh
             if tags[value[0]]:
                 values.append(value)
     columns = choose(["step", *(tag for tag in tags if tag != "step")], column_options, str(path))
-    columns["step"] = "step"  # of each event
+    columns["step"], columns["time"] = "step", _WALL_TIME  # of each event
     rows = Rows(str(path), "row")
-    for row, cells in enumerate(_joined(values, set(columns.values()) - {"step"})):
+    tags_read = set(columns.values()) - {"step", _WALL_TIME}
+    for row, cells in enumerate(_joined(values, tags_read)):
         take(rows, row, cells, columns)
     if len(files) > 1:
         notes.append(f"{len(files)} event files were read as one log, in the order of their names")
@@ -65,11 +69,12 @@ def _joined(values: Sequence[Value], tags: set[str]) -> list[dict[str, object]]:
     """
     rows: dict[tuple[int, int], dict[str, object]] = {}
     times: dict[tuple[str, int], int] = {}
-    for tag, step, value in values:
+    for tag, step, value, written in values:
         if tag not in tags:
             continue
         time = times[tag, step] = times.get((tag, step), -1) + 1
-        rows.setdefault((step, time), {"step": step})[tag] = value
+        row = rows.setdefault((step, time), {"step": step, _WALL_TIME: written})
+        row[tag] = value
     return list(rows.values())
 
 
@@ -87,7 +92,7 @@ def _values(path: Path, notes: list[str]) -> Iterator[Value]:
             for value in event.summary.value:
                 number = _scalar(value, array_of)
                 if number is not None:
-                    yield value.tag, event.step, number
+                    yield value.tag, event.step, number, event.wall_time
         num_left = path.stat().st_size - num_read
     if num_left:
         notes.append(

@@ -23,6 +23,7 @@ Lost = tuple[int, int, int]
 
 PRICE_VARIABLE = "VITALS_GPU_HOUR_PRICE"
 _SECONDS_AN_HOUR = 3_600.0
+_BETWEEN_STEPS = ("checkpoint_seconds", "evaluation_seconds")
 
 
 def price_in(text: str) -> float:
@@ -65,15 +66,23 @@ def lost_work(
     attempts = attempt_rows(moment.sql, run_id)
     seconds, tokens = _measured(moment.numbers, run_id, spans, attempts)
     num_gpus = _num_gpus(moment.sql, run_id)
-    hours = seconds * num_gpus / _SECONDS_AN_HOUR if seconds is not None and num_gpus else None
+    hours, money = hours_and_money(None if seconds is None else seconds * num_gpus, price)
     return LostWork(
         steps=steps,
         batches=batches,
         tokens=tokens,
         seconds=seconds,
         gpu_hours=hours,
-        money=hours * price if hours is not None and price else None,
+        money=money,
     )
+
+
+def hours_and_money(gpu_seconds: float | None, price: float) -> tuple[float | None, float | None]:
+    """Return GPU-hours, None where no GPU is known, and what they cost, where a price is set."""
+    if not gpu_seconds:
+        return None, None
+    hours = gpu_seconds / _SECONDS_AN_HOUR
+    return hours, hours * price if price else None
 
 
 def total(each: Sequence[LostWork]) -> LostWork:
@@ -116,12 +125,17 @@ def lost_spans(decided: Iterable[DecisionView]) -> list[Lost]:
 def _measured(
     numbers: NumbersReader, run_id: str, spans: Sequence[Lost], attempts: Sequence[AttemptRow]
 ) -> tuple[float | None, int | None]:
-    """Return the seconds that rank 0 took for the steps, and the tokens that the run consumed."""
+    """Return the seconds that rank 0 took for the steps, and the tokens that the run consumed.
+
+    As in ``trainvitals.goodput``, checkpoints and evaluations between them are no part of a step.
+    """
     seconds, num, tokens, num_counted = 0.0, 0, 0, 0
     for attempt, low, high in spans:
         # One step more: tokens are counted up, so those of a step are what it added.
         span = Span(run_id, "steps", ("rank:0",), from_step=low - 1, to_step=behind(high))
-        rows = numbers.scan(span, ["step", "attempt", "step_duration_seconds", "tokens_seen"])
+        rows = numbers.scan(
+            span, ["step", "attempt", "step_duration_seconds", "tokens_seen", *_BETWEEN_STEPS]
+        )
         steps = rows["step"].values
         # A rollback may go back behind the step at which its attempt began.
         bounds = lineage(ancestry(attempts, attempt)) | {attempt: math.inf}
@@ -130,6 +144,9 @@ def _measured(
             is_own |= (rows["attempt"].values == own) & (steps < bound)
         took, is_missing = rows["step_duration_seconds"]
         took = took.astype(np.float64)
+        for name in _BETWEEN_STEPS:
+            aside, is_unmeasured = rows[name]
+            took = took - np.where(is_unmeasured, 0.0, np.nan_to_num(aside.astype(np.float64)))
         is_there = np.isfinite(took) & ~is_missing & is_own & (steps >= low)
         _, first = np.unique(steps[is_there], return_index=True)
         seconds += float(took[is_there][first].sum())
@@ -153,6 +170,7 @@ def _num_gpus(connection: Connection, run_id: str) -> int:
 
 
 __all__ = [
-    *("PRICE_VARIABLE", "Lost", "lost_spans", "lost_work", "price_in", "price_of_environment"),
+    *("PRICE_VARIABLE", "Lost", "hours_and_money", "lost_spans", "lost_work", "price_in"),
+    "price_of_environment",
     "total",
 ]

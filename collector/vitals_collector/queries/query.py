@@ -41,6 +41,8 @@ from trainvitals.views import (
     EventView,
     FindingsQuestion,
     FindingView,
+    GoodputQuestion,
+    GoodputView,
     IncidentsQuestion,
     IncidentView,
     ManySeriesQuestion,
@@ -73,6 +75,7 @@ from vitals_collector.queries import series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.attribution import at_step
 from vitals_collector.queries.difference import difference
+from vitals_collector.queries.goodput import GoodputCache
 from vitals_collector.queries.heatmap import cells
 from vitals_collector.queries.incidents import incidents, run_verdict
 from vitals_collector.queries.ledger import (
@@ -133,6 +136,7 @@ class Query:
         up_since_unix_ns: since when rows could have arrived; 0 where nothing arrives.
         volumes: what is kept of a run, to be said.
         gpu_hour_price: what a GPU costs for an hour; 0: nobody said.
+        goodput: where sums are kept that others read as well.
     """
 
     newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
@@ -148,11 +152,13 @@ class Query:
         up_since_unix_ns: int = 0,
         volumes: VolumeSettings | None = None,
         gpu_hour_price: float = 0.0,
+        goodput: GoodputCache | None = None,
     ) -> None:
         self.store = store
         self.clock = clock
         self.volumes = volumes or VolumeSettings()
         self.gpu_hour_price = gpu_hour_price
+        self.goodput = goodput or GoodputCache(price=gpu_hour_price)
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
 
@@ -407,6 +413,13 @@ def _verdict(query: Query, asked: VerdictQuestion) -> RunVerdict:
             reach=query.reach,
             run_dir=query.run_dir(asked.run_id),
         )
+
+
+@answer_to(GoodputQuestion)
+def _goodput(query: Query, asked: GoodputQuestion) -> GoodputView:
+    with query.read(asked.run_id) as moment:
+        run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
+        return query.goodput.of(moment, run)
 
 
 @answer_to(AnnotationsQuestion)

@@ -19,6 +19,8 @@ from trainvitals.views import (
     DecisionView,
     EventsQuestion,
     EventView,
+    GoodputQuestion,
+    GoodputView,
     RunDetail,
     RunQuestion,
 )
@@ -61,6 +63,7 @@ def _body(source: Source, chosen: Controls) -> None:
         happened = ask(lambda: _happened(source, run.run_id))
         detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
         values = ask(lambda: curves.last_values(source, detail))
+        spent = ask(lambda: source.client.ask(GoodputQuestion(run_id=run.run_id)))
         seen = happened.result()
         readings = ask(lambda: _readings(source, detail, seen.decisions))
         # The curves are what people come for: a browser draws what it gets first.
@@ -69,10 +72,12 @@ def _body(source: Source, chosen: Controls) -> None:
             _charts(_view(source, detail, chosen, seen), own)
     with verdict:
         verdicts.strip(run, judged.result())
-    _numbers(detail, values.result())
+    goodput = spent.result()
+    _numbers(detail, values.result(), goodput)
     _facts(detail, source.clock.time_ns())
     _tools(source, detail, seen.decisions)
     _below(detail, seen.decisions, seen.checkpoints, readings.result())
+    _where_time_went(goodput)
 
 
 class _Happened(NamedTuple):
@@ -231,7 +236,7 @@ def _size(num_params: int) -> str:
     return f"{formatting.number(num_params / 1e6, 3)} M parameters"
 
 
-def _numbers(detail: RunDetail, last: curves.LastValues) -> None:
+def _numbers(detail: RunDetail, last: curves.LastValues, goodput: GoodputView) -> None:
     summary = detail.summary
     delta = last.loss_delta
     cells: tuple[tuple[str, str], ...] = (
@@ -240,6 +245,7 @@ def _numbers(detail: RunDetail, last: curves.LastValues) -> None:
         ("Learning rate", formatting.number(last.learning_rate, 3)),
         ("Tokens/s", formatting.rate(last.tokens_per_second)),
         ("MFU", "n/a" if last.mfu is None else f"{last.mfu * 100:.1f} %"),
+        ("Goodput", formatting.share(goodput.ratio)),
         ("Skips", f"{summary.num_skips:,}"),
         ("Rollbacks", f"{summary.num_rollbacks:,}"),
     )
@@ -288,3 +294,15 @@ def _below(
                 layout.table(rows_of(found), empty, key=key)
                 if title == "Decisions" and (shadow := tally(v.hindsight or None for v in found)):
                     st.caption(f"Of the observed decisions, {shadow}.")
+
+
+def _where_time_went(view: GoodputView) -> None:
+    """Draw the buckets of the run's wall time, and what it cost."""
+    with st.expander(
+        "Where the time went", key="open_goodput", on_change="rerun", bind="query-params"
+    ) as part:
+        if part.open:
+            layout.table(tables.goodput_rows(view), "No process was heard of yet.", key="goodput")
+            st.caption("  |  ".join(f"{name}: {text}" for name, text in view.cost()))
+            for note in view.notes:
+                st.caption(note)

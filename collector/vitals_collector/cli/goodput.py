@@ -1,0 +1,187 @@
+"""`vitals goodput`: where a run's time went, and what it cost; of a log as far as it tells."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainvitals.cli.output import Format, write_json, write_rows
+from trainvitals.errors import UsageError
+from trainvitals.goodput import BUCKETS, Bucket, Goodput
+from trainvitals.units import humanize_seconds
+from trainvitals.views import GoodputQuestion, GoodputView, RunsQuestion
+from vitals_collector.cli.opening import (
+    Collector,
+    Dir,
+    TokenFile,
+    open_run,
+    warn_of_unreadable,
+)
+from vitals_collector.queries.open import open_reader
+
+LABELS: Mapping[Bucket, str] = {bucket: bucket.replace("_", " ") for bucket in BUCKETS}
+
+RunOrLog = Annotated[
+    str,
+    typer.Argument(
+        help="A run: id or its beginning, name, or folder [default: the newest run]. Or a log: "
+        "a CSV file, TensorBoard's or wandb's folder or file."
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("goodput", epilog="Example: vitals goodput my-run")(show_goodput)
+
+
+def show_goodput(
+    run: RunOrLog = "",
+    folder: Dir = None,
+    every: Annotated[bool, typer.Option("--all", help="A line for each run.")] = False,
+    collector: Collector = "",
+    token_file: TokenFile = None,
+    step: Annotated[str | None, typer.Option(help="Column of the steps in a log.")] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Column of the times: seconds since 1970, or ISO 8601.")
+    ] = None,
+    step_seconds: Annotated[
+        str | None, typer.Option(help="Column of the seconds per step.")
+    ] = None,
+    data_seconds: Annotated[
+        str | None, typer.Option(help="Column of the seconds a step waited for data.")
+    ] = None,
+    form: Annotated[Format, typer.Option("--format", help="table, json or csv.")] = Format.TABLE,
+) -> None:
+    """Show where a run's wall time went: productive, waiting, lost, down. It adds up exactly.
+
+    GPU-hours, and with VITALS_GPU_HOUR_PRICE (or the collector's --gpu-hour-price) their price.
+    Of other people's logs only what they tell; the rest is unknown.
+    """
+    named = {
+        "--step": step,
+        "--time": time,
+        "--step-seconds": step_seconds,
+        "--data-seconds": data_seconds,
+    }
+    if every:
+        _refuse([*(["RUN"] if run else []), *(name for name, value in named.items() if value)])
+        _show_all(folder, collector, token_file, form)
+        return
+    if run and folder is None and _is_log(Path(run)):
+        from vitals_collector.importers import ColumnChoice, read_history
+        from vitals_collector.importers.goodput import log_goodput
+
+        choice = ColumnChoice(
+            step=step, time=time, step_seconds=step_seconds, data_seconds=data_seconds
+        )
+        history = read_history(Path(run), choice)
+        _write(_of_log(history.source, log_goodput(history)), form)
+        return
+    _refuse([name for name, value in named.items() if value], "a run has these recorded")
+    with open_run(run, folder, collector, token_file) as (opened, summary):
+        view = opened.reader.ask(GoodputQuestion(run_id=summary.run_id))
+    _write(view, form)
+
+
+def _refuse(named: Sequence[str], why: str = "--all shows each run by what it recorded") -> None:
+    if named:
+        raise UsageError(
+            f"{', '.join(named)}: {why}", hint="leave them out, or give a log's file or folder"
+        )
+
+
+def _is_log(path: Path) -> bool:
+    """Say whether this is a file, or a folder that holds no runs of ours."""
+    from vitals_collector.importers import holds_runs
+
+    return path.is_file() or (path.is_dir() and not holds_runs(path))
+
+
+def _of_log(source: str, sums: Goodput) -> GoodputView:
+    return GoodputView(
+        run_id="",
+        name=source,
+        state="finished",
+        begin_unix_ns=sums.begin_unix_ns,
+        end_unix_ns=sums.end_unix_ns,
+        nanoseconds=dict(sums.nanoseconds),
+        ratio=sums.ratio,
+        steps=sums.steps,
+        lost_steps=sums.lost_steps,
+        notes=sums.notes,
+    )
+
+
+def _show_all(folder: Path | None, collector: str, token_file: Path | None, form: Format) -> None:
+    with open_reader(folder, collector=collector, token_file=token_file) as opened:
+        runs = opened.reader.ask(RunsQuestion())
+        views = [opened.reader.ask(GoodputQuestion(run_id=run.run_id)) for run in runs]
+        warn_of_unreadable(opened.unreadable)
+    if form is Format.JSON:
+        write_json(views)
+        return
+    shown = [b for b in BUCKETS if any(view.nanoseconds.get(b) for view in views)]
+    is_csv = form is Format.CSV
+    unit = " seconds" if is_csv else ""
+    header = ("run", "name", "state", f"wall{unit}", "goodput", *(LABELS[b] + unit for b in shown))
+    header += ("failures", "GPU-hours", "price")
+    rows = [
+        (
+            *(view.run_id, view.name, view.state, _seconds(_wall(view), is_csv)),
+            *(_share(view.ratio, is_csv), *(_cell(view, bucket, is_csv) for bucket in shown)),
+            *(view.num_failures, _rounded(view.gpu_hours), _rounded(view.money)),
+        )
+        for view in views
+    ]
+    write_rows(header, rows, form)
+
+
+def _write(view: GoodputView, form: Format) -> None:
+    if form is Format.JSON:
+        write_json(view)
+        return
+    is_csv = form is Format.CSV
+    wall = _wall(view)
+    if is_csv:
+        rows = [(LABELS[b], view.nanoseconds.get(b, 0) / 1e9) for b in BUCKETS]
+        write_rows(("bucket", "seconds"), [*rows, ("wall", wall / 1e9)], form)
+        return
+    shares = [
+        (LABELS[bucket], humanize_seconds(taken / 1e9), f"{100 * taken / wall:.2f} %")
+        for bucket in BUCKETS
+        if (taken := view.nanoseconds.get(bucket, 0))
+    ]
+    total = [("wall time", humanize_seconds(wall / 1e9), "100 %")] if wall else []
+    write_rows(("where the time went", "time", "share"), [*shares, *total], form)
+    typer.echo("")
+    facts = [("run", view.run_id or view.name), ("goodput", _share(view.ratio, False))]
+    write_rows(("field", "value"), [*facts, *view.cost()], form)
+    for note in view.notes:
+        typer.echo(f"\n{note}")
+
+
+def _wall(view: GoodputView) -> int:
+    return view.end_unix_ns - view.begin_unix_ns
+
+
+def _seconds(nanoseconds: int, is_csv: bool) -> object:
+    return nanoseconds / 1e9 if is_csv else humanize_seconds(nanoseconds / 1e9)
+
+
+def _cell(view: GoodputView, bucket: Bucket, is_csv: bool) -> object:
+    taken, wall = view.nanoseconds.get(bucket, 0), _wall(view)
+    if is_csv:
+        return taken / 1e9
+    return f"{100 * taken / wall:.1f} %" if taken and wall else ""
+
+
+def _share(ratio: float | None, is_csv: bool) -> object:
+    if ratio is None or is_csv:
+        return ratio
+    return f"{100 * ratio:.1f} %"
+
+
+def _rounded(value: float | None) -> object:
+    return None if value is None else float(f"{value:.4g}")

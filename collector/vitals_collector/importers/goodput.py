@@ -1,0 +1,94 @@
+"""Where the time of somebody's log went, as far as it tells."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from trainvitals.errors import UsageError
+from trainvitals.goodput import Floats, Goodput, Ints, Launch, Mask, StepTimes, goodput
+from vitals_collector.importers.columns import History
+
+_OWN = 2.0
+"""Up to this multiple of the usual time a step may have taken its time for itself."""
+
+
+def log_goodput(history: History) -> Goodput:
+    """Return where the time went between the first record and the last.
+
+    A log has steps and, at best, times: what is longer than a usual step is unknown, whatever it
+    was. Steps that were logged again, after the log went back, are rolled back.
+
+    Raises:
+        UsageError: it has neither times nor seconds per step.
+    """
+    step = np.array([record.step for record in history.steps], np.int64)
+    seconds, waited, at = (
+        np.array([_or_nan(value) for value in values])
+        for values in zip(
+            *((r.step_seconds, r.data_seconds, r.time_seconds) for r in history.steps), strict=True
+        )
+    )
+    before = np.concatenate((step[:1] - 1, step[:-1]))
+    is_back = step <= before
+    num = np.where(is_back, 1, step - before)  # steps of a record
+    num[0] = 1
+    notes = [
+        "A log does not tell starts, compilation, checkpoints, evaluations, hangs, or waits for "
+        "other ranks: what is longer than a usual step is unknown.",
+    ]
+    if np.isfinite(at).all() and len(at) > 1:
+        ends, taken = _by_times(at, seconds, num, is_back)
+    elif np.isfinite(seconds).any():
+        notes.append("It has no times: what lay between its steps is not in it at all.")
+        taken = np.nan_to_num(seconds * num, nan=float(np.nanmedian(seconds * num)))
+        ends = np.rint(np.cumsum(taken) * 1e9).astype(np.int64)
+    else:
+        raise UsageError(
+            f"{history.source} has neither times nor seconds per step",
+            hint="name a column: --time or --step-seconds; `vitals replay` needs neither",
+        )
+    none = np.zeros(len(step))
+    rows = StepTimes(
+        end_unix_ns=ends,
+        launch=np.zeros(len(step), np.int64),
+        attempt=np.cumsum(is_back) + 1,
+        seconds=taken,
+        data_wait=np.nan_to_num(waited * num),
+        checkpoint=none,
+        evaluation=none,
+        wait=none,
+        least_wait=none,
+        is_undone=_undone(step, np.flatnonzero(is_back)),
+        is_skipped=np.zeros(len(step), np.bool_),
+    )
+    begin = int(ends[0]) - max(0, round(float(taken[0]) * 1e9))
+    sums = goodput([Launch(begin, begin, int(ends[-1]), "finished")], rows)
+    return replace(sums, notes=tuple(notes + history.notes))
+
+
+def _by_times(at: Floats, seconds: Floats, num: Ints, is_back: Mask) -> tuple[Ints, Floats]:
+    """Return when each record ended, and how long its steps took: their own word, or the usual."""
+    ends = np.rint(at * 1e9).astype(np.int64)
+    gaps = np.diff(at, prepend=at[:1])
+    paces = (gaps / num)[1:][~is_back[1:]]
+    usual = float(np.median(paces[paces > 0])) if (paces > 0).any() else 0.0
+    own = np.where(np.isfinite(seconds), seconds * num, usual * num)
+    is_own = ~np.isfinite(seconds) & (gaps <= _OWN * usual * num) & ~is_back
+    own = np.where(is_own, gaps, own)
+    own[0] = seconds[0] if np.isfinite(seconds[0]) else usual
+    return ends, own
+
+
+def _undone(step: Ints, backs: Ints) -> Mask:
+    """Return which records were logged again: before the log went back, those of later steps."""
+    undone = np.zeros(len(step), np.bool_)
+    for back in backs:
+        undone[:back] |= step[:back] >= step[back]
+    return undone
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+__all__ = ["log_goodput"]

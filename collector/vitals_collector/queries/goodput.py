@@ -1,0 +1,470 @@
+"""Where a run's time went, from what is stored: gathers what ``trainvitals.goodput`` hands out."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from sqlalchemy import Connection, Row, select
+
+from trainvitals.goodput import (
+    Ended,
+    Floats,
+    Goodput,
+    Ints,
+    Launch,
+    Span,
+    StepTimes,
+    goodput,
+)
+from trainvitals.records import Finding, RankStarted, TrainingPaused
+from trainvitals.views import AttemptGoodput, GoodputView, RunSummary
+from vitals_collector.numbers.interface import RANKS, NumbersReader, ends, is_of_lineage
+from vitals_collector.numbers.interface import Span as Rows
+from vitals_collector.queries.cost import hours_and_money
+from vitals_collector.queries.series import attempt_rows
+from vitals_collector.storage.schema import events, findings, sources
+from vitals_collector.storage.store import Moment
+
+MAX_RANKS = 32
+"""Ranks whose waits are read: of more, so many, evenly chosen."""
+_PARTS = ("data_wait_seconds", "checkpoint_seconds", "evaluation_seconds")
+_WAITS = ("gradient_wait_seconds", "communication_seconds")
+_ALL_ROWS = (0, 2**63 - 1)
+_decode_rank = msgspec.msgpack.Decoder(RankStarted).decode
+_decode_pause = msgspec.msgpack.Decoder(TrainingPaused).decode
+_decode_finding = msgspec.msgpack.Decoder(Finding).decode
+
+
+def run_goodput(moment: Moment, run: RunSummary, *, price: float = 0.0) -> GoodputView:
+    """Return where the run's time went.
+
+    Args:
+        moment: of the store.
+        run: the run.
+        price: of a GPU-hour; 0 where none is set.
+    """
+    starts = _starts(moment.sql, run)
+    if not starts:
+        return _view(run, None, price, None, ("No process of the run was heard of.",))
+    steps = _steps(moment, run.run_id, starts)
+    launches = [start.launch for start in starts]
+    hangs = _hangs(moment.sql, run.run_id, launches, steps)
+    pauses = _pauses(moment.sql, run.run_id, launches)
+    sums = goodput(launches, steps, hangs=hangs, pauses=pauses)
+    energy = _energy(moment.numbers, run.run_id, sums.begin_unix_ns, sums.end_unix_ns)
+    return _view(run, sums, price, energy, _notes(run, starts, steps))
+
+
+# ------------------------------------------------------------------------------------ the launches
+
+
+class _Start(NamedTuple):
+    """One start of the training, with the incarnations of its ranks."""
+
+    launch: Launch
+    head: str
+    """Rank 0's incarnation."""
+    ranks: Mapping[int, str]
+    """Those of the other ranks."""
+
+
+def _starts(connection: Connection, run: RunSummary) -> list[_Start]:
+    table = sources.c
+    query = select(sources).where(table.run_id == run.run_id, table.rank >= 0)
+    rows = connection.execute(query.order_by(table.started_unix_ns)).all()
+    heads = [row for row in rows if row.rank == 0]
+    begun, ready = _begun(connection, run.run_id)
+    starts = []
+    for k, head in enumerate(heads):
+        since = head.started_unix_ns if k else 0
+        until = heads[k + 1].started_unix_ns if k + 1 < len(heads) else math.inf
+        # Ranks of one launch start within a moment, and rank 0 opens its journal no earlier than
+        # the process before it ended.
+        own = [row for row in rows if row.rank and since <= row.started_unix_ns + _MOMENT_NS]
+        own = [row for row in own if row.started_unix_ns + _MOMENT_NS < until]
+        is_last = k + 1 == len(heads)
+        launch = Launch(
+            process_ns=begun.get(head.incarnation) or head.started_unix_ns,
+            ready_ns=ready.get(head.incarnation, head.started_unix_ns),
+            end_ns=head.ended_unix_ns or head.last_seen_unix_ns,
+            ended=_ended(head, own, is_running=is_last and run.state == "running"),
+            num_gpus=len({row.gpu_uuid for row in (head, *own)} - {""}),
+        )
+        starts.append(_Start(launch, head.incarnation, {row.rank: row.incarnation for row in own}))
+    return starts
+
+
+_MOMENT_NS = 1_000_000_000
+
+
+def _ended(head: Row[Any], others: Sequence[Row[Any]], *, is_running: bool) -> Ended:
+    """Return how a launch ended. A launcher that loses one rank interrupts the others."""
+    if not head.ended_state:
+        return "running" if is_running else "lost"
+    is_cut = head.ended_state == "interrupted"
+    if is_cut and any(
+        row.ended_state == "failed" or (row.alive == 0 and not row.ended_state) for row in others
+    ):
+        return "failed"
+    ended: Ended = head.ended_state
+    return ended
+
+
+def _begun(connection: Connection, run_id: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return, by incarnation of rank 0, when its process began and when ``watch`` had returned."""
+    table = events.c
+    query = select(table.incarnation, table.kind, table.time_unix_ns, table.body).where(
+        table.run_id == run_id,
+        table.source == "rank:0",
+        table.kind.in_(("RankStarted", "AttemptStarted")),
+    )
+    begun: dict[str, int] = {}
+    ready: dict[str, int] = {}
+    for row in connection.execute(query.order_by(table.time_unix_ns)):
+        if row.kind == "AttemptStarted":
+            ready.setdefault(row.incarnation, row.time_unix_ns)
+        elif row.body:
+            begun.setdefault(row.incarnation, _decode_rank(row.body).process_started_unix_ns)
+    return begun, ready
+
+
+# --------------------------------------------------------------------------------------- the steps
+
+
+def _steps(moment: Moment, run_id: str, starts: Sequence[_Start]) -> StepTimes:
+    parts = [_of_launch(moment.numbers, run_id, k, start) for k, start in enumerate(starts)]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    step = columns.pop("step")
+    end_of = ends(attempt_rows(moment.sql, run_id))
+    is_kept = is_of_lineage(columns["attempt"], step, end_of)
+    return StepTimes(**columns, is_undone=~is_kept)
+
+
+def _of_launch(
+    numbers: NumbersReader, run_id: str, index: int, start: _Start
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the columns of one launch's steps: rank 0's, with the parts of the mean rank."""
+    span = Rows(run_id, "steps", seqs={start.head: _ALL_ROWS})
+    names = ("step", "attempt", "time_unix_ns", "step_duration_seconds", "skipped")
+    own = numbers.scan(span, [*names, *_PARTS, *_WAITS])
+    order = np.argsort(own["time_unix_ns"].values, kind="stable")
+    of: dict[str, Floats] = {}
+    for name in ("step_duration_seconds", "skipped", *_PARTS, *_WAITS):
+        values = own[name].values.astype(np.float64)
+        values[own[name].is_missing] = np.nan
+        of[name] = values[order]
+    step, attempt, time_ns = (
+        own[name].values.astype(np.int64)[order] for name in ("step", "attempt", "time_unix_ns")
+    )
+    over = _OverRanks(_keys(attempt, step), of)
+    others = sorted(start.ranks)
+    chosen = others[:: -(-len(others) // MAX_RANKS)] if others else []
+    if chosen:
+        over.add_rows(numbers, run_id, [start.ranks[rank] for rank in chosen])
+        over.add_levels(numbers, run_id)
+    return {
+        "step": step,
+        "attempt": attempt,
+        "end_unix_ns": time_ns,
+        "launch": np.full(len(step), index, np.int64),
+        "seconds": of["step_duration_seconds"],
+        "is_skipped": np.nan_to_num(of["skipped"]) > 0,
+        **over.means(),
+    }
+
+
+def _keys(attempt: Ints, step: Ints) -> Ints:
+    """Return one number for each attempt's step; ids of attempts are microseconds, and far apart.
+
+    Two that come to the same number are of attempts that lie 2^24 apart: 17 s, to the microsecond.
+    """
+    return (attempt & 0xFFFFFF) << 39 | step & 0x7FFFFFFFFF
+
+
+class _OverRanks:
+    """Adds up the ranks' parts of each step of rank 0."""
+
+    def __init__(self, keys: Ints, of_head: Mapping[str, Floats]) -> None:
+        self._order = np.argsort(keys, kind="stable")
+        self._sorted = keys[self._order]
+        self._head = of_head
+        self._sums = {name: np.nan_to_num(of_head[name]) for name in _PARTS}
+        self._num = np.ones(len(keys))
+        wait = _waits(of_head)
+        self._wait = np.nan_to_num(wait)
+        self._num_waits = np.isfinite(wait).astype(np.float64)
+        self._least = wait.copy()
+
+    def _rows_of(self, keys: Ints) -> tuple[Ints, np.ndarray[Any, Any]]:
+        """Return which of rank 0's rows these are of, and which of these have one."""
+        if not len(self._sorted):
+            return np.zeros(0, np.int64), np.zeros(len(keys), np.bool_)
+        at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
+        has_row = self._sorted[at] == keys
+        return self._order[at[has_row]], has_row
+
+    def add_rows(self, numbers: NumbersReader, run_id: str, incarnations: Sequence[str]) -> None:
+        """Add other ranks' own rows."""
+        span = Rows(run_id, "steps", seqs=dict.fromkeys(incarnations, _ALL_ROWS))
+        rows = numbers.scan(span, ["step", "attempt", *_PARTS, *_WAITS])
+        at, has_row = self._rows_of(
+            _keys(rows["attempt"].values.astype(np.int64), rows["step"].values.astype(np.int64))
+        )
+        columns = {}
+        for name in (*_PARTS, *_WAITS):
+            values = rows[name].values.astype(np.float64)
+            values[rows[name].is_missing] = np.nan
+            columns[name] = values[has_row]
+        for name in _PARTS:
+            np.add.at(self._sums[name], at, np.nan_to_num(columns[name]))
+        np.add.at(self._num, at, 1.0)
+        wait = _waits(columns)
+        np.add.at(self._wait, at, np.nan_to_num(wait))
+        np.add.at(self._num_waits, at, np.isfinite(wait))
+        np.fmin.at(self._least, at, wait)
+
+    def add_levels(self, numbers: NumbersReader, run_id: str) -> None:
+        """Put the numbers over the other ranks where their own rows were thinned."""
+        kinds = numbers.kinds(run_id, RANKS)
+        if not kinds:
+            return
+        names = [f"{name}:{what}" for name in (*_PARTS, *_WAITS) for what in ("mean", "min")]
+        rows = numbers.scan(Rows(run_id, RANKS), ["step", "attempt", "num_ranks", *names])
+        at, has_row = self._rows_of(
+            _keys(rows["attempt"].values.astype(np.int64), rows["step"].values.astype(np.int64))
+        )
+        over = {}
+        for name in ("num_ranks", *names):
+            values = rows[name].values.astype(np.float64)
+            values[rows[name].is_missing] = np.nan
+            over[name] = values[has_row]
+        num = np.nan_to_num(over["num_ranks"])
+        for name in _PARTS:
+            self._sums[name][at] = (
+                np.nan_to_num(self._head[name][at]) + np.nan_to_num(over[f"{name}:mean"]) * num
+            )
+        self._num[at] = 1.0 + num
+        mean = _waits({name: over[f"{name}:mean"] for name in _WAITS})
+        least = _waits({name: over[f"{name}:min"] for name in _WAITS})
+        own = _waits({name: self._head[name][at] for name in _WAITS})
+        self._wait[at] = np.nan_to_num(own) + np.nan_to_num(mean) * num
+        self._num_waits[at] = np.isfinite(own) + np.isfinite(mean) * num
+        self._least[at] = np.fmin(own, least)
+
+    def means(self) -> dict[str, Floats]:
+        """Return the columns of the mean rank."""
+        parts = {
+            name.removesuffix("_seconds"): total / self._num for name, total in self._sums.items()
+        }
+        with np.errstate(invalid="ignore"):
+            wait = self._wait / np.where(self._num_waits > 0, self._num_waits, np.nan)
+        return {**parts, "wait": wait, "least_wait": self._least}
+
+
+def _waits(columns: Mapping[str, Floats]) -> Floats:
+    """Return how long each row's rank waited for others; NaN where nothing of it was measured."""
+    gradients, exchange = (columns[name] for name in _WAITS)
+    total = np.nan_to_num(gradients) + np.nan_to_num(exchange)
+    return np.where(np.isnan(gradients) & np.isnan(exchange), np.nan, total)
+
+
+# --------------------------------------------------------------------------- what was told of stops
+
+
+def _hangs(
+    connection: Connection, run_id: str, launches: Sequence[Launch], steps: StepTimes
+) -> list[Span]:
+    """Return from when to when a rank held up the others, as pages told."""
+    table = findings.c
+    query = select(table.time_unix_ns, table.body).where(
+        table.run_id == run_id, table.kind == "hang"
+    )
+    over = _notes_at(connection, run_id, "wait_over")
+    spans = []
+    for told_ns, body in connection.execute(query.order_by(table.time_unix_ns)):
+        waited = (_decode_finding(body).value or 0.0) if body else 0.0
+        begin = told_ns - int(waited * 1e9)
+        row = int(np.searchsorted(steps.end_unix_ns, told_ns, "right"))
+        stops = [launch.end_ns for launch in launches if launch.end_ns >= told_ns]
+        # A job that stays away was last heard of when it was told of.
+        stops += [int(steps.end_unix_ns[row])] if row < len(steps) else []
+        stops += [at for at in over if at >= told_ns][:1]
+        spans.append(Span(begin, max(told_ns, min(stops, default=told_ns))))
+    return spans
+
+
+def _notes_at(connection: Connection, run_id: str, code: str) -> list[int]:
+    table = events.c
+    query = select(table.time_unix_ns).where(
+        table.run_id == run_id, table.kind == "Note", table.summary.endswith(f"[{code}]")
+    )
+    return list(connection.execute(query.order_by(table.time_unix_ns)).scalars())
+
+
+def _pauses(connection: Connection, run_id: str, launches: Sequence[Launch]) -> list[Span]:
+    """Return from when to when a person had the ranks wait."""
+    table = events.c
+    query = select(table.time_unix_ns, table.body).where(
+        table.run_id == run_id, table.kind == "TrainingPaused", table.source == "rank:0"
+    )
+    spans: list[Span] = []
+    since = 0
+    for at_ns, body in connection.execute(query.order_by(table.time_unix_ns)):
+        is_paused = bool(body) and _decode_pause(body).is_paused
+        if is_paused and not since:
+            since = at_ns
+        elif not is_paused and since:
+            spans.append(Span(since, at_ns))
+            since = 0
+    if since:
+        spans.append(Span(since, max(since, launches[-1].end_ns)))
+    return spans
+
+
+# ------------------------------------------------------------------------------------ what it cost
+
+
+def _energy(numbers: NumbersReader, run_id: str, since_ns: int, until_ns: int) -> float | None:
+    """Return the joules of all GPUs that told; by their counters, else by their power."""
+    span = Rows(run_id, "gpu", from_unix_ns=since_ns, to_unix_ns=until_ns + 1)
+    if "energy_joules" not in numbers.kinds(run_id, "gpu"):
+        return None
+    total, is_told = 0.0, False
+    for source in numbers.sources(run_id, "gpu"):
+        rows = numbers.scan(
+            span._replace(sources=(source,)), ["time_unix_ns", "energy_joules", "power_watts"]
+        )
+        at = rows["time_unix_ns"].values.astype(np.int64)
+        for name in ("energy_joules", "power_watts"):
+            values, is_missing = rows[name]
+            values, times = values[~is_missing].astype(np.float64), at[~is_missing]
+            if len(values) < 2:
+                continue
+            rises = np.diff(values)
+            if name == "power_watts":
+                rises = (values[1:] + values[:-1]) / 2 * np.diff(times) / 1e9
+            # A counter that begins anew says nothing of what it had.
+            total, is_told = total + float(rises[rises > 0].sum()), True
+            break
+    return total if is_told else None
+
+
+def _notes(run: RunSummary, starts: Sequence[_Start], steps: StepTimes) -> tuple[str, ...]:
+    notes = []
+    if run.world_size > 1 and len(steps) and not np.isfinite(steps.wait).any():
+        notes.append(
+            "How long the ranks waited for each other was not recorded: it counts as productive."
+        )
+    if starts and not any(start.launch.num_gpus for start in starts):
+        notes.append("No rank said which GPU it trains on: GPU-hours are not known.")
+    num_ranks = max((len(start.ranks) for start in starts), default=0)
+    if num_ranks > MAX_RANKS:
+        notes.append(f"Waits are of {MAX_RANKS} of {num_ranks + 1:,} ranks, evenly chosen.")
+    return tuple(notes)
+
+
+def _view(
+    run: RunSummary,
+    sums: Goodput | None,
+    price: float,
+    energy: float | None,
+    notes: tuple[str, ...],
+) -> GoodputView:
+    if sums is None:
+        return GoodputView(run_id=run.run_id, name=run.name, state=run.state, notes=notes)
+    hours, money = hours_and_money(sums.gpu_nanoseconds / 1e9, price)
+    return GoodputView(
+        run_id=run.run_id,
+        name=run.name,
+        state=run.state,
+        begin_unix_ns=sums.begin_unix_ns,
+        end_unix_ns=sums.end_unix_ns,
+        nanoseconds=dict(sums.nanoseconds),
+        undone=dict(sums.undone),
+        attempts=tuple(
+            AttemptGoodput(id=attempt.attempt, nanoseconds=dict(attempt.nanoseconds))
+            for attempt in sums.attempts
+        ),
+        ratio=sums.ratio,
+        steps=sums.steps,
+        lost_steps=sums.lost_steps,
+        num_failures=len(sums.failures),
+        mttf_seconds=sums.mttf_seconds,
+        mttr_seconds=sums.mttr_seconds,
+        gpu_hours=hours,
+        money=money,
+        energy_joules=energy,
+        notes=notes,
+    )
+
+
+# --------------------------------------------------------------------------------- kept for a while
+
+SHARE = 0.02
+"""Of the time, for reading a run's rows again as it goes on."""
+MAX_KEPT = 256
+"""Runs whose sums are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    view: GoodputView
+    last_seen_unix_ns: int
+    state: str
+    due: float
+    """When they are worth reading again; monotonic seconds."""
+
+
+class GoodputCache:
+    """Keeps the sums of runs: of one that goes on they are as new as their cost allows.
+
+    Args:
+        price: of a GPU-hour; 0 where none is set.
+        stopwatch: tells what it took, in seconds.
+    """
+
+    def __init__(
+        self, *, price: float = 0.0, stopwatch: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._price = price
+        self._stopwatch = stopwatch
+        self._kept: dict[str, _Kept] = {}
+        self._lock = threading.Lock()
+
+    def all_of(
+        self, moment: Moment, runs: Sequence[RunSummary], *, max_seconds: float
+    ) -> Iterator[GoodputView]:
+        """Yield what is known of each run; after so many seconds only what was known before."""
+        until = self._stopwatch() + max_seconds
+        for run in runs:
+            if self._stopwatch() < until:
+                yield self.of(moment, run)
+            elif (kept := self._kept.get(run.run_id)) is not None:
+                yield kept.view
+
+    def of(self, moment: Moment, run: RunSummary) -> GoodputView:
+        """Return where the run's time went, by what is stored now or was a short while ago."""
+        began = self._stopwatch()
+        with self._lock:
+            kept = self._kept.get(run.run_id)
+        if kept is not None:
+            is_same = (kept.last_seen_unix_ns, kept.state) == (run.last_seen_unix_ns, run.state)
+            if is_same or began < kept.due:
+                return kept.view
+        view = run_goodput(moment, run, price=self._price)
+        ended = self._stopwatch()
+        due = ended + (ended - began) / SHARE
+        with self._lock:
+            self._kept.pop(run.run_id, None)
+            while len(self._kept) >= MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[run.run_id] = _Kept(view, run.last_seen_unix_ns, run.state, due)
+        return view
+
+
+__all__ = ["GoodputCache", "run_goodput"]

@@ -1,0 +1,335 @@
+"""Where a run's time went, asked of a store, a folder and a log; told by the page of counters."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tests.collector.lookback import decision, gpu_rows
+from tests.collector.rows import RUN, SECOND, START, Writer
+from tests.collector.test_cli_read import leave, vitals
+from trainvitals.errors import UsageError
+from trainvitals.records import (
+    AttemptStarted,
+    Finding,
+    FindingRaised,
+    Note,
+    RankStarted,
+    RunEnded,
+    RunInfo,
+    RunStarted,
+    TrainingPaused,
+)
+from trainvitals.rows import Value
+from trainvitals.testing.clock import ManualClock
+from trainvitals.views import GoodputQuestion, GoodputView, VerdictQuestion
+from vitals_collector.alerts.notifiers import LogNotifier
+from vitals_collector.api.exposition import StoreCollector
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.live.engine import assemble
+from vitals_collector.queries.goodput import GoodputCache
+from vitals_collector.queries.query import Query
+from vitals_collector.storage.store import Store
+
+
+def ask(store: Store, *, price: float = 0.0) -> GoodputView:
+    query = Query(store, clock=ManualClock(), gpu_hour_price=price)
+    return query.ask(GoodputQuestion(run_id=RUN))
+
+
+def seconds(view: GoodputView) -> dict[str, float]:
+    """Return what the buckets have; empty ones are left out."""
+    assert sum(view.nanoseconds.values()) == view.end_unix_ns - view.begin_unix_ns
+    return {b: round(taken / SECOND, 6) for b, taken in view.nanoseconds.items() if taken}
+
+
+def begun(writer: Writer, *, attempt: int = 1, parent: int | None = None, fork: int = 0) -> bytes:
+    """Return what a rank 0 says at its start, 20 s after its process began."""
+    process = writer.started - 20 * SECOND
+    return writer.events(
+        RankStarted(
+            rank=0, local_rank=0, world_size=1, pid=1, node="a", process_started_unix_ns=process
+        ),
+        RunStarted(info=RunInfo(name="told")),
+        AttemptStarted(id=attempt, parent=parent, fork_step=fork, reason="start"),
+        attempt=attempt,
+        step=fork,
+        at=writer.started,
+    )
+
+
+def trained(writer: Writer, *steps: int, attempt: int = 1, **columns: object) -> bytes:
+    """Return a row a second for these steps; the first says nothing of how long it took."""
+    lasted = [None, *[1.0] * (len(steps) - 1)]
+    return writer.steps(
+        steps,
+        attempt=attempt,
+        step_duration_seconds=lasted,
+        skipped=0,
+        **columns,  # type: ignore[arg-type]
+    )
+
+
+def test_a_run_is_its_start_and_what_its_steps_were_measured_to_be(store: Store):
+    head = Writer()
+    ingest(store, begun(head))
+    ingest(store, trained(head, *range(1, 101), data_wait_seconds=0.25, checkpoint_seconds=0.25))
+    ingest(store, head.events(RunEnded(state="finished"), step=101, at=head.time_of(102)))
+    assert seconds(ask(store)) == {
+        "start": 20, "data_wait": 25, "checkpoint": 25, "productive": 50, "unknown": 2,
+    }  # fmt: skip
+
+
+def test_ranks_wait_for_the_late_one_and_for_the_exchange(store: Store):
+    ranks = [Writer(f"rank:{rank}") for rank in range(4)]
+    ingest(store, begun(ranks[0]))
+    for rank, writer in enumerate(ranks):
+        waited = 0.1 if rank == 3 else 0.5
+        ingest(store, trained(writer, *range(1, 101), gradient_wait_seconds=waited))
+    told = seconds(ask(store))
+    assert told["exchange"] == pytest.approx(10)
+    assert told["straggler_wait"] == pytest.approx(30), "three of four ranks wait .4 s each"
+
+
+def test_a_crash_loses_the_steps_behind_the_checkpoint(store: Store):
+    first, second = Writer(), Writer(started=START + 500 * SECOND)
+    ingest(store, begun(first))
+    ingest(store, trained(first, *range(1, 101)))
+    ingest(store, first.events(RunEnded(state="failed"), step=101, at=first.time_of(100)))
+    ingest(store, begun(second, attempt=2, parent=1, fork=81))
+    second.started -= 80 * SECOND  # rows are a second apart, from step 80 on
+    ingest(store, trained(second, *range(81, 121), attempt=2))
+    view = ask(store)
+    assert seconds(view) == {
+        "start": 20, "productive": 120, "rolled_back": 20, "down": 380, "restart": 20,
+    }  # fmt: skip
+    assert view.num_failures == 1
+    assert view.mttr_seconds == pytest.approx(401)
+    assert view.lost_steps == 20
+
+
+def test_what_decisions_lost_is_what_the_verdict_says(store: Store):
+    """Saves and evaluations between the steps are no part of it."""
+    head = Writer()
+    ingest(store, begun(head))
+    parts = {"checkpoint_seconds": 0.2, "evaluation_seconds": 0.1}
+    ingest(store, trained(head, *range(1, 101), **parts))
+    back = decision("rollback", 100, decided_at_step=100, rollback_to_step=61, new_attempt=2)
+    again = AttemptStarted(id=2, parent=1, fork_step=61, reason="rollback")
+    ingest(store, head.events(back, again, step=61, attempt=2, at=head.time_of(100)))
+    head.started += 40 * SECOND
+    ingest(store, trained(head, *range(61, 121), attempt=2, **parts))
+    query = Query(store, clock=ManualClock())
+    view = query.ask(GoodputQuestion(run_id=RUN))
+    lost = query.ask(VerdictQuestion(run_id=RUN)).verdict.lost
+    assert lost.seconds == pytest.approx(40 * 0.7)
+    assert seconds(view)["rolled_back"] == pytest.approx(40 * 0.7)
+    assert (lost.steps, view.lost_steps) == (40, 40)
+
+
+def test_a_hang_lasts_from_the_last_progress_until_the_wait_is_over(store: Store):
+    head, agent = Writer(), Writer("node:a")
+    ingest(store, begun(head))
+    ingest(store, trained(head, *range(1, 51)))
+    head.started += 300 * SECOND
+    lasted: list[Value] = [301.0, *[1.0] * 49]
+    ingest(store, head.steps(range(51, 101), step_duration_seconds=lasted, skipped=0))
+    finding = Finding(
+        kind="hang", level="advisory", step=50, detector="hang", reason="rank 1", value=10.0
+    )
+    stood = START + 50 * SECOND
+    ingest(store, agent.events(FindingRaised(finding=finding), step=50, at=stood + 10 * SECOND))
+    over = Note(code="wait_over", text="The wait is over")
+    ingest(store, agent.events(over, step=50, at=stood + 300 * SECOND))
+    view = ask(store)
+    assert seconds(view)["hang"] == 300
+    assert view.num_failures == 1
+
+
+def test_a_pause_is_told_as_halted(store: Store):
+    head = Writer()
+    ingest(store, begun(head))
+    ingest(store, trained(head, *range(1, 51)))
+    pause, go_on = TrainingPaused(is_paused=True), TrainingPaused(is_paused=False)
+    ingest(store, head.events(pause, step=50, at=head.time_of(50)))
+    head.started += 60 * SECOND
+    ingest(store, head.events(go_on, step=50, at=head.time_of(50)))
+    ingest(store, trained(head, *range(51, 101)))
+    assert seconds(ask(store)) == {"start": 20, "productive": 100, "halted": 60}
+
+
+def test_gpus_cost_hours_money_and_energy(store: Store):
+    head = Writer()
+    head.identity = msgspec.structs.replace(head.identity, gpu_uuid="GPU-0")
+    ingest(store, begun(head))
+    ingest(store, trained(head, *range(1, 3_581)))
+    gpu = Writer("gpu:GPU-0")
+    ingest(store, gpu_rows(gpu, [0, 1000, 2000], [5e6, 6e6, 7e6], "energy_joules"))
+    view = ask(store, price=2.5)
+    assert (view.gpu_hours, view.money) == (pytest.approx(1.0), pytest.approx(2.5))
+    assert view.energy_joules == pytest.approx(2e6)
+
+
+def test_without_a_counter_energy_is_power_over_time(store: Store):
+    head, gpu = Writer(), Writer("gpu:GPU-0")
+    ingest(store, begun(head))
+    ingest(store, trained(head, *range(1, 101)))
+    ingest(store, gpu_rows(gpu, [0, 50, 100], [300.0, 300.0, 300.0], "power_watts"))
+    assert ask(store).energy_joules == pytest.approx(30_000)
+
+
+def test_a_run_that_nobody_heard_of_says_so(store: Store):
+    ingest(store, Writer("node:a").node_rows([1, 2]))
+    assert ask(store).notes == ("No process of the run was heard of.",)
+
+
+def test_a_run_that_goes_on_is_read_again_only_now_and_then(store: Store):
+    head = Writer()
+    ingest(store, begun(head))
+    ingest(store, trained(head, *range(1, 11)))
+    now = [0.0]
+
+    def stopwatch() -> float:
+        now[0] += 1.0  # each look at it costs a second
+        return now[0]
+
+    cache = GoodputCache(stopwatch=stopwatch)
+    query = Query(store, clock=ManualClock(), goodput=cache)
+    question = GoodputQuestion(run_id=RUN)
+    assert query.ask(question).steps == 10
+    ingest(store, trained(head, *range(11, 21)))
+    assert query.ask(question).steps == 10, "it was read a moment ago"
+    now[0] += 100.0
+    assert query.ask(question).steps == 20
+
+
+# ---------------------------------------------------------------------------------- the counters
+
+
+def test_counters_have_every_bucket_and_never_fall(store: Store):
+    clock = ManualClock()
+    now = [0.0]
+    registry = CollectorRegistry()
+    acting = assemble(store, [LogNotifier()], clock=clock)
+    cache = GoodputCache(stopwatch=lambda: now[0])
+    registry.register(StoreCollector(store, clock=clock, acting=acting, goodput=cache))
+
+    def told() -> dict[str, float]:
+        families = {family.name: family for family in registry.collect()}
+        return {
+            sample.labels["bucket"]: sample.value
+            for sample in families["train_goodput_seconds"].samples
+        }
+
+    head = Writer(started=clock.time_ns() - 100 * SECOND)
+    ingest(store, begun(head), received_unix_ns=clock.time_ns())
+    ingest(store, trained(head, *range(1, 51)), received_unix_ns=clock.time_ns())
+    before = told()
+    assert (before["productive"], before["rolled_back"], before["halted"]) == (50, 0, 0)
+    again = AttemptStarted(id=2, parent=1, fork_step=21, reason="rollback")
+    ingest(store, head.events(again, step=21, attempt=2, at=head.time_of(50)))
+    head.started += 30 * SECOND
+    ingest(store, trained(head, *range(21, 41), attempt=2), received_unix_ns=clock.time_ns())
+    now[0] += 1.0
+    after = told()
+    assert (after["productive"], after["rolled_back"]) == (70, 30)
+
+
+# ------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    head = Writer()
+    leave(
+        tmp_path, begun(head), trained(head, *range(1, 101), data_wait_seconds=0.25),
+        head.events(RunEnded(state="finished"), step=101, at=head.time_of(100)),
+    )  # fmt: skip
+    return tmp_path
+
+
+def test_a_folder_is_asked_without_a_server(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert vitals("goodput", "told", "--dir", folder) == 0
+    out = capsys.readouterr().out
+    assert "productive           1 min 15 s  62.50 %" in out
+    assert "wall time            2 min 0 s   100 %" in out
+
+
+def test_every_run_is_a_line(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert vitals("goodput", "--all", "--dir", folder, "--format", "csv") == 0
+    header, line = capsys.readouterr().out.splitlines()
+    cells = dict(zip(header.split(","), line.split(","), strict=True))
+    assert (cells["run"], cells["goodput"], cells["data wait seconds"]) == (RUN, "0.625", "25.0")
+
+
+def test_json_has_all_of_it(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert vitals("goodput", folder, "--format", "json") == 0
+    view = json.loads(capsys.readouterr().out)
+    assert view["nanoseconds"]["data_wait"] == 25 * SECOND
+
+
+def test_what_is_of_logs_is_refused_for_a_run(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert vitals("goodput", "told", "--dir", folder, "--time", "t") == 2
+    assert "--time: a run has these recorded" in capsys.readouterr().err
+    assert vitals("goodput", "told", "--all", "--dir", folder) == 2
+
+
+# --------------------------------------------------------------------------------- other people's
+
+
+def log(tmp_path: Path, lines: list[str]) -> Path:
+    path = tmp_path / "log.csv"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def read(path: Path, **columns: str) -> dict[str, float]:
+    from vitals_collector.importers import ColumnChoice, read_history
+    from vitals_collector.importers.goodput import log_goodput
+
+    sums = log_goodput(read_history(path, ColumnChoice(**columns)))
+    assert sum(sums.nanoseconds.values()) == sums.wall_ns
+    return {b: round(taken / SECOND, 3) for b, taken in sums.nanoseconds.items() if taken}
+
+
+def test_a_log_with_times_tells_steps_and_what_was_trained_again(tmp_path: Path):
+    """A gap of a minute before step 50, and back to step 80 after step 99."""
+    lines, now = ["_step,_timestamp,loss"], 1_700_000_000.0
+    for step in [*range(100), *range(80, 120)]:
+        now += 61 if step == 50 else 1
+        lines.append(f"{step},{now},2.0")
+    assert read(log(tmp_path, lines)) == {"productive": 120, "rolled_back": 20, "unknown": 60}
+
+
+def test_times_may_be_dates(tmp_path: Path):
+    lines = ["step,wall_time,loss"]
+    lines += [f"{step},2026-01-01T00:00:{step:02}Z,2.0" for step in range(10)]
+    assert read(log(tmp_path, lines)) == {"productive": 10}
+
+
+def test_a_log_of_every_tenth_step_tells_as_much(tmp_path: Path):
+    lines = ["step,timestamp,loss,data_time"]
+    lines += [f"{step},{1_700_000_000 + step},2.0,0.5" for step in range(0, 101, 10)]
+    assert read(log(tmp_path, lines))["data_wait"] == pytest.approx(50, abs=1)
+
+
+def test_without_times_the_steps_own_seconds_are_all_there_is(tmp_path: Path):
+    lines = ["step,step_time,loss", *(f"{step},2.0,1.0" for step in range(10))]
+    assert read(log(tmp_path, lines)) == {"productive": 20}
+
+
+def test_a_log_without_any_time_is_refused(tmp_path: Path):
+    lines = ["step,loss", *(f"{step},1.0" for step in range(10))]
+    with pytest.raises(UsageError, match="neither times nor seconds per step"):
+        read(log(tmp_path, lines))
+
+
+def test_the_command_says_what_a_log_does_not_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    lines = ["step,timestamp,loss"]
+    lines += [f"{step},{1_700_000_000 + step},2.0" for step in range(10)]
+    assert vitals("goodput", log(tmp_path, lines)) == 0
+    assert "A log does not tell starts" in capsys.readouterr().out

@@ -1,0 +1,447 @@
+"""Where a run's time went: each nanosecond of its wall time in exactly one bucket.
+
+Pure: columns of steps, starts of the process and what was told of hangs come in, sums come out. No
+loop over steps: a million take a fraction of a second.
+
+Time lies between ends: of a step (its row), of a start (``watch`` returned), of a process. What
+lies between two ends is handed out in the order of ``PRECEDENCE``; each takes what it was measured
+to be, and no more than is left. So the buckets add up to the wall time, to the nanosecond, whatever
+was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+Bucket = Literal[
+    "productive", "start", "compile", "data_wait", "straggler_wait", "exchange", "skipped",
+    "rolled_back", "checkpoint", "evaluation", "hang", "down", "restart", "halted", "unknown",
+]  # fmt: skip
+BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
+
+PRECEDENCE: tuple[tuple[Bucket, str], ...] = (
+    ("halted", "a person paused the run, or it was halted and had not been started again"),
+    ("down", "no process of the run was alive, and nobody had halted it"),
+    ("start", "from the start of the first process until `watch` had returned"),
+    ("restart", "the same of every later process, and what a rollback took to restore"),
+    ("hang", "a hang was told, from its last progress until the ranks moved again"),
+    ("checkpoint", "snapshots and saves that the loop waited for"),
+    ("evaluation", "the loop evaluated between two steps"),
+    ("rolled_back", "all else of a step that was undone, by a rollback or an older checkpoint"),
+    ("skipped", "all else of a step whose update was not applied"),
+    ("data_wait", "the ranks waited for the next batch"),
+    ("straggler_wait", "the ranks waited longer for others than the rank that waited least"),
+    ("exchange", "the time that every rank spent in the exchange of gradients"),
+    ("compile", "what is left of one of a process's first ten steps, above a usual one"),
+    ("productive", "all else of a step whose update is in the model"),
+    ("unknown", "nothing was recorded of it"),
+)
+"""Who takes a second that two could claim: the upper one. With what each is."""
+
+OF_STEPS: tuple[Bucket, ...] = (
+    "skipped", "data_wait", "straggler_wait", "exchange", "compile", "productive",
+)  # fmt: skip
+"""What a step itself is made of: all of it is lost where the step is undone."""
+
+Ended = Literal["finished", "halted", "interrupted", "failed", "lost", "running"]
+
+_FIRST_STEPS = 10
+"""Of a process: these may compile, tune and allocate."""
+_USUAL_STEPS = 200
+"""Steps behind those from which a process's usual step is taken: so that it does not change."""
+_COMPILES = 3.0
+"""From this multiple of the usual step on, a first step compiled."""
+_LONGEST_SECONDS = 1e9
+"""Thirty years: what lasts longer is a broken clock, and fits into no integer of nanoseconds."""
+_SLACK_RATIO, _SLACK_NS = 0.01, 1_000_000
+"""Row times and durations are of two clocks: what differs by less is the step's own."""
+
+
+class Launch(NamedTuple):
+    """One start of the training process (rank 0's)."""
+
+    process_ns: int
+    """When the process began, by the wall clock; where that is not known, when ``watch`` did."""
+    ready_ns: int
+    """When ``watch`` had returned."""
+    end_ns: int
+    """When it ended, or was last heard of."""
+    ended: Ended
+    num_gpus: int = 0
+
+
+class Span(NamedTuple):
+    """From when to when, in nanoseconds of the wall clock."""
+
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """What is known of each step that ended, one entry a step, in the order of their ends.
+
+    Seconds are of the mean rank; NaN is not measured.
+    """
+
+    end_unix_ns: Ints
+    launch: Ints
+    """Which of the launches it was made in, from 0; never falling."""
+    attempt: Ints
+    seconds: Floats
+    """From the end of the step before; NaN where that was no ordinary one: after a start, a
+    rollback or a pause."""
+    data_wait: Floats
+    checkpoint: Floats
+    evaluation: Floats
+    wait: Floats
+    """For other ranks, within backward and in the exchange."""
+    least_wait: Floats
+    """The same of the rank that waited least: the late one."""
+    is_undone: Mask
+    is_skipped: Mask
+
+    def __len__(self) -> int:
+        return len(self.end_unix_ns)
+
+
+class Failure(NamedTuple):
+    """A stop that nobody planned."""
+
+    at_ns: int
+    """The last moment of progress before."""
+    back_ns: int
+    """When a step ended again; 0: none did."""
+    what: str
+
+
+class AttemptTimes(NamedTuple):
+    """The wall time of one branch of the run."""
+
+    attempt: int
+    nanoseconds: Mapping[Bucket, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """Where the time went. ``nanoseconds`` add up to ``wall_ns``."""
+
+    begin_unix_ns: int
+    end_unix_ns: int
+    nanoseconds: Mapping[Bucket, int]
+    undone: Mapping[Bucket, int] = field(default_factory=dict)
+    """What the steps in ``rolled_back`` were before they were undone."""
+    attempts: tuple[AttemptTimes, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    gpu_nanoseconds: int = 0
+    """Of all GPUs while a process of the run held them."""
+    lost_steps: int = 0
+    """Steps that were skipped or undone."""
+    steps: int = 0
+    notes: tuple[str, ...] = field(default=())
+    """What could not be told, one sentence each."""
+
+    @property
+    def wall_ns(self) -> int:
+        """From the first start to the last word."""
+        return self.end_unix_ns - self.begin_unix_ns
+
+    @property
+    def ratio(self) -> float | None:
+        """The productive part of the wall time; None where there was none."""
+        return self.nanoseconds["productive"] / self.wall_ns if self.wall_ns else None
+
+    @property
+    def mttf_seconds(self) -> float | None:
+        """Mean time to failure: running time over failures; None without a failure."""
+        if not self.failures:
+            return None
+        repairs = sum((f.back_ns or self.end_unix_ns) - f.at_ns for f in self.failures)
+        return (self.wall_ns - repairs) / len(self.failures) / 1e9
+
+    @property
+    def mttr_seconds(self) -> float | None:
+        """Mean time to recovery: from the last progress to the next step's end."""
+        repairs = [f.back_ns - f.at_ns for f in self.failures if f.back_ns]
+        return sum(repairs) / len(repairs) / 1e9 if repairs else None
+
+
+def goodput(
+    launches: Sequence[Launch],
+    steps: StepTimes,
+    *,
+    hangs: Sequence[Span] = (),
+    pauses: Sequence[Span] = (),
+) -> Goodput:
+    """Return where the time went.
+
+    Args:
+        launches: in their order; at least one.
+        steps: of rank 0, or of the mean rank.
+        hangs: from the last progress until ranks moved again, or the process ended.
+        pauses: a person's, without overlap.
+    """
+    bounds = np.searchsorted(steps.launch, np.arange(len(launches) + 1))
+    line = _timeline(launches, steps, bounds)
+    hung = _merged(hangs)
+    usual = _usual(steps, bounds)
+    taken = _Intervals(line.intervals)
+    _hand_out(taken, steps, usual, bounds[:-1], _within(hung, line), _within(pauses, line))
+    return _summed(line, steps, taken, hung, usual)
+
+
+# ------------------------------------------------------------------------------------ the timeline
+
+
+class _Timeline(NamedTuple):
+    """What ended when; it never goes back, though clocks are set, and those of nodes differ."""
+
+    launches: Sequence[Launch]
+    bounds: Ints
+    """Where each launch's steps begin, and where the last one's end."""
+    ends: Ints
+    intervals: Ints
+    """From the end before, of a step or a start, to each step's end."""
+
+
+def _timeline(launches: Sequence[Launch], steps: StepTimes, bounds: Ints) -> _Timeline:
+    ends = steps.end_unix_ns.copy()
+    intervals = np.diff(ends, prepend=ends[:1])
+    ordered: list[Launch] = []
+    before = launches[0].process_ns
+    for k, launch in enumerate(launches):
+        process = max(before, launch.process_ns)
+        ready = max(process, launch.ready_ns)
+        low, high = int(bounds[k]), int(bounds[k + 1])
+        own = ends[low:high]
+        np.maximum.accumulate(np.maximum(own, ready), out=own)
+        intervals[low:high] = np.diff(own, prepend=ready)
+        last = int(own[-1]) if len(own) else ready
+        # What a process that died last said may come after the next one has begun.
+        end = (
+            launch.end_ns
+            if k + 1 == len(launches)
+            else min(launch.end_ns, launches[k + 1].process_ns)
+        )
+        before = max(last, end)
+        ordered.append(launch._replace(process_ns=process, ready_ns=ready, end_ns=before))
+    return _Timeline(ordered, bounds, ends, intervals)
+
+
+def _usual(steps: StepTimes, bounds: Ints) -> Ints:
+    """Return, by launch, the time that a usual step computes; -1 where no step tells."""
+    usual = np.full(len(bounds) - 1, -1, np.int64)
+    for k, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        for begin in (min(low + _FIRST_STEPS, high), low):
+            part = slice(begin, min(high, begin + _USUAL_STEPS))
+            lasted = steps.seconds[part]
+            aside = sum(_filled(each[part]) for each in _aside(steps))
+            own = (_filled(lasted) - aside)[np.isfinite(lasted)]
+            if len(own):
+                usual[k] = max(0, round(float(np.median(own)) * 1e9))
+                break
+    counted = usual[usual >= 0]
+    if len(counted):  # a launch without two steps does as the others do
+        usual[usual < 0] = int(np.median(counted))
+    return usual
+
+
+def _aside(steps: StepTimes) -> tuple[Floats, ...]:
+    """Return what was measured of a step beside what it computed."""
+    return steps.data_wait, steps.checkpoint, steps.evaluation, steps.wait
+
+
+def _within(spans: Sequence[Span], line: _Timeline) -> Ints:
+    """Return how much of each step's interval lies in one of the spans."""
+    inside = np.zeros(len(line.ends), np.int64)
+    begins = line.ends - line.intervals
+    for begin, end in spans:
+        low = int(np.searchsorted(line.ends, begin, "right"))
+        part = slice(low, max(low, int(np.searchsorted(begins, end, "left"))))
+        until = np.minimum(line.ends[part], end)
+        inside[part] += np.maximum(0, until - np.maximum(begins[part], begin))
+    return inside
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans in order and without overlap."""
+    merged: list[Span] = []
+    for span in sorted(spans):
+        if merged and span.begin_ns <= merged[-1].end_ns:
+            last = merged[-1]
+            merged[-1] = Span(last.begin_ns, max(last.end_ns, span.end_ns))
+        else:
+            merged.append(span)
+    return merged
+
+
+def _filled(seconds: Floats) -> Floats:
+    """Return the seconds; 0 where none were measured, or none that can be."""
+    filled = np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0)
+    return np.clip(filled, 0.0, _LONGEST_SECONDS, out=filled)
+
+
+def _ns(seconds: Floats) -> Ints:
+    return np.rint(_filled(seconds) * 1e9).astype(np.int64)
+
+
+# ----------------------------------------------------------------------------------- handing it out
+
+
+class _Intervals:
+    """What is left of each step's interval, and what each bucket has of it."""
+
+    def __init__(self, intervals: Ints) -> None:
+        self.left = intervals.copy()
+        self.parts: dict[Bucket, Ints] = {}
+        self.undone: dict[Bucket, int] = {}
+        """What steps that were undone had been before."""
+
+    def take(self, bucket: Bucket, nanoseconds: Ints) -> None:
+        """Give a bucket so much of each interval, and no more than is left."""
+        part = np.minimum(np.maximum(nanoseconds, 0), self.left)
+        self.left -= part
+        before = self.parts.get(bucket)
+        self.parts[bucket] = part if before is None else before + part
+
+    def undo(self, which: Mask) -> None:
+        """Give what these steps were made of to ``rolled_back``; saves and evaluations stay."""
+        at = np.flatnonzero(which)
+        lost = np.zeros(len(at), np.int64)
+        for bucket in OF_STEPS:
+            part = self.parts[bucket]
+            self.undone[bucket] = int(part[at].sum())
+            lost += part[at]
+            part[at] = 0
+        self.parts["rolled_back"] = np.zeros(len(which), np.int64)
+        self.parts["rolled_back"][at] = lost
+
+    def rest(self, bucket: Bucket, which: Mask | None = None) -> None:
+        """Give a bucket all that is left, of these steps."""
+        self.take(bucket, self.left if which is None else np.where(which, self.left, 0))
+
+
+def _hand_out(
+    taken: _Intervals, steps: StepTimes, usual: Ints, first: Ints, hung: Ints, paused: Ints
+) -> None:
+    """Hand each step's interval out, by ``PRECEDENCE``."""
+    intervals = taken.left.copy()
+    own_usual = usual[steps.launch]
+    is_known = np.isfinite(steps.seconds)
+    taken.take("halted", paused)
+    taken.take("hang", hung)
+    # Rows between were lost, or a clock was set: the step itself says how long it took.
+    beside = intervals - _ns(steps.seconds) - paused
+    slack = np.maximum(_SLACK_NS, (intervals * _SLACK_RATIO).astype(np.int64))
+    taken.take("unknown", np.where(is_known & (beside > slack), beside, 0))
+    # Of a step whose beginning is not known, a usual step and what was measured are its own.
+    data_wait, saved, evaluated, waited = (_ns(seconds) for seconds in _aside(steps))
+    computed = taken.left - data_wait - saved - evaluated - waited
+    excess = np.where(is_known | (own_usual < 0), 0, computed - own_usual)
+    index = np.arange(len(steps)) - first[steps.launch]
+    at_start = index == 0
+    taken.take("restart", np.where(at_start | (paused > 0), 0, excess))
+    taken.take("unknown", np.where(~is_known & (own_usual < 0), computed, 0))
+    taken.take("checkpoint", saved)
+    taken.take("evaluation", evaluated)
+    taken.rest("skipped", steps.is_skipped)
+    taken.take("data_wait", data_wait)
+    least = _ns(steps.least_wait)
+    taken.take("straggler_wait", waited - least)
+    taken.take("exchange", least)
+    is_first = (index < _FIRST_STEPS) & (own_usual >= 0)
+    compiled = is_first & (at_start | (taken.left > _COMPILES * own_usual))
+    taken.take("compile", np.where(compiled, taken.left - own_usual, 0))
+    taken.rest("productive")
+    taken.undo(steps.is_undone)
+
+
+# ------------------------------------------------------------------------------------- adding it up
+
+
+class _Sums:
+    """Nanoseconds by attempt and bucket."""
+
+    def __init__(self) -> None:
+        self.by_attempt: dict[int, dict[Bucket, int]] = {}
+
+    def add(self, attempt: int, bucket: Bucket, nanoseconds: int) -> None:
+        if nanoseconds > 0:
+            own = self.by_attempt.setdefault(attempt, {})
+            own[bucket] = own.get(bucket, 0) + nanoseconds
+
+    def add_steps(self, attempts: Ints, parts: Mapping[Bucket, Ints]) -> None:
+        """Add the steps', by stretches of one attempt."""
+        if not len(attempts):
+            return
+        starts = np.flatnonzero(np.diff(attempts, prepend=attempts[0] - 1))
+        for bucket, nanoseconds in parts.items():
+            sums = np.add.reduceat(nanoseconds, starts).tolist()
+            for attempt, of_stretch in zip(attempts[starts].tolist(), sums, strict=True):
+                self.add(attempt, bucket, of_stretch)
+
+
+def _summed(
+    line: _Timeline, steps: StepTimes, taken: _Intervals, hangs: Sequence[Span], usual: Ints
+) -> Goodput:
+    """Add up what steps have, and what lies between and around them."""
+    sums, failures = _Sums(), []
+    sums.add_steps(steps.attempt, taken.parts)
+    before, attempt, gap = line.launches[0].process_ns, 0, "down"
+    for k, launch in enumerate(line.launches):
+        low, high = int(line.bounds[k]), int(line.bounds[k + 1])
+        attempt = int(steps.attempt[low]) if low < high else attempt
+        sums.add(attempt, "halted" if gap == "halted" else "down", launch.process_ns - before)
+        sums.add(attempt, "restart" if k else "start", launch.ready_ns - launch.process_ns)
+        last = int(line.ends[high - 1]) if low < high else launch.ready_ns
+        attempt = int(steps.attempt[high - 1]) if low < high else attempt
+        hung = [span for span in hangs if span.begin_ns < launch.end_ns and span.end_ns > last]
+        hung_ns = sum(min(s.end_ns, launch.end_ns) - max(s.begin_ns, last) for s in hung)
+        sums.add(attempt, "hang", hung_ns)
+        rest = launch.end_ns - last - hung_ns
+        is_cut = launch.ended not in ("finished", "running") and not hung
+        lost = min(rest, int(usual[k])) if is_cut else 0  # the step that was under way
+        sums.add(attempt, "rolled_back", lost)
+        sums.add(attempt, "unknown", rest - max(0, lost))
+        if hung or launch.ended in ("failed", "lost", "halted"):
+            at = max(last, hung[0].begin_ns) if hung else last
+            back = int(line.ends[high]) if high < len(steps) else 0
+            failures.append(Failure(at, back, "hang" if hung else launch.ended))
+        failures += _overcome(line, low, high, hangs)
+        before, gap = launch.end_ns, launch.ended
+    by_attempt = sums.by_attempt
+    return Goodput(
+        begin_unix_ns=line.launches[0].process_ns,
+        end_unix_ns=before,
+        nanoseconds={b: sum(own.get(b, 0) for own in by_attempt.values()) for b in BUCKETS},
+        undone=taken.undone,
+        attempts=tuple(AttemptTimes(attempt, own) for attempt, own in sorted(by_attempt.items())),
+        failures=tuple(sorted(failures)),
+        gpu_nanoseconds=sum(
+            (launch.end_ns - launch.process_ns) * launch.num_gpus for launch in line.launches
+        ),
+        steps=len(steps),
+        lost_steps=int(np.count_nonzero(steps.is_undone | steps.is_skipped)),
+    )
+
+
+def _overcome(line: _Timeline, low: int, high: int, hangs: Sequence[Span]) -> list[Failure]:
+    """Return the hangs that the launch with these steps got over by itself."""
+    ends = line.ends[low:high]
+    # By their ends: agents look twice a second, and one may seem to begin before its step did.
+    rows = [(span, int(np.searchsorted(ends, span.end_ns))) for span in hangs]
+    begin = int(ends[0] - line.intervals[low]) if low < high else 0
+    return [
+        Failure(span.begin_ns, int(ends[row]), "hang")
+        for span, row in rows
+        if row < len(ends) and span.end_ns > begin
+    ]
