@@ -36,7 +36,7 @@ AfterRollback = Literal["move_on", "replay"]
 _MOST_WAITING = 4096
 """Batches that are remembered until a step asks what fed it: their places, not their data."""
 _ACTED = frozenset({"skip_step", "rollback", "halt"})
-_OF_STEP = frozenset({"nonfinite", "nonfinite_state", "replica_corrupted"})
+_OF_STEP = frozenset({"nonfinite", "nonfinite_state"})
 """Findings that are kept in a capsule where nothing was decided."""
 _MOST_STEPS = 4096
 """Steps whose place in the data is remembered: an onset lies within them."""
@@ -251,7 +251,8 @@ class DataPosition:
             return None
         record, reduced = judged
         acted = decision is not None and decision.rule != "command" and decision.action in _ACTED
-        reasons = [f.reason for f in judgement.findings if f.kind in _OF_STEP]
+        is_apart = record.replicas_differ > 0
+        reasons = [f.reason for f in judgement.findings if is_apart or f.kind in _OF_STEP]
         if not acted and not reasons:
             return None
         in_row, self._last_bad = self._last_bad in (step, step - 1), step
