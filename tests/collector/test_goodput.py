@@ -309,6 +309,15 @@ def test_times_may_be_dates(tmp_path: Path):
     assert read(log(tmp_path, lines)) == {"productive": 10}
 
 
+def test_a_second_column_of_times_and_words_in_one_refuse_no_log(tmp_path: Path):
+    """Times are for goodput alone: what reads a log without them must go on doing so."""
+    from vitals_collector.importers import ColumnChoice, read_history
+
+    lines = ["step,_timestamp,timestamp,loss", "0,soon,1,2.0", "1,,1,2.0"]
+    history = read_history(log(tmp_path, lines), ColumnChoice())
+    assert [record.time_seconds for record in history.steps] == [None, None]
+
+
 def test_a_log_of_every_tenth_step_tells_as_much(tmp_path: Path):
     lines = ["step,timestamp,loss,data_time"]
     lines += [f"{step},{1_700_000_000 + step},2.0,0.5" for step in range(0, 101, 10)]

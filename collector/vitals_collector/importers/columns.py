@@ -152,7 +152,7 @@ def _usual(names: Sequence[str], role: Role, usual_names: Sequence[str], source:
         by_plain.setdefault(plain(name), []).append(name)
     for usual in usual_names:
         matches = by_plain.get(usual, [])
-        if len(matches) > 1:
+        if len(matches) > 1 and role in _ASKED:  # of two times either will do
             raise _ambiguous(role, matches, source)
         if matches:
             return matches[0]
