@@ -24,7 +24,7 @@ from trainvitals.views import (
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
 from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts, load_charts
-from vitals_dashboard.source import Source, verdict_of
+from vitals_dashboard.source import Source, forecast_of, verdict_of
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
 
@@ -235,6 +235,11 @@ def _numbers(source: Source, detail: RunDetail, goodput: GoodputView) -> None:
         )
         for label, value in cells:
             st.metric(label, value, border=True, height="stretch", width=NUMBER)
+    if detail.info.total_steps:
+        view = forecast_of(source, summary)
+        foreseen = f"Ends {view.end_text()}" if view.finish_unix_ns else f"End {view.end_text()}"
+        with st.container(key="run_forecast"):
+            st.text(f"{foreseen}  |  Final loss {view.loss_text()}")
 
 
 def _readings(
