@@ -22,8 +22,12 @@ COVERS = 0.8
 _MIN_PACE_ROWS = 20
 _LONG = 3.0
 """From this multiple of the usual step on, a gap between two steps held something else as well."""
-_MOST_OF_ONE_GAP = 0.05
-"""Of the time so far, as what a gap counts for at most: one night of standing still is no habit."""
+_RARE, _MANY, _LARGER = 0.01, 4, 5.0
+"""A gap is a mishap from this share of the time so far on, and where there are as many gaps as the
+second, only if it is so many times as long as their median: evaluations are long, but alike."""
+_UNSEEN = 0.04
+"""Of the time so far: what a mishap is taken to cost while there was none. It widens the interval
+only."""
 _BLOCKS = 16
 _NORMAL_80 = 1.2816
 """Standard errors to each side that hold 80 % of a normal distribution."""
@@ -69,18 +73,26 @@ class FinalLoss(NamedTuple):
 
 
 def finish(
-    step: Ints, time_unix_ns: Ints, *, total_steps: int, now_unix_ns: int
+    step: Ints,
+    time_unix_ns: Ints,
+    attempt: Ints | None = None,
+    *,
+    total_steps: int,
+    now_unix_ns: int,
 ) -> Finish | str:
     """Return when the last step ends, or why that cannot be said.
 
-    A gap that is longer than a usual step held something else: an evaluation, a save, a restart
-    with the steps it trained again. Such gaps come again as often as they came so far; none counts
-    for more than a twentieth of the time so far, so that a night of standing still is not expected
-    every night. The steps themselves are taken from the newest quarter.
+    A gap that is longer than a usual step held something else: an evaluation or a save,
+    and those go on as they came so far. Where it is much longer, or a new attempt began, it was a
+    mishap: a restart with the steps it trained again, or a night of standing still.
+    Of n mishaps so far, n less its standard error is what is expected of as much time again, since
+    many happen while a run is new; each of their median length, so that one night counts as none.
+    The steps themselves are taken from the newest quarter.
 
     Args:
         step: numbers of the steps, rising, ``(rows,)``.
         time_unix_ns: when each ended, ``(rows,)``.
+        attempt: the branch of each, ``(rows,)``; none: one for all.
         total_steps: that are planned.
         now_unix_ns: the present, by the same clock.
     """
@@ -101,9 +113,20 @@ def finish(
     if not elapsed > 0:
         return "the steps' times do not rise"
     beside = np.where(is_long, np.maximum(seconds - own * num, 0.0), 0.0)
-    beside = np.minimum(beside, _MOST_OF_ONE_GAP * elapsed)
-    rate = own + float(beside.sum() / num.sum())
-    spread = _spread(np.where(is_long, own * num, seconds) + beside, num, left)
+    most = _RARE * elapsed
+    if is_long.sum() >= _MANY:
+        most = max(most, _LARGER * float(np.median(beside[is_long])))
+    is_mishap = beside > most
+    if attempt is not None:
+        is_mishap |= (np.diff(attempt) != 0) & is_long
+    mishaps = np.sort(beside[is_mishap])
+    num_mishaps = len(mishaps)
+    each = float(mishaps[(num_mishaps - 1) // 2]) if num_mishaps else _UNSEEN * elapsed
+    beside = np.where(is_mishap, 0.0, beside)
+    expected = num_mishaps - np.sqrt(num_mishaps)
+    rate = own + float(beside.sum() + expected * each) / num.sum()
+    usual = np.where(is_long, own * num, seconds) + beside
+    spread = np.hypot(_spread(usual, num, left), np.sqrt(num_mishaps + 1) * each / num.sum())
     # What is longer than the usual between two steps is known only once it is over.
     is_waiting = (now_unix_ns - int(time_unix_ns[-1])) / 1e9 > 10 * _LONG * own
     begin = max(int(time_unix_ns[-1]), now_unix_ns if is_waiting else 0)

@@ -64,7 +64,11 @@ def _end(
     if timed is None:
         return {"no_finish": "no step has ended yet"}
     found = finish(
-        timed.step, timed.time_unix_ns, total_steps=total, now_unix_ns=now_unix_ns
+        timed.step,
+        timed.time_unix_ns,
+        timed.attempt,
+        total_steps=total,
+        now_unix_ns=now_unix_ns,
     )
     if isinstance(found, str):
         return {"no_finish": found}
