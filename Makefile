@@ -16,7 +16,7 @@ CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks te
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest test-fast test-slow chaos soak fuzz test-oldest test-integrations lint bench bench-hang bench-corruption bench-judgement docs site screenshot lock sbom licences clean
+.PHONY: help setup demo test pytest test-fast test-slow chaos soak fuzz test-oldest test-integrations lint bench bench-hang bench-corruption bench-judgement bench-forecast docs site screenshot lock sbom licences clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ bench-corruption: $(STAMP) ## trainings of 2 to 4 ranks in which a bit flips: se
 
 bench-judgement: $(STAMP) ## small trainings, healthy and damaged, with the library in their loops: hours (ARGS="--jobs 4")
 	$(BIN)/python -m vitals_bench judgement --page docs/benchmarks.md $(ARGS)
+
+bench-forecast: $(STAMP) ## where time went, held against 50 simulated jobs that know it (a minute)
+	$(BIN)/python -m vitals_bench forecast --page docs/benchmarks.md $(ARGS)
 
 docs: $(STAMP) ## write the generated pages of docs/ and the files of deploy/ anew
 	$(BIN)/python docs/build_docs.py

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainer_hooks.monitor import Monitor
     from trainer_hooks.outcome import StepOutcome
     from trainer_hooks.recovery.manager import CheckpointSettings
+    from trainvitals.detect.schedule import LRSchedule
     from trainvitals.policy.stopping import EarlyStopping
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Attached",
     "CheckpointSettings",
     "EarlyStopping",
+    "LRSchedule",
     "Monitor",
     "RestoredBest",
     "SignalSettings",
@@ -40,6 +42,7 @@ _HOMES = {
     "Attached": "trainer_hooks._attach",
     "CheckpointSettings": "trainer_hooks.recovery.manager",
     "EarlyStopping": "trainvitals.policy.stopping",
+    "LRSchedule": "trainvitals.detect.schedule",
     "Monitor": "trainer_hooks.monitor",
     "RestoredBest": "trainer_hooks.callbacks.early_stopping",
     "SignalSettings": "trainer_hooks.measures.settings",

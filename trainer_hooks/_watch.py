@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from trainer_hooks.arguments import Arguments, Mode, as_list, together, turn_names
 from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.guard.declared import Declared
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import process_started_unix_ns, run_info
@@ -75,6 +76,8 @@ def watch(
     loss_kind: LossKind | None = None,
     scheduler_every: SchedulerEvery = "step",
     on_hang: OnHang = "alert",
+    total_steps: int | None = None,
+    schedule: Declared | None = None,
 ) -> Monitor:
     """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
 
@@ -121,6 +124,12 @@ def watch(
             held for a minute, so that its launcher (``torchrun --max-restarts``) starts it again;
             at most 3 times a day, where all ranks are on one node. ``alert`` only pages, and so
             does ``observe``.
+        total_steps: optimizer steps of the whole run, those before a resume included.
+        schedule: how the learning rates are meant to go: a scheduler of torch, which is copied and
+            played beside the training (one for each optimizer as a list), or a shape,
+            ``LRSchedule(kind="cosine", warmup_steps=1000)`` or just ``"cosine"``, ``"linear"``,
+            ``"wsd"`` (with ``total_steps``) or ``"constant"``. A rate of any group that leaves it
+            is told once; nothing is done about it.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -148,6 +157,8 @@ def watch(
         loss_kind=loss_kind or ("adversarial" if isinstance(whole, Models) else "minimize"),
         scheduler_every=scheduler_every,
         on_hang=on_hang,
+        total_steps=total_steps,
+        schedule=schedule,
     )
     made = set_up(given)
     if made is None:
@@ -215,6 +226,8 @@ def set_up(given: Arguments) -> Made | None:
             num_params=device.norms.num_parameters,
             run_dir=str(place.run_dir.path),
             judge=controller.judge.config,
+            total_steps=given.total_steps or 0,
+            schedule="" if controller.log.schedule is None else controller.log.schedule.name,
         )
         restored = _begin(controller, place, info)
         if ranks.rank == 0:
@@ -329,6 +342,8 @@ def _controller(
     log = StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0)
     if ranks.rank == 0 and mode != "observe" and signals.profile_slowdowns:
         log.slowdowns = Slowdowns(place.run_dir.profiles_dir)
+    if ranks.rank == 0:
+        log.schedule = given.declared_schedule()
     return StepController(
         mode=mode,
         ranks=ranks,

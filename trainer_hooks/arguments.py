@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from trainer_hooks.guard.declared import Declared, DeclaredSchedule
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
@@ -56,6 +57,8 @@ class Arguments:
     loss_kind: LossKind = "minimize"
     scheduler_every: SchedulerEvery = "step"
     on_hang: OnHang = "alert"
+    total_steps: int | None = None
+    schedule: Declared | None = None
     names: tuple[str, ...] = ()
     """Of the optimizers, where they may take turns."""
     owns_clip: bool = True
@@ -71,6 +74,29 @@ class Arguments:
     def hyperparameters(self) -> Mapping[str, object]:
         """Return the configuration as a mapping, checked."""
         return _mapping(self.config)
+
+    def declared_schedule(self) -> DeclaredSchedule | None:
+        """Return what the learning rates are held against; None where nothing was declared.
+
+        Made before a checkpoint is loaded: it begins where the schedulers do.
+        """
+        total = self.total_steps
+        if total is not None and (
+            not isinstance(total, int) or isinstance(total, bool) or total < 1
+        ):
+            raise UsageError(
+                f"total_steps is {total!r}; it must be a whole number of at least 1",
+                hint="the optimizer steps of the whole run, those before a resume included",
+            )
+        if self.schedule is None:
+            return None
+        return DeclaredSchedule(
+            self.schedule,
+            self.optimizers,
+            schedulers=self.schedulers,
+            total_steps=total,
+            every=self.scheduler_every,
+        )
 
     def agreed_mode(self, ranks: Ranks, environ: Mapping[str, str]) -> Mode:
         """Return the mode, once all ranks were told the same; one that differs would part."""
@@ -90,6 +116,7 @@ class Arguments:
             _check_loss_kind(self.loss_kind)
             _check_scheduler_every(self.scheduler_every)
             _check_on_hang(self.on_hang)
+            self.declared_schedule()
             scaled = self.scaler is not None and self.scaler.is_enabled()
             mode = _mode(self.mode, environ, given, owns_step=self.owns_step)
             return mode, scaled, how, self.early_stopping, self.loss_kind

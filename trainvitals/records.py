@@ -338,6 +338,10 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str = ""
     judge: dict[str, Any] = {}
     """Settings of the detectors and the ladder, so that a replay judges by the same."""
+    total_steps: int = 0
+    """Optimizer steps of the whole run, as it declared; 0: it did not."""
+    schedule: str = ""
+    """What its learning rates are held against, for people."""
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):

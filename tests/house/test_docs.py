@@ -110,7 +110,7 @@ class TestMakefile:
         shown = [line.split()[1] for line in self.make().splitlines()]
         targets = "setup demo test test-fast test-slow chaos soak fuzz test-oldest"
         targets += " test-integrations lint bench bench-hang bench-corruption"
-        targets += " bench-judgement"
+        targets += " bench-judgement bench-forecast"
         targets += " docs site screenshot lock sbom licences clean"
         assert targets.split() == shown
 

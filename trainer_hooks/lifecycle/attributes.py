@@ -38,6 +38,8 @@ def run_info(
     num_params: int,
     run_dir: str,
     judge: JudgeConfig,
+    total_steps: int = 0,
+    schedule: str = "",
 ) -> RunInfo:
     """Return the run's attributes, without what ``redaction`` takes for secrets."""
     words = [tags] if isinstance(tags, str) else tags
@@ -56,6 +58,8 @@ def run_info(
         vitals_version=__version__,
         run_dir=run_dir,
         judge=msgspec.to_builtins(judge),
+        total_steps=total_steps,
+        schedule=_text(schedule),
     )
 
 

@@ -528,6 +528,8 @@ class StepController:
         """Take in, on all ranks at the same step, the change that rank 0's pack announced."""
         if steps and not self._was_announced:
             self.judge.rebaseline(steps)
+            if self.log.schedule is not None:
+                self.log.schedule.follower.expect(steps)
             self.expecting = 0
         self._was_announced = steps > 0
 
@@ -790,6 +792,7 @@ class StepController:
 
     def snapshot_meta(self, data: DataState | None) -> Meta:
         """Return what a snapshot keeps besides tensors. The ladder's facts are not in it."""
+        schedule = self.log.schedule
         return {
             "judge": self.judge.detector_state(),
             "tokens_seen": self.log.tokens.seen,
@@ -797,6 +800,7 @@ class StepController:
             "data": data,
             "stopping": self.stopping_state(),
             "alerts": None if self.emitter.alerts is None else self.emitter.alerts.state_dict(),
+            "schedule": None if schedule is None else schedule.follower.state_dict(),
         }
 
     def take_meta(self, meta: Meta) -> None:
@@ -807,6 +811,8 @@ class StepController:
             self.emitter.alerts.load_state_dict(meta.get("alerts"))
         if self.evaluations is not None:
             self.evaluations.load_state_dict(meta.get("stopping"))
+        if self.log.schedule is not None:
+            self.log.schedule.follower.load_state_dict(meta.get("schedule"))
 
     def close_profile(self) -> None:
         """Write a profile that has not come to its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import deque
@@ -36,8 +37,11 @@ from trainvitals.records import EVENT_SCHEMA, Event, FindingRaised, NamesDefined
 from trainvitals.rows import Schema, Value
 
 if TYPE_CHECKING:
+    from trainer_hooks.guard.declared import DeclaredSchedule
     from trainer_hooks.measures.noise import NoiseScale
     from trainer_hooks.step.user_alerts import RankAlerts
+
+_LOG = logging.getLogger("trainvitals")
 
 LAYERS_EVERY = 10
 """Steps between rows of layer norms, far from any finding."""
@@ -400,6 +404,8 @@ class StepLog:
         self.lateness = Lateness()
         self.slowdowns: Slowdowns | None = None
         """What orders a profile where the run gets slower; on rank 0, where that is wanted."""
+        self.schedule: DeclaredSchedule | None = None
+        """What the learning rates are held against; on rank 0, where it was declared."""
 
     def write(
         self,
@@ -468,8 +474,22 @@ class StepLog:
             emitter.note("flops", text, step=step, attempt=attempt)
         for finding in judgement.findings:
             emitter.of_run(FindingRaised(finding=finding), step=step, attempt=attempt)
+        if self.schedule is not None:
+            self._hold_against(self.schedule, measured, skipped=record.skipped)
         for reading in judgement.readings:
             emitter.of_run(reading, step=step, attempt=attempt)
+
+    def _hold_against(
+        self, schedule: DeclaredSchedule, measured: HostMeasurements, *, skipped: bool
+    ) -> None:
+        """Tell where the rates have left the declared schedule, and say it at the terminal."""
+        with self._faults.fail_open("schedule"):
+            finding = schedule.judge(measured, skipped=skipped)
+            if finding is not None:
+                _LOG.warning("vitals: step %d: %s", finding.step, finding.reason)
+                self._emitter.of_run(
+                    FindingRaised(finding=finding), step=measured.step, attempt=measured.attempt
+                )
 
 
 _OF_THE_RUN = ("rank_loss", "loss_spread")

@@ -84,6 +84,7 @@ KINDS: Mapping[str, Kind] = {
         _numbers("state_damaged", "StateDamaged"),
         _numbers("lr_jump", "LearningRateAnomaly"),
         Kind(name="learning_rate", alert="LearningRateAnomaly"),
+        Kind(name="schedule", alert="LearningRateAnomaly"),
         Kind(
             name="loss_scale",
             alert="LossScaleCollapsed",
@@ -266,6 +267,8 @@ DETECTORS: Mapping[str, DetectorSpec] = {
         # What a person asked for: rules of the settings file, and `monitor.alert`.
         DetectorSpec(name="rule", where="rank", kinds={"user_alert": "advisory"}),
         DetectorSpec(name="loop", where="rank", kinds={"user_alert": "advisory"}),
+        # Beside the schedule that the run declared.
+        DetectorSpec(name="schedule", where="rank", kinds={"schedule": "advisory"}),
         # Over the merged steps of all ranks; of the rate each rank tells by itself.
         DetectorSpec(
             name="learning_rate",

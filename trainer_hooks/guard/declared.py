@@ -1,0 +1,242 @@
+"""The schedule that a run declared, played beside the training: what each group's rate should be.
+
+A scheduler is copied and stepped in step with the training; its copy sets the rates of groups that
+hold no parameters. Nothing of the user's is touched, and nothing is computed ahead: a million steps
+would take seconds, and a step costs what the user's own scheduler does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainer_hooks.guard.schedules import SchedulerEvery, count_of, described, optimizer_of
+from trainer_hooks.measures.host import HostMeasurements
+from trainvitals.detect.schedule import Band, LRSchedule, ScheduleFollower
+from trainvitals.errors import UsageError
+from trainvitals.records import Finding
+
+Declared = LRScheduler | LRSchedule | str | Sequence[LRScheduler]
+
+_KEPT = 4_096
+"""Counts whose rates are kept: a rollback goes back by less, mostly."""
+_CATCH_UP = 256
+"""Of a resumed run, counts that are played in one step: below 2 ms."""
+_EXACT, _SHAPED = 1e-3, 1e-6
+"""Relative tolerances: rounding of a scheduler that was restored; a shape has its own."""
+_MOST_SKIPS = 64
+
+
+class DeclaredSchedule:
+    """Says of each step whether its rates are as declared.
+
+    Args:
+        declared: as given to ``watch``.
+        optimizers: the run's, in the order of the rates.
+        schedulers: those that the monitor steps.
+        total_steps: of the run; None where nobody said.
+        every: whether the schedulers count updates or epochs.
+
+    Raises:
+        UsageError: it cannot be declared; the text says why.
+    """
+
+    def __init__(
+        self,
+        declared: Declared,
+        optimizers: Sequence[Optimizer],
+        *,
+        schedulers: Sequence[Any] = (),
+        total_steps: int | None = None,
+        every: SchedulerEvery = "step",
+    ) -> None:
+        shape: Any = declared
+        if isinstance(declared, str):
+            shape = LRSchedule(kind=declared)  # type: ignore[arg-type]
+        self._every = every
+        self._total_steps = total_steps
+        self._sizes = [len(optimizer.param_groups) for optimizer in optimizers]
+        self._played: list[_Played | None] = []
+        self._peaks: list[float] = []
+        self._shape: LRSchedule | None = None
+        self._is_ours = False
+        self._num_skips = 0
+        if isinstance(shape, LRSchedule):
+            self._shape = shape
+            if shape.kind != "constant" and total_steps is None:
+                raise UsageError(
+                    f"schedule is {shape.kind!r}, which ends with the run, but total_steps is not "
+                    "given",
+                    hint=f"watch(..., total_steps=100_000, schedule={shape.kind!r})",
+                )
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            self._peaks = [float(group.get("initial_lr", group["lr"])) for group in groups]
+            name = f"{shape.kind} schedule"
+        else:
+            given = _listed(shape)
+            by_optimizer = {id(optimizer_of(scheduler)): scheduler for scheduler in given}
+            chosen = [by_optimizer.pop(id(optimizer), None) for optimizer in optimizers]
+            if by_optimizer:
+                other = next(iter(by_optimizer.values()))
+                raise UsageError(
+                    f"schedule has {described(other)}, whose optimizer was not given to watch()",
+                    hint="one scheduler an optimizer: watch(model, [a, b], schedule=[sa, sb])",
+                )
+            self._played = [None if s is None else _Played(s) for s in chosen]
+            self._is_ours = all(any(s is own for own in schedulers) for s in given)
+            name = " and ".join(described(scheduler) for scheduler in given)
+        self.name = name
+        self.follower = ScheduleFollower(name, tolerance=_SHAPED if self._shape else _EXACT)
+
+    def judge(self, measured: HostMeasurements, *, skipped: bool) -> Finding | None:
+        """Return what is to be told of a step of all optimizers; None where all is as declared."""
+        self._num_skips += skipped
+        if measured.turn or len(measured.learning_rates) != sum(self._sizes):
+            return None
+        return self.follower.update(measured.step, measured.learning_rates, self._bands(measured))
+
+    def _bands(self, measured: HostMeasurements) -> list[Band | None]:
+        if self._shape is not None:
+            factors = self._shape.band(measured.step, self._total_steps or 0)
+            return [factors.times(peak) for peak in self._peaks]
+        count = measured.step if self._every == "step" else measured.epoch
+        bands: list[Band | None] = []
+        for played, size in zip(self._played, self._sizes, strict=True):
+            own = None if played is None or count is None else played.at(count, *self._near())
+            bands += own or [None] * size
+        return bands
+
+    def _near(self) -> tuple[int, int]:
+        """Return how many counts before and after its own may be a step's.
+
+        A loop that steps its scheduler itself may do so before or after our step, and may leave it
+        out for updates that were skipped.
+        """
+        return (0, 0) if self._is_ours else (1 + min(self._num_skips, _MOST_SKIPS), 1)
+
+
+def _listed(declared: object) -> list[LRScheduler]:
+    """Return the schedulers, each of which can be played ahead."""
+    given = list(declared) if isinstance(declared, list | tuple) else [declared]
+    for scheduler in given:
+        if not isinstance(scheduler, LRScheduler):
+            raise UsageError(
+                f"schedule is a {type(scheduler).__name__}; it must be a scheduler of torch, an "
+                "LRSchedule, or one of constant, linear, cosine, wsd",
+                hint="of a wrapped scheduler give the one inside, or declare its shape: "
+                "trainvitals.LRSchedule(kind='cosine', warmup_steps=1000)",
+            )
+        for part in _parts(scheduler):
+            if isinstance(part, ReduceLROnPlateau):
+                raise UsageError(
+                    "schedule has a ReduceLROnPlateau, whose rate depends on the training: it "
+                    "cannot be declared ahead",
+                    hint="leave schedule= out; jumps of the rate are told all the same",
+                )
+    return given
+
+
+def _parts(scheduler: Any) -> Iterator[Any]:
+    yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _parts(part)
+
+
+class _Rates(Optimizer):
+    """Stands in for an optimizer: groups with all their settings and no parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # Not made as an optimizer is: without parameters that is refused.
+        self.param_groups = [
+            {key: _plain(value) for key, value in group.items() if key != "params"} | {"params": []}
+            for group in optimizer.param_groups
+        ]
+        self.defaults = dict(optimizer.defaults)
+        self._opt_called = True  # else the scheduler warns at its first step
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+_Rates.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as above
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else copy.copy(value)
+
+
+class _State(NamedTuple):
+    scheduler: Any
+    rates: _Rates
+
+
+class _Played:
+    """A copy of one scheduler, stepped to wherever the training is."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._first = count_of(scheduler) or 0
+        self._offset: int | None = None
+        try:
+            self._begin = _copied(scheduler, optimizer_of(scheduler))
+            self._restart()
+        except Exception as error:
+            raise UsageError(
+                f"schedule has {described(scheduler)}, which cannot be copied: "
+                f"{type(error).__name__}: {error}",
+                hint="declare its shape: trainvitals.LRSchedule(kind='cosine', warmup_steps=1000)",
+            ) from error
+
+    def _restart(self) -> None:
+        self._now = _copied(self._begin.scheduler, self._begin.rates)
+        self._count = self._first
+        self._kept: deque[tuple[float, ...]] = deque([self._read()], maxlen=_KEPT)
+
+    def _read(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self._now.rates.param_groups)
+
+    def at(self, step: int, before: int, after: int) -> list[Band] | None:
+        """Return each group's rates at the count of a step; None while the copy catches up.
+
+        A scheduler that had counted before the run began is as far ahead ever after.
+        """
+        if self._offset is None:
+            self._offset = max(0, self._first - step)
+        count = step + self._offset
+        low, high = max(self._first, count - before), count + after
+        if low < self._count - len(self._kept) + 1:
+            self._restart()  # a rollback from far
+        for _ in range(_CATCH_UP):
+            if self._count >= high:
+                break
+            self._now.scheduler.step()
+            self._count += 1
+            self._kept.append(self._read())
+        if self._count < high:
+            return None
+        newest = self._count
+        rows = [self._kept[each - newest - 1] for each in range(low, high + 1)]
+        return [Band(min(of_group), max(of_group)) for of_group in zip(*rows, strict=True)]
+
+
+def _copied(scheduler: Any, optimizer: Optimizer) -> _State:
+    """Return a copy whose optimizer is a stand-in: the parameters are not copied.
+
+    Functions are shared: a method's object may be a whole trainer.
+    """
+    rates = _Rates(optimizer)
+    memo: dict[int, Any] = {id(optimizer): rates}
+    for part in _parts(scheduler):
+        for function in getattr(part, "lr_lambdas", ()):
+            if isinstance(function, FunctionType | MethodType):
+                memo[id(function)] = function
+    return _State(copy.deepcopy(scheduler, memo), rates)
+
+
+__all__ = ["Declared", "DeclaredSchedule"]

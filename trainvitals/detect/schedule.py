@@ -1,0 +1,225 @@
+"""The learning rate beside the schedule that the run declared: told where it leaves it.
+
+Pure: the declared rates of a step come in beside those that the loop asks for. What the escalation
+policy multiplies rates by is in neither. It only tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from trainvitals.errors import UsageError
+from trainvitals.records import Finding
+from trainvitals.stateful import Stateful, row
+
+ScheduleKind = Literal["constant", "linear", "cosine", "wsd"]
+
+ROWS = 3
+"""Compared steps in a row off the schedule until it is told: one is a resume's or a hook's."""
+CLEAR_AFTER = 100
+"""Compared steps back on it after which it can be told again."""
+_WSD_DECAY = 0.1
+"""Part of a run in which WSD decays, where nothing else is said (Hu et al., MiniCPM, 2024)."""
+_SHAPE_TOLERANCE = 0.01
+"""Of the peak: what conventions of counting differ by, with a step to either side."""
+_MOST_NAMED = 3
+
+
+class Band(NamedTuple):
+    """Between what values a rate is as declared."""
+
+    low: float
+    high: float
+
+    def widened(self, tolerance: float, floor: float) -> Band:
+        """Return it with room for rounding: a part of the rate, and a floor where that is 0."""
+        return Band(
+            self.low - tolerance * abs(self.low) - floor,
+            self.high + tolerance * abs(self.high) + floor,
+        )
+
+    def times(self, factor: float) -> Band:
+        """Return it for rates that are so many times as high."""
+        return Band(self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LRSchedule:
+    """The shape of a learning-rate schedule, for ``watch(schedule=...)``; it sets no rate.
+
+    After the warm-up the rate is that of the optimizer's group (``initial_lr``, else ``lr``): from
+    there it stays, falls linearly or as a cosine to ``min_ratio`` of it at ``total_steps``, or
+    stays and falls in the last ``decay_steps`` (``wsd``: linearly, as 1 - sqrt, or as a cosine).
+    How the warm-up rises, and whether steps count from 0 or 1, is left open.
+    """
+
+    kind: ScheduleKind
+    warmup_steps: int = 0
+    min_ratio: float = 0.0
+    decay_steps: int | None = None
+    """Of ``wsd``; None is a tenth of all steps."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ScheduleKind):
+            raise UsageError(
+                f"schedule is {self.kind!r}; it must be one of {', '.join(get_args(ScheduleKind))}",
+                hint="for any other schedule give the scheduler: watch(..., schedule=scheduler)",
+            )
+        if self.warmup_steps < 0 or not 0.0 <= self.min_ratio <= 1.0:
+            raise UsageError(
+                f"schedule has warmup_steps {self.warmup_steps} and min_ratio {self.min_ratio}; "
+                "they must be at least 0, and min_ratio at most 1"
+            )
+        if self.decay_steps is not None and (self.kind != "wsd" or self.decay_steps < 1):
+            raise UsageError(
+                f"schedule has decay_steps {self.decay_steps}; it is of wsd, and at least 1",
+                hint="linear and cosine decay from the warm-up's end to total_steps",
+            )
+
+    def band(self, step: int, total_steps: int) -> Band:
+        """Return between what multiples of the peak the rate lies at a step."""
+        if step < self.warmup_steps:
+            return Band(0.0, 1.0 + _SHAPE_TOLERANCE)
+        near = [self._at(each, total_steps) for each in (step - 1, step, step + 1)]
+        return Band(
+            min(low for low, _ in near) - _SHAPE_TOLERANCE,
+            max(high for _, high in near) + _SHAPE_TOLERANCE,
+        )
+
+    def _at(self, step: int, total_steps: int) -> Band:
+        if self.kind == "constant":
+            return Band(1.0, 1.0)
+        begin = self.warmup_steps
+        if self.kind == "wsd":
+            own = self.decay_steps
+            decays = max(1, round(_WSD_DECAY * total_steps)) if own is None else own
+            begin = max(begin, total_steps - decays)
+        passed = min(1.0, max(0.0, (step - begin) / max(1, total_steps - begin)))
+        cosine = 0.5 * (1.0 + math.cos(math.pi * passed))
+        shapes = {
+            "linear": (1.0 - passed,),
+            "cosine": (cosine,),
+            "wsd": (1.0 - passed, 1.0 - math.sqrt(passed), cosine),
+        }[self.kind]
+        rates = [self.min_ratio + (1.0 - self.min_ratio) * shape for shape in shapes]
+        return Band(min(rates), max(rates))
+
+
+class ScheduleFollower(Stateful):
+    """Compares the rates of all groups with the declared ones; tells a departure once.
+
+    Args:
+        name: what was declared, for people.
+        tolerance: relative difference allowed.
+    """
+
+    STATE = (row("rows", "_off", "_on", "_since", "_left"), "_scales")
+
+    def __init__(self, name: str, *, tolerance: float) -> None:
+        self._name = name
+        self._tolerance = tolerance
+        self._off = 0
+        """Compared steps in a row that were off; below 0: on it again for so many."""
+        self._on = False
+        """Whether a departure was told that still holds."""
+        self._since = 0
+        self._left = 0
+        """Steps of an announced change that are not compared."""
+        self._scales: list[float] = []
+        """By group, how many times the declared rate the run goes on with after such a change."""
+        self._highest = 0.0
+
+    def expect(self, steps: int) -> None:
+        """Take in that a change was announced: what the rates are after it is as declared."""
+        self._left = max(self._left, steps)
+
+    def update(
+        self, step: int, rates: Sequence[float | None], declared: Sequence[Band | None]
+    ) -> Finding | None:
+        """Return what is to be told of a step; a group without a rate or a band is passed over."""
+        if len(self._scales) != len(rates):
+            self._scales = [1.0] * len(rates)
+        if self._left > 0:
+            self._left -= 1
+            if not self._left:
+                self._scales = [
+                    self._scale(scale, rate, band)
+                    for scale, rate, band in zip(self._scales, rates, declared, strict=True)
+                ]
+            return None
+        off = [
+            (group, rate, band)
+            for group, (rate, own, scale) in enumerate(
+                zip(rates, declared, self._scales, strict=True)
+            )
+            if rate is not None and own is not None and self._is_off(rate, band := own.times(scale))
+        ]
+        if off:
+            return self._departed(step, off)
+        if any(r is not None and b is not None for r, b in zip(rates, declared, strict=True)):
+            self._off = min(0, self._off) - 1
+            self._on = self._on and self._off > -CLEAR_AFTER
+        return None
+
+    def _departed(self, step: int, off: Sequence[tuple[int, float, Band]]) -> Finding | None:
+        if self._off <= 0:
+            self._since = step
+        self._off = max(0, self._off) + 1
+        if self._on or self._off < ROWS:
+            return None
+        self._on = True
+        _, rate, band = off[0]
+        expected = min(max(rate, band.low), band.high)  # its nearer end
+        return Finding(
+            kind="schedule",
+            level="advisory",
+            step=step,
+            detector="schedule",
+            reason=self._text(step, off),
+            value=rate,
+            limit=expected,
+            onset_step=self._since,
+            cause="schedule",
+        )
+
+    def _text(self, step: int, off: Sequence[tuple[int, float, Band]]) -> str:
+        named = ", ".join(
+            f"{_of_group(group)}{rate:.4g} instead of {_words(band)}"
+            for group, rate, band in off[:_MOST_NAMED]
+        )
+        more = f" and {len(off) - _MOST_NAMED} more groups" if len(off) > _MOST_NAMED else ""
+        since = f" (since step {self._since:,})" if self._since != step else ""
+        return f"the learning rate left the declared {self._name}: {named}{more}{since}"
+
+    def _is_off(self, rate: float, band: Band) -> bool:
+        self._highest = max(self._highest, abs(band.high))
+        low, high = band.widened(self._tolerance, 1e-3 * self._tolerance * self._highest)
+        return not low <= rate <= high
+
+    def _scale(self, scale: float, rate: float | None, band: Band | None) -> float:
+        """Return by how much a group's rate is to differ from now on."""
+        if rate is None or band is None or not self._is_off(rate, band.times(scale)):
+            return scale
+        middle = (band.low + band.high) / 2
+        return rate / middle if middle > 0.0 and rate >= 0.0 else scale
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on as the one that gave ``state``; without one, as new."""
+        if state:
+            super().load_state_dict(state)
+
+
+def _of_group(group: int) -> str:
+    return f"group {group}: " if group else ""
+
+
+def _words(band: Band) -> str:
+    if band.high - band.low <= 0.02 * abs(band.high):
+        return f"{(band.low + band.high) / 2:.4g}"
+    return f"{band.low:.4g} to {band.high:.4g}"
+
+
+__all__ = ["Band", "LRSchedule", "ScheduleFollower", "ScheduleKind"]
