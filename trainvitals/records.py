@@ -331,8 +331,6 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 1
     readback_lag: int = 1
     num_params: int = 0
-    total_steps: int = 0
-    """That are planned; 0: nobody said."""
     torch_version: str = ""
     vitals_version: str = ""
     run_dir: str = ""
