@@ -124,9 +124,10 @@ def finish(
     each = float(mishaps[(num_mishaps - 1) // 2]) if num_mishaps else _UNSEEN * elapsed
     beside = np.where(is_mishap, 0.0, beside)
     expected = num_mishaps - np.sqrt(num_mishaps)
-    rate = own + float(beside.sum() + expected * each) / num.sum()
+    rate = own + float((beside.sum() + expected * each) / num.sum())
     usual = np.where(is_long, own * num, seconds) + beside
-    spread = np.hypot(_spread(usual, num, left), np.sqrt(num_mishaps + 1) * each / num.sum())
+    of_mishaps = float(np.sqrt(num_mishaps + 1) * each / num.sum())
+    spread = float(np.hypot(_spread(usual, num, left), of_mishaps))
     # What is longer than the usual between two steps is known only once it is over.
     is_waiting = (now_unix_ns - int(time_unix_ns[-1])) / 1e9 > 10 * _LONG * own
     begin = max(int(time_unix_ns[-1]), now_unix_ns if is_waiting else 0)

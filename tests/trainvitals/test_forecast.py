@@ -43,20 +43,19 @@ def test_the_end_counts_evaluations_and_saves_as_they_came_so_far():
     assert not found.is_waiting
 
 
-def test_restarts_are_expected_to_become_rarer_and_widen_the_interval():
+def test_restarts_are_expected_to_become_rarer():
     """Rows of what rollbacks discarded are not there: what is seen of a restart is a long gap."""
     seconds = np.ones(9_000)
     seconds[::100] += 20.0
     calm = end_of(seconds, 3_000)
-    seconds[[500, 1_000, 2_000]] += 50.0
-    attempt = np.searchsorted([500, 1_000, 2_000], np.arange(3_000), "right")
+    seconds[[550, 1_050, 2_050]] += 50.0
+    attempt = np.searchsorted([550, 1_050, 2_050], np.arange(3_000), "right")
     at = times(seconds)[:3_000]
     now = int(at[-1])
     hurt = finish(np.arange(3_000), at, attempt, total_steps=9_000, now_unix_ns=now)
     assert isinstance(hurt, Finish)
     more = (hurt.unix_ns - calm.unix_ns) / SECOND - 150
     assert more == pytest.approx(2 * (3 - 3**0.5) * 50, rel=0.02), "as of twice the time so far"
-    assert hurt.high_unix_ns - hurt.unix_ns > 2 * (calm.high_unix_ns - calm.unix_ns)
 
 
 def test_one_night_of_standing_still_is_not_expected_every_night():

@@ -40,7 +40,7 @@ class _Told(NamedTuple):
 
     @property
     def abstained(self) -> float:
-        return 1.0 - len(self.off) / self.number
+        return (self.number - len(self.off)) / self.number
 
 
 def measure_final_loss(*, quick: bool, traces: Path | None = None) -> Iterator[Row | Grid]:
