@@ -6,6 +6,7 @@ reason come out. Where the past does not tell the future, the answer is the reas
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -128,6 +129,7 @@ def finish(
     usual = np.where(is_long, own * num, seconds) + beside
     of_mishaps = float(np.sqrt(num_mishaps + 1) * each / num.sum())
     spread = float(np.hypot(_spread(usual, num, left), of_mishaps))
+    in_steps = np.where(is_long, np.minimum(own * num, seconds), seconds)
     # What is longer than the usual between two steps is known only once it is over.
     is_waiting = (now_unix_ns - int(time_unix_ns[-1])) / 1e9 > 10 * _LONG * own
     begin = max(int(time_unix_ns[-1]), now_unix_ns if is_waiting else 0)
@@ -140,7 +142,7 @@ def finish(
         low_unix_ns=at(rate - _NORMAL_80 * spread),
         high_unix_ns=at(rate + _NORMAL_80 * spread),
         seconds_per_step=rate,
-        step_share=float(np.where(is_long, np.minimum(own * num, seconds), seconds).sum()) / elapsed,
+        step_share=float(in_steps.sum()) / elapsed,
         is_waiting=is_waiting,
     )
 
@@ -223,7 +225,7 @@ def _window(at: Floats, values: Floats, now: float) -> Floats:
 def _line(at: Floats, values: Floats, now: float) -> tuple[float, float] | None:
     """Return slope and offset of log loss over log steps up to a place; None of too few."""
     edges = np.searchsorted(at, now * np.geomspace(1 / _SPAN, 1.0, _BINS + 1), "right")
-    parts = [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a]
+    parts = [slice(a, b) for a, b in pairwise(edges) if b > a]
     if len(parts) < 4:
         return None
     x = np.log([at[part].mean() for part in parts])
@@ -249,9 +251,7 @@ class Lag(NamedTuple):
     """Whether the other run never came to this loss: then it is ahead by at least so much."""
 
 
-def lag(
-    tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats
-) -> Lag | str:
+def lag(tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats) -> Lag | str:
     """Return how many tokens sooner the other run had the loss that this one has now.
 
     Losses are medians over a twentieth of the tokens. 0: they cannot be told apart by their noise.

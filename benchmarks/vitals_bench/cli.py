@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainvitals.cli.main import report
-from trainvitals.errors import StorageError, VitalsError
+from trainvitals.errors import StorageError, UsageError, VitalsError
 
 if TYPE_CHECKING:
     from vitals_bench.rows import Grid, Row

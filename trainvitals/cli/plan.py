@@ -34,8 +34,13 @@ def show_plan(
     tokens: Annotated[float, typer.Option(help="Tokens it is trained on, such as 1e12.")],
     gpu: Annotated[str, typer.Option(help=f"One of {', '.join(GPUS)}.")] = "h100",
     gpus: Annotated[int, typer.Option(help="Number of GPUs.")] = 1,
-    layers: Annotated[int, typer.Option(help="Blocks [default: by the size].", min=0)] = 0,
-    width: Annotated[int, typer.Option(help="Width of a block [default: by the size].", min=0)] = 0,
+    layers: Annotated[
+        int, typer.Option(help="Blocks [default: by the size].", min=0, show_default=False)
+    ] = 0,
+    width: Annotated[
+        int,
+        typer.Option(help="Width of a block [default: by the size].", min=0, show_default=False),
+    ] = 0,
     vocab: Annotated[int, typer.Option(help="Words of the vocabulary.", min=0)] = 32_000,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
     micro_batch: Annotated[int, typer.Option(help="Sequences at a time on one GPU.")] = 1,
@@ -50,7 +55,8 @@ def show_plan(
         float,
         typer.Option(
             help="Measured gradient noise scale in tokens (steps.critical_batch_tokens) [default: "
-            "an estimate]."
+            "an estimate].",
+            show_default=False,
         ),
     ] = 0.0,
     gpu_hour_price: Annotated[
@@ -98,7 +104,7 @@ def _write(asked: PlanInput, made: TrainingPlan, form: Format, *, is_guessed: bo
     batch, half = made.batch, batch_of(asked.tokens, made.noise_scale, made.noise_scale / 2)
     measured = "measured" if asked.noise_scale else "an estimate"
     rows: list[tuple[str, object]] = [
-        ("model", f"{humanize(asked.num_params, 'tokens')} parameters, {shape}"
+        ("model", f"{asked.num_params / 1e9:,.4g} billion parameters, {shape}"
          f" {mark['shape'] if is_guessed else ''}".rstrip()),
         ("FLOPs", f"{made.flops:.3g}, of them {made.attention_flops:.2g} of attention "
          f"{mark['flops']}{mark['attention']}"),

@@ -16,7 +16,7 @@ Rows = Iterator[Row | Grid]
 def _without_logs(measure: Callable[..., Rows]) -> Callable[..., Rows]:
     """Return a part that other people's logs are nothing to."""
 
-    def measured(*, quick: bool, traces: Path | None = None) -> Rows:  # noqa: ARG001 - see above
+    def measured(*, quick: bool, traces: Path | None = None) -> Rows:
         return measure(quick=quick)
 
     return measured

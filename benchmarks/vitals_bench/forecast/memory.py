@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -92,13 +92,14 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        heads = [
+        query, key, value = (
             part.view(batch, length, -1, 64).transpose(1, 2)
             for part in self.qkv(self.before(x)).split(width, dim=2)
-        ]
-        seen = F.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.narrow(F.gelu(self.wide(self.between(x))))
+        added: Tensor = self.narrow(nn.functional.gelu(self.wide(self.between(x))))
+        return x + added
 
 
 class _Model(nn.Module):
@@ -116,7 +117,8 @@ class _Model(nn.Module):
         for block in self.blocks:
             run = partial(checkpoint, block, use_reentrant=False) if self._checkpointing else block
             x = run(x)
-        return self.head(self.last(x))
+        scores: Tensor = self.head(self.last(x))
+        return scores
 
 
 def _held(case: _Case) -> tuple[Memory, float]:
@@ -163,10 +165,10 @@ def _held(case: _Case) -> tuple[Memory, float]:
 def _step(model: nn.Module, words: Tensor) -> None:
     """Add the gradients of one micro-batch."""
     scores = model(words).flatten(0, 1)
-    F.cross_entropy(scores, words.flatten()).backward()
+    nn.functional.cross_entropy(scores, words.flatten()).backward()
 
 
-def _as_if_averaged(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _as_if_averaged(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Return the bucket as it is: nobody is there to average it with."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())

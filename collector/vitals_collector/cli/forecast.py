@@ -21,7 +21,11 @@ def show_forecast(
     folder: Dir = None,
     total_steps: Annotated[
         int,
-        typer.Option(min=0, help="Planned steps [default: what watch(total_steps=...) said]."),
+        typer.Option(
+            min=0,
+            help="Planned steps [default: what watch(total_steps=...) said].",
+            show_default=False,
+        ),
     ] = 0,
     against: Annotated[
         str, typer.Option(help="Another run: how many steps sooner it had the present loss.")
@@ -32,8 +36,9 @@ def show_forecast(
 ) -> None:
     """Show when a run ends and at what loss, each with an interval, or why that is not known.
 
-    Restarts, evaluations and saves so far are expected to go on as they were. The final loss is the
-    median of the last 5 % of the steps; four in five runs end within the interval.
+    Evaluations and saves are expected to go on as they came so far, and restarts to become rarer.
+    The final loss is the median of the last 5 % of the steps; four in five runs end within the
+    interval.
     """
     with open_run(run, folder, collector, token_file) as (opened, summary):
         other = choose_run(opened, against).run_id if against else ""

@@ -54,9 +54,7 @@ _NO_TOTAL = (
 )
 
 
-def _end(
-    timed: Points | None, run: RunSummary, total: int, now_unix_ns: int
-) -> dict[str, object]:
+def _end(timed: Points | None, run: RunSummary, total: int, now_unix_ns: int) -> dict[str, object]:
     if not total:
         return {"no_finish": _NO_TOTAL}
     if run.state != "running":
