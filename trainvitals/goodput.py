@@ -249,9 +249,9 @@ def _usual(steps: StepTimes, bounds: Ints) -> Ints:
             if len(own):
                 usual[k] = max(0, round(float(np.median(own)) * 1e9))
                 break
-    known = usual[usual >= 0]
-    if len(known):  # a launch without two steps does as the others do
-        usual[usual < 0] = int(np.median(known))
+    counted = usual[usual >= 0]
+    if len(counted):  # a launch without two steps does as the others do
+        usual[usual < 0] = int(np.median(counted))
     return usual
 
 

@@ -1,42 +1,23 @@
-"""What is forecast, beside what came: the bench's parts run, on few jobs."""
+"""Where time went is held against jobs that know it."""
 
-import csv
-from collections.abc import Callable
-from pathlib import Path
-
-import numpy as np
 import pytest
 
+from trainvitals.goodput import BUCKETS
 from vitals_bench.forecast import PARTS
-from vitals_bench.forecast.final_loss import measure_final_loss
+from vitals_bench.forecast.measure import _hold
 from vitals_bench.rows import Row
 
 
-@pytest.mark.parametrize("part", ["eta", "plan", "noise_scale"])
-def test_a_part_yields_figures_that_meet_their_goals(part: str):
-    measure: Callable[..., object] = PARTS[part]
-    rows = [row for row in measure(quick=True) if isinstance(row, Row)]  # type: ignore[attr-defined]
-    assert rows
-    if part != "eta":  # of so few jobs the interval's share says nothing
-        assert [row.name for row in rows if not row.met] == []
+@pytest.mark.parametrize("seed", [4, 7])
+def test_a_simulated_job_is_told_as_it_was(seed: int) -> None:
+    held = _hold(seed)
+    assert sum(held.run.truth.values()) == pytest.approx(held.run.wall_ns, rel=1e-6)
+    assert held.is_exact
+    assert max(held.off(bucket) for bucket in BUCKETS) < 0.005
+    assert held.said.num_failures == held.run.num_failures
 
 
-def test_logs_of_others_are_read_and_trainings_held_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("vitals_bench.forecast.final_loss._STEPS", 120)
-    (tmp_path / "series").mkdir()
-    for number in range(3):
-        draw = np.random.default_rng(number)
-        with (tmp_path / "series" / f"log{number}.csv").open("w", newline="") as file:
-            log = csv.writer(file)
-            log.writerow(("step", "loss"))
-            steps = np.arange(0, 20_000, 10)
-            loss = 4 * (steps + 1.0) ** -0.1 * np.exp(draw.normal(0, 0.02, len(steps)))
-            log.writerows(zip(steps, loss, strict=True))
-    rows = [r for r in measure_final_loss(quick=True, traces=tmp_path) if isinstance(r, Row)]
-    of_logs = {row.name: row.ours for row in rows if row.name.startswith("logs")}
-    assert len(rows) == 6
-    assert of_logs["logs of others, at half: abstained"] == 0
-    median = of_logs["logs of others, at half: median error"]
-    assert median is not None and median < 3
+def test_the_bench_runs_and_has_a_goal_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitals_bench.forecast.measure._NUM_STEPS", 1_000)
+    rows = [row for row in PARTS["goodput"](quick=True) if isinstance(row, Row)]
+    assert [row.met for row in rows] == [True] * 4

@@ -124,7 +124,7 @@ class DeclaredSchedule:
 
 def _listed(declared: object) -> list[LRScheduler]:
     """Return the schedulers, each of which can be played ahead."""
-    given = list(declared) if isinstance(declared, list | tuple) else [declared]
+    given: list[Any] = list(declared) if isinstance(declared, list | tuple) else [declared]
     for scheduler in given:
         if not isinstance(scheduler, LRScheduler):
             raise UsageError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainvitals.clock import SystemClock
-from trainvitals.goodput import BUCKETS, Launch, StepTimes, goodput
+from trainvitals.goodput import BUCKETS, Floats, Launch, StepTimes, goodput
 from trainvitals.identity import new_run_id
 from trainvitals.views import GoodputQuestion, GoodputView
 from vitals_bench.forecast.simulated import SimulatedRun
@@ -105,7 +105,10 @@ def _speed(rounds: int) -> Row:
     draw = np.random.default_rng(0)
     seconds = draw.uniform(0.9, 1.1, _NUM_STEPS)
     ends = np.rint(np.cumsum(seconds) * 1e9).astype(np.int64) + 10**18
-    part = lambda: draw.uniform(0.0, 0.05, _NUM_STEPS)  # noqa: E731
+
+    def part() -> Floats:
+        return draw.uniform(0.0, 0.05, _NUM_STEPS)
+
     own = _NUM_STEPS // 10
     steps = StepTimes(
         end_unix_ns=ends,
@@ -121,10 +124,15 @@ def _speed(rounds: int) -> Row:
         is_skipped=draw.random(_NUM_STEPS) < 0.01,
     )
     launches = [
-        Launch(*(int(ends[k * own]) - lead for lead in (3 * 10**9, 2 * 10**9)),
-               int(ends[(k + 1) * own - 1]), "failed", 8)
+        Launch(
+            process_ns=int(ends[k * own]) - 3 * 10**9,
+            ready_ns=int(ends[k * own]) - 2 * 10**9,
+            end_ns=int(ends[(k + 1) * own - 1]),
+            ended="failed",
+            num_gpus=8,
+        )
         for k in range(10)
-    ]  # fmt: skip
+    ]
     times = []
     for _ in range(rounds + 1):
         began = time.thread_time_ns()

@@ -203,8 +203,8 @@ class SimulatedRun:
             parts = {"skipped": total + compiled}
         else:
             parts["compile"] = compiled
-        for bucket, seconds in parts.items():
-            self._pass(bucket, seconds)
+        for bucket, part in parts.items():
+            self._pass(bucket, part)
         self._since_save[step] = parts
         seconds = (self._now - began) / SECOND if self._is_timed else None
         self._is_timed = True

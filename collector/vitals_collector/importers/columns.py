@@ -244,20 +244,21 @@ def moment(value: object) -> float | None:
 
     Logs write seconds, milliseconds, microseconds or nanoseconds, or a date as ISO 8601 has it.
     """
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            try:
-                date = datetime.fromisoformat(value.strip())
-            except ValueError:
-                return None
-            value = date.timestamp() if date.tzinfo else date.replace(tzinfo=UTC).timestamp()
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
+    try:
+        seconds = float(value)
+    except OverflowError:
+        return None
+    except ValueError:
+        try:
+            date = datetime.fromisoformat(str(value).strip())
+        except ValueError:
+            return None
+        seconds = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
     for scale in (1.0, 1e3, 1e6, 1e9):
-        if _EARLIEST <= value / scale < _LATEST:
-            return value / scale
+        if _EARLIEST <= seconds / scale < _LATEST:
+            return seconds / scale
     return None
 
 
