@@ -23,24 +23,24 @@ def times(seconds: np.ndarray) -> np.ndarray:
 def end_of(seconds: np.ndarray, done: int, *, waits: float = 0.0) -> Finish:
     """Return what is foreseen after so many of the steps, which take these seconds."""
     at = times(seconds)
-    found = finish(
+    foreseen = finish(
         np.arange(done),
         at[:done],
         total_steps=len(seconds),
         now_unix_ns=int(at[done - 1] + waits * SECOND),
     )
-    assert isinstance(found, Finish), found
-    return found
+    assert isinstance(foreseen, Finish), foreseen
+    return foreseen
 
 
 def test_the_end_counts_evaluations_and_saves_as_they_came_so_far():
     seconds = np.random.default_rng(1).lognormal(0, 0.1, 10_000)
     seconds[::500] += 60.0
-    found = end_of(seconds, 2_500)
-    assert found.unix_ns == pytest.approx(seconds.sum() * SECOND, rel=0.02)
-    assert found.step_share == pytest.approx(1 / 1.12, abs=0.02)
-    assert found.low_unix_ns < found.unix_ns < found.high_unix_ns
-    assert not found.is_waiting
+    foreseen = end_of(seconds, 2_500)
+    assert foreseen.unix_ns == pytest.approx(seconds.sum() * SECOND, rel=0.02)
+    assert foreseen.step_share == pytest.approx(1 / 1.12, abs=0.02)
+    assert foreseen.low_unix_ns < foreseen.unix_ns < foreseen.high_unix_ns
+    assert not foreseen.is_waiting
 
 
 def test_restarts_are_expected_to_become_rarer():
@@ -74,16 +74,16 @@ def test_while_a_run_stands_still_its_end_moves_on():
 
 def test_the_pace_is_that_of_the_newest_steps():
     seconds = np.concatenate((np.full(1_000, 0.5), np.full(9_000, 2.0)))
-    found = end_of(seconds, 4_000)
-    assert found.unix_ns == pytest.approx(seconds.sum() * SECOND, rel=0.01)
+    foreseen = end_of(seconds, 4_000)
+    assert foreseen.unix_ns == pytest.approx(seconds.sum() * SECOND, rel=0.01)
 
 
 def test_thinned_rows_count_by_their_steps():
     step = np.arange(0, 1_000, 10)
-    found = finish(step, (step + 1) * SECOND, total_steps=4_000, now_unix_ns=991 * SECOND)
-    assert isinstance(found, Finish)
-    assert found.seconds_per_step == pytest.approx(1.0)
-    assert found.unix_ns == pytest.approx(4_000 * SECOND, rel=0.001)
+    foreseen = finish(step, (step + 1) * SECOND, total_steps=4_000, now_unix_ns=991 * SECOND)
+    assert isinstance(foreseen, Finish)
+    assert foreseen.seconds_per_step == pytest.approx(1.0)
+    assert foreseen.unix_ns == pytest.approx(4_000 * SECOND, rel=0.001)
 
 
 def test_no_end_without_a_pace_or_anything_left():
@@ -103,10 +103,10 @@ def test_a_power_law_is_followed_to_its_end(share: float):
     step = np.arange(10_000)
     loss = noisy(power(step), 0.03)
     done = step < share * len(step)
-    found = final_loss(step[done], loss[done], total_steps=len(step))
-    assert isinstance(found, FinalLoss), found
-    assert found.loss == pytest.approx(np.median(loss[-500:]), rel=0.02)
-    assert found.low < np.median(loss[-500:]) < found.high
+    foreseen = final_loss(step[done], loss[done], total_steps=len(step))
+    assert isinstance(foreseen, FinalLoss), foreseen
+    assert foreseen.loss == pytest.approx(np.median(loss[-500:]), rel=0.02)
+    assert foreseen.low < np.median(loss[-500:]) < foreseen.high
 
 
 def test_spikes_and_losses_that_are_not_finite_do_not_tilt_it():
@@ -123,9 +123,9 @@ def test_spikes_and_losses_that_are_not_finite_do_not_tilt_it():
 def test_a_curve_that_does_not_foretell_its_own_last_part_has_no_forecast():
     step = np.arange(4_000)
     loss = np.where(step < 1_600, power(step), 0.5 * power(step))
-    found = final_loss(step[:2_000], loss[:2_000], total_steps=4_000)
-    assert isinstance(found, str)
-    assert "does not foretell its own last part" in found and "% off" in found
+    foreseen = final_loss(step[:2_000], loss[:2_000], total_steps=4_000)
+    assert isinstance(foreseen, str)
+    assert "does not foretell its own last part" in foreseen and "% off" in foreseen
 
 
 def test_no_forecast_of_what_rises_lies_below_zero_or_has_just_begun():
@@ -142,9 +142,9 @@ def test_no_forecast_of_what_rises_lies_below_zero_or_has_just_begun():
 def test_a_run_that_is_over_has_the_loss_it_has():
     step = np.arange(1_000)
     loss = noisy(power(step), 0.02)
-    found = final_loss(step, loss, total_steps=1_000)
-    assert isinstance(found, FinalLoss)
-    assert found.loss == pytest.approx(np.median(loss[-50:]))
+    foreseen = final_loss(step, loss, total_steps=1_000)
+    assert isinstance(foreseen, FinalLoss)
+    assert foreseen.loss == pytest.approx(np.median(loss[-50:]))
 
 
 def test_a_run_is_behind_by_what_the_other_needed_less():

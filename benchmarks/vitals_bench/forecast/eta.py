@@ -36,11 +36,12 @@ def measure_eta(*, quick: bool) -> Iterator[Row | Grid]:
     """Yield how far off the end was told at a quarter of the steps, of jobs with restarts."""
     cells: list[tuple[Cell, ...]] = []
     for kind in _KINDS:
-        told = [_told(kind, seed) for seed in range(20 if quick else 300)]
-        off = np.array([each[0] for each in told])
-        covered = float(np.mean([each[1] for each in told]))
+        outcomes = [_told(kind, seed) for seed in range(20 if quick else 300)]
+        off = np.array([each[0] for each in outcomes])
+        covered = float(np.mean([each[1] for each in outcomes]))
         cells.append(
-            (kind.name, len(told), *(f"{100 * np.quantile(off, q):.2f}" for q in (0.5, 0.9, 1.0)),
+            (kind.name, len(outcomes),
+             *(f"{100 * np.quantile(off, q):.2f}" for q in (0.5, 0.9, 1.0)),
              f"{100 * covered:.0f}")
         )  # fmt: skip
         if kind is _KINDS[0]:
@@ -49,7 +50,7 @@ def measure_eta(*, quick: bool) -> Iterator[Row | Grid]:
                 ours=100 * float(np.quantile(off, 0.9)),
                 unit="%",
                 goal=at_most(100 * _LIMIT),
-                note=f"of the run's whole time; {len(told)} jobs",
+                note=f"of the run's whole time; {len(outcomes)} jobs",
             )
             yield Row(
                 name="the end lies within the 80 % interval",
@@ -70,17 +71,17 @@ def measure_eta(*, quick: bool) -> Iterator[Row | Grid]:
 def _told(kind: _Kind, seed: int) -> tuple[float, bool]:
     at, attempt = _job(kind, seed)
     done = _NUM_STEPS // 4
-    found = finish(
+    foreseen = finish(
         np.arange(done),
         at[:done],
         attempt[:done],
         total_steps=_NUM_STEPS,
         now_unix_ns=int(at[done - 1]),
     )
-    if not isinstance(found, Finish):
+    if not isinstance(foreseen, Finish):
         return float("inf"), False
-    is_within = found.low_unix_ns <= at[-1] <= found.high_unix_ns
-    return abs(found.unix_ns - float(at[-1])) / float(at[-1]), is_within
+    is_within = foreseen.low_unix_ns <= at[-1] <= foreseen.high_unix_ns
+    return abs(foreseen.unix_ns - float(at[-1])) / float(at[-1]), is_within
 
 
 def _job(kind: _Kind, seed: int) -> tuple[_Ints, _Ints]:

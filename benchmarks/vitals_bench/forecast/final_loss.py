@@ -59,14 +59,14 @@ def measure_final_loss(*, quick: bool, traces: Path | None = None) -> Iterator[R
     kinds["small trainings, held back"] = list(_trainings(2 if quick else 12))
     for kind, curves in kinds.items():
         for share in _SHARES:
-            told = _told(curves, share)
-            median = 100 * float(np.median(told.off)) if len(told.off) else math.nan
+            outcome = _told(curves, share)
+            median = 100 * float(np.median(outcome.off)) if len(outcome.off) else math.nan
             cells.append(
-                (kind, f"{100 * share:.0f} %", told.number, f"{median:.2f}",
-                 f"{100 * told.covered:.0f}", f"{100 * told.abstained:.0f}")
+                (kind, f"{100 * share:.0f} %", outcome.number, f"{median:.2f}",
+                 f"{100 * outcome.covered:.0f}", f"{100 * outcome.abstained:.0f}")
             )  # fmt: skip
             if share == _HALF:
-                yield from _rows(kind, told, median)
+                yield from _rows(kind, outcome, median)
     yield Grid(
         title="The final loss as told on the way",
         columns=("curves", "told at", "number", "median off, %", "in interval, %", "abstained, %"),
@@ -76,18 +76,22 @@ def measure_final_loss(*, quick: bool, traces: Path | None = None) -> Iterator[R
     )
 
 
-def _rows(kind: str, told: _Told, median: float) -> Iterator[Row]:
+def _rows(kind: str, outcome: _Told, median: float) -> Iterator[Row]:
     yield Row(
         name=f"{kind}, at half: median error", ours=median, unit="%", goal=at_most(_LIMIT),
-        note=f"{len(told.off)} of {told.number} curves",
+        note=f"{len(outcome.off)} of {outcome.number} curves",
     )  # fmt: skip
-    covers = at_least(_COVERS) if told.covered <= _COVERS_AT_MOST else at_most(_COVERS_AT_MOST)
+    covers = at_least(_COVERS) if outcome.covered <= _COVERS_AT_MOST else at_most(_COVERS_AT_MOST)
     yield Row(
-        name=f"{kind}, at half: within the 80 % interval", ours=told.covered, unit="", goal=covers
+        name=f"{kind}, at half: within the 80 % interval",
+        ours=outcome.covered,
+        unit="",
+        goal=covers,
     )
     yield Row(
-        name=f"{kind}, at half: abstained", ours=told.abstained, unit="", goal=at_most(_ABSTAINS)
-    )
+        name=f"{kind}, at half: abstained", ours=outcome.abstained, unit="",
+        goal=at_most(_ABSTAINS),
+    )  # fmt: skip
 
 
 def _told(curves: Iterable[_Curve], share: float) -> _Told:
@@ -98,10 +102,10 @@ def _told(curves: Iterable[_Curve], share: float) -> _Told:
         is_last = curve.step + 1 > (1 - FINAL_SHARE) * total
         came = float(np.nanmedian(curve.loss[is_last]))
         is_done = curve.step + 1 <= share * total
-        told = final_loss(curve.step[is_done], curve.loss[is_done], total_steps=total)
-        if not isinstance(told, str):
-            off.append(abs(told.loss / came - 1))
-            hits += told.low <= came <= told.high
+        outcome = final_loss(curve.step[is_done], curve.loss[is_done], total_steps=total)
+        if not isinstance(outcome, str):
+            off.append(abs(outcome.loss / came - 1))
+            hits += outcome.low <= came <= outcome.high
     return _Told(number, np.array(off), hits / len(off) if off else math.nan)
 
 

@@ -35,10 +35,10 @@ def measure_noise_scale(*, quick: bool) -> Iterator[Row | Grid]:
     cells: list[tuple[Cell, ...]] = []
     worst = 0.0
     for task in _tasks()[: 1 if quick else None]:
-        told, direct = _measure(task)
-        off = told / direct - 1
+        estimate, direct = _measure(task)
+        off = estimate / direct - 1
         worst = max(worst, abs(off))
-        cells.append((task.name, f"{told:.3g}", f"{direct:.3g}", f"{100 * off:+.1f}"))
+        cells.append((task.name, f"{estimate:.3g}", f"{direct:.3g}", f"{100 * off:+.1f}"))
     yield Row(
         name="the noise scale is off by at most",
         ours=100 * worst,

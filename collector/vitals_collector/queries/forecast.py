@@ -61,22 +61,22 @@ def _end(timed: Points | None, run: RunSummary, total: int, now_unix_ns: int) ->
         return {"no_finish": f"the run is not running: {run.state}"}
     if timed is None:
         return {"no_finish": "no step has ended yet"}
-    found = finish(
+    foreseen = finish(
         timed.step,
         timed.time_unix_ns,
         timed.attempt,
         total_steps=total,
         now_unix_ns=now_unix_ns,
     )
-    if isinstance(found, str):
-        return {"no_finish": found}
+    if isinstance(foreseen, str):
+        return {"no_finish": foreseen}
     return {
-        "finish_unix_ns": found.unix_ns,
-        "finish_low_unix_ns": found.low_unix_ns,
-        "finish_high_unix_ns": found.high_unix_ns,
-        "seconds_per_step": found.seconds_per_step,
-        "step_ratio": found.step_share,
-        "is_waiting": found.is_waiting,
+        "finish_unix_ns": foreseen.unix_ns,
+        "finish_low_unix_ns": foreseen.low_unix_ns,
+        "finish_high_unix_ns": foreseen.high_unix_ns,
+        "seconds_per_step": foreseen.seconds_per_step,
+        "step_ratio": foreseen.step_share,
+        "is_waiting": foreseen.is_waiting,
     }
 
 
@@ -84,35 +84,35 @@ def _loss(of_run: "_Steps", total: int) -> dict[str, object]:
     if not total:
         return {"no_final_loss": _NO_TOTAL}
     points = of_run.curve(LOSS)
-    found = final_loss(points.step, points.value, total_steps=total)
-    if isinstance(found, str):
-        return {"no_final_loss": found}
+    foreseen = final_loss(points.step, points.value, total_steps=total)
+    if isinstance(foreseen, str):
+        return {"no_final_loss": foreseen}
     return {
-        "final_loss": found.loss,
-        "final_loss_low": found.low,
-        "final_loss_high": found.high,
+        "final_loss": foreseen.loss,
+        "final_loss_low": foreseen.low,
+        "final_loss_high": foreseen.high,
     }
 
 
 def _behind(of_run: "_Steps", of_other: "_Steps", other: RunSummary) -> dict[str, object]:
     both = (of_run, of_other)
     along: Along = "tokens" if all(len(steps.curve(TOKENS)) for steps in both) else "step"
-    found = lag(*of_run.losses(along), *of_other.losses(along))
+    foreseen = lag(*of_run.losses(along), *of_other.losses(along))
     view: dict[str, object] = {"against": other.name or other.run_id, "along": along}
-    if isinstance(found, str):
-        return view | {"no_comparison": found}
-    view |= {"behind": found.tokens, "is_at_least": found.is_least}
-    return view | {"behind_steps": _in_steps(of_run, along, found)}
+    if isinstance(foreseen, str):
+        return view | {"no_comparison": foreseen}
+    view |= {"behind": foreseen.tokens, "is_at_least": foreseen.is_least}
+    return view | {"behind_steps": _in_steps(of_run, along, foreseen)}
 
 
-def _in_steps(of_run: "_Steps", along: Along, found: Lag) -> float | None:
+def _in_steps(of_run: "_Steps", along: Along, foreseen: Lag) -> float | None:
     """Return a lag in steps of the run, by the tokens of its steps so far."""
     if along == "step":
-        return found.tokens
+        return foreseen.tokens
     counted = of_run.curve(TOKENS)
     tokens = float(counted.value[-1] - counted.value[0])
     steps = int(counted.step[-1] - counted.step[0])
-    return found.tokens * steps / tokens if tokens > 0 else None
+    return foreseen.tokens * steps / tokens if tokens > 0 else None
 
 
 class _Steps:
