@@ -2,6 +2,7 @@
 
 import argparse
 import enum
+import time
 
 import msgspec
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import trainer_hooks
+from trainer_hooks.lifecycle import attributes
 from trainer_hooks.lifecycle.attributes import flat, run_info
 from trainvitals.errors import UsageError
 from trainvitals.policy import JudgeConfig
@@ -44,6 +46,20 @@ def loop() -> dict[str, object]:
     config: dict[str, object] = {"lr": 0.1}
     config |= {f"again{i}": config for i in range(10)}
     return config
+
+
+def test_a_process_began_before_its_first_run_and_later_ones_do_not_know_when(monkeypatch):
+    monkeypatch.setattr(attributes, "_timed", set())
+    now = time.time_ns()
+    started = attributes.process_started_unix_ns(now)
+    assert now - 3_600 * 10**9 < started < now
+    assert attributes.process_started_unix_ns(now) == 0
+
+
+def test_a_person_s_session_says_nothing_of_the_run(monkeypatch):
+    monkeypatch.setattr(attributes, "_timed", set())
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    assert attributes.process_started_unix_ns(time.time_ns()) == 0
 
 
 def test_nested_settings_get_dotted_names_and_secrets_are_not_kept():

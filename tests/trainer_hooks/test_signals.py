@@ -57,6 +57,36 @@ def test_what_snapshots_and_saves_take_is_a_part_of_the_next_step_alone():
     assert later.checkpoint is None
 
 
+def test_an_evaluation_that_is_announced_is_measured_within_the_loop_s_part():
+    now = ManualClock()
+    clock = StepClock(now)
+    one_step(clock, now)
+    with clock.within("evaluate"):
+        now.advance(0.5)
+    with clock.within("other"):
+        now.advance(0.1)
+    after, later = one_step(clock, now), one_step(clock, now)
+    assert after.evaluation == pytest.approx(0.5)
+    assert after.forward_backward == pytest.approx(0.607)
+    assert later.evaluation is None
+
+
+def test_what_comes_before_its_metrics_is_the_evaluation():
+    """As far as it was no wait for data, no save, and not announced: that counts once."""
+    now = ManualClock()
+    clock = StepClock(now)
+    clock.evaluated()  # before any step nothing is known
+    assert one_step(clock, now).evaluation is None
+    with clock.checkpoint():
+        now.advance(0.2)
+    with clock.within("evaluate"):
+        now.advance(0.3)
+    now.advance(0.1)
+    clock.evaluated()
+    clock.evaluated()
+    assert one_step(clock, now).evaluation == pytest.approx(0.4)
+
+
 def test_where_the_wait_for_data_is_not_known_it_is_in_the_forward():
     now = ManualClock()
     clock = StepClock(now)

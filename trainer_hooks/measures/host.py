@@ -117,11 +117,11 @@ class StepTimes(NamedTuple):
     data_wait: float | None
     forward_backward: float | None
     checkpoint: float | None
-    evaluation: float | None
-    """Of ``forward_backward``, as far as it was told."""
     optimizer: float
     monitor: float
     timeline: Timeline | None
+    evaluation: float | None = None
+    """Of ``forward_backward``, as far as it was told: no part beside the others."""
 
 
 class StepClock:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainvitals.clock import SystemClock
-from trainvitals.goodput import BUCKETS, Floats, Launch, StepTimes, goodput
+from trainvitals.goodput import BUCKETS, Bucket, Floats, Launch, StepTimes, goodput
 from trainvitals.identity import new_run_id
 from trainvitals.views import GoodputQuestion, GoodputView
 from vitals_bench.forecast.simulated import SimulatedRun
@@ -32,10 +32,10 @@ class _Held:
     run: SimulatedRun
     said: GoodputView
 
-    def off(self, bucket: str) -> float:
+    def off(self, bucket: Bucket) -> float:
         """Return how far a bucket is off, in parts of the wall time."""
         truth = self.run.truth.get(bucket, 0.0)
-        said = self.said.nanoseconds.get(bucket, 0)  # type: ignore[call-overload]
+        said = self.said.nanoseconds.get(bucket, 0)
         return abs(said - truth) / self.run.wall_ns
 
     @property
@@ -85,7 +85,7 @@ def _hold(seed: int) -> _Held:
 
 
 def _grid(held: list[_Held]) -> Grid:
-    def line(bucket: str) -> tuple[Cell, ...]:
+    def line(bucket: Bucket) -> tuple[Cell, ...]:
         shares = [100 * each.run.truth.get(bucket, 0.0) / each.run.wall_ns for each in held]
         off = [100 * each.off(bucket) for each in held]
         num = sum(share > 0 for share in shares)
