@@ -908,8 +908,8 @@ class ForecastQuestion(Question[ForecastView], frozen=True, kw_only=True):
     run_id: str
     total_steps: int = 0
     """That are planned; 0: what the run itself says."""
-    against: str = ""
-    """Id of the other run."""
+    other: str = ""
+    """Id of the run it is compared with."""
 
 
 class AnnotationView(msgspec.Struct, frozen=True, kw_only=True):

@@ -157,9 +157,9 @@ def differences(
     ]
 
 
-def forecast_of(source: Source, run: RunSummary, against: str = "") -> ForecastView:
+def forecast_of(source: Source, run: RunSummary, other: str = "") -> ForecastView:
     """Return when a run ends and at what loss; asked again after a minute, or in another state."""
-    question = ForecastQuestion(run_id=run.run_id, against=against)
+    question = ForecastQuestion(run_id=run.run_id, other=other)
     changed = hash((run.state, run.last_step < 0))
     return _answer(source.client, source.client.url, question, (changed,))
 

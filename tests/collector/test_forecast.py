@@ -14,6 +14,7 @@ from trainvitals.records import AttemptStarted, RunEnded, RunInfo, RunStarted
 from trainvitals.rows import Value
 from trainvitals.views import ForecastQuestion, ForecastView
 from vitals_collector.ingest.ingest import ingest
+from vitals_collector.queries.query import within
 from vitals_collector.storage.store import Store
 
 TOTAL = 2_000
@@ -87,22 +88,25 @@ def test_steps_that_a_rollback_discarded_cost_time_and_are_no_part_of_the_curve(
 def test_a_run_is_held_against_another_at_equal_tokens(store: Store):
     train(store, 1_000, slower=1.25, tokens=2_000)
     train(store, 2_000, run=OTHER_RUN, slower=2.0, tokens=2_000)
-    view = ask(store, at=1_000, against=OTHER_RUN)
+    view = ask(store, at=1_000, other=OTHER_RUN)
     assert view.along == "tokens"
     assert view.behind_steps == pytest.approx(-600, rel=0.1), "the other needs 1.6 times as many"
     assert view.behind == pytest.approx(2_000 * view.behind_steps)
     assert "ahead of run 2 by 6" in view.comparison_text()
-    with pytest.raises(UsageError, match="behind itself"):
-        ask(store, at=1_000, against=RUN)
+    limited = within(query(store, 1_000), frozenset({RUN}))
     with pytest.raises(UsageError, match="there is no run"):
-        ask(store, at=1_000, against="01JD0000000000000000000009")
+        limited.ask(ForecastQuestion(run_id=RUN, other=OTHER_RUN))
+    with pytest.raises(UsageError, match="behind itself"):
+        ask(store, at=1_000, other=RUN)
+    with pytest.raises(UsageError, match="there is no run"):
+        ask(store, at=1_000, other="01JD0000000000000000000009")
 
 
 def test_runs_without_tokens_are_held_against_each_other_at_equal_steps(store: Store):
     for run, slower in ((RUN, 1.25), (OTHER_RUN, 1.0)):
         losses = loss_at(range(1_000), slower=slower)
         ingest(store, Writer(run=run).steps(range(1_000), loss=losses))
-    view = ask(store, at=1_000, against=OTHER_RUN)
+    view = ask(store, at=1_000, other=OTHER_RUN)
     assert view.along == "step"
     assert view.behind_steps == pytest.approx(200, rel=0.1)
     assert view.comparison_text().startswith(f"behind {OTHER_RUN} by ")

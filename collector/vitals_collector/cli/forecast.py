@@ -43,7 +43,7 @@ def show_forecast(
     with open_run(run, folder, collector, token_file) as (opened, summary):
         other = choose_run(opened, against).run_id if against else ""
         view = opened.reader.ask(
-            ForecastQuestion(run_id=summary.run_id, total_steps=total_steps, against=other)
+            ForecastQuestion(run_id=summary.run_id, total_steps=total_steps, other=other)
         )
     if form is Format.JSON:
         write_json(view)

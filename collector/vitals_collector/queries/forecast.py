@@ -29,7 +29,7 @@ def forecast(
     run = runs[0]
     if asked.total_steps < 0:
         raise UsageError(f"total_steps is {asked.total_steps}; it must be at least 1")
-    if asked.against == run.run_id:
+    if asked.other == run.run_id:
         raise UsageError("a run cannot be behind itself", hint="name another run")
     of_run = _Steps(moment, run.run_id)
     total = asked.total_steps or info_of(run_row(moment.sql, run.run_id)).total_steps
@@ -44,8 +44,8 @@ def forecast(
         "total_steps": total,
     }
     view |= _end(timed, run, total, now_unix_ns) | _loss(of_run, total)
-    if asked.against:
-        view |= _behind(of_run, _Steps(moment, asked.against), runs[1])
+    if asked.other:
+        view |= _behind(of_run, _Steps(moment, asked.other), runs[1])
     return ForecastView(**view)  # type: ignore[arg-type]
 
 

@@ -410,7 +410,7 @@ def _goodput(query: Query, asked: GoodputQuestion) -> GoodputView:
 
 @answer_to(ForecastQuestion)
 def _forecast(query: Query, asked: ForecastQuestion) -> ForecastView:
-    others = (asked.against,) if asked.against else ()
+    others = (asked.other,) if asked.other else ()
     with query.read(asked.run_id, *others) as moment:
         ids = (asked.run_id, *others)
         runs = [overview.summaries(moment.sql, query.liveness(), run_id)[0] for run_id in ids]
