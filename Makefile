@@ -83,7 +83,7 @@ bench-corruption: $(STAMP) ## trainings in which a bit flips, or a step is bad: 
 bench-judgement: $(STAMP) ## small trainings, healthy and damaged, with the library in their loops: hours (ARGS="--jobs 4")
 	$(BIN)/python -m vitals_bench judgement --page docs/benchmarks.md $(ARGS)
 
-bench-forecast: $(STAMP) ## where time went, held against 50 simulated jobs that know it (a minute)
+bench-forecast: $(STAMP) ## where time went, ends, final losses, plans: held against what is known (three minutes)
 	$(BIN)/python -m vitals_bench forecast --page docs/benchmarks.md $(ARGS)
 
 docs: $(STAMP) ## write the generated pages of docs/ and the files of deploy/ anew

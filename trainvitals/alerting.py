@@ -470,6 +470,15 @@ ALERTS: tuple[AlertSpec, ...] = (
         to_do="Watch the loss; lower the learning rate if it rises.",
     ),
     AlertSpec(
+        name="ActivationsCollapsed",
+        severity="log",
+        point=True,
+        help="A module's output fell by an order of magnitude since warm-up, or nearly all of its "
+        "features are 0 for the whole batch.",
+        to_do="Go back to a checkpoint before it, with a lower learning rate: dead ReLUs get no "
+        "gradient and seldom come back.",
+    ),
+    AlertSpec(
         name="UserAlert",
         severity="notify",
         point=True,

@@ -9,6 +9,7 @@ finite travels as a word (``trainvitals.jsonable``). Fields of bytes are base64.
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -27,7 +28,7 @@ from trainvitals.records import (
     Severity,
 )
 from trainvitals.redaction import redact_text
-from trainvitals.units import humanize_seconds
+from trainvitals.units import humanize, humanize_seconds
 
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
 Health = Literal["healthy", "acting", "critical", "unknown"]
@@ -804,6 +805,113 @@ class GoodputQuestion(Question[GoodputView], frozen=True, kw_only=True):
     """Where a run's time went: productive, waiting, lost, down; with GPU-hours and price."""
 
     run_id: str
+
+
+class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
+    """When a run ends and at what loss, as far as its own steps tell; what they do not is said."""
+
+    run_id: str
+    name: str
+    state: RunState
+    asked_unix_ns: int
+    last_step: int
+    """The newest; -1 before the first."""
+    total_steps: int = 0
+    """That are planned; 0: nobody said."""
+    finish_unix_ns: int = 0
+    """When the last step ends; 0: ``no_finish`` says why that is not known."""
+    finish_low_unix_ns: int = 0
+    finish_high_unix_ns: int = 0
+    """Between these two it ends four times in five."""
+    seconds_per_step: float | None = None
+    """Of wall time: restarts, evaluations and saves are in it."""
+    step_ratio: float | None = None
+    """Of the wall time between the first step and the last, what went to steps."""
+    is_waiting: bool = False
+    """Whether the run stands still."""
+    no_finish: str = ""
+    final_loss: float | None = None
+    """The median of the last twentieth of the steps; None: ``no_final_loss`` says why."""
+    final_loss_low: float | None = None
+    final_loss_high: float | None = None
+    no_final_loss: str = ""
+    against: str = ""
+    """The run it is compared with: its name, or its id."""
+    along: Along = "tokens"
+    """What the two are compared along: steps, where one of them counts no tokens."""
+    behind: float | None = None
+    """Tokens, or steps, that the other needed fewer for the present loss; negative: more."""
+    behind_steps: float | None = None
+    """The same in steps of this run."""
+    is_at_least: bool = False
+    """Whether the other never came to this loss: the lead is at least so much."""
+    no_comparison: str = ""
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what is foreseen, in words for people."""
+        return [
+            (what, text)
+            for what, text in (
+                ("end", self.end_text()),
+                ("final loss", self.loss_text()),
+                ("against", self.comparison_text()),
+            )
+            if text
+        ]
+
+    def end_text(self) -> str:
+        """Return when the run ends, or why that is not known."""
+        if not self.finish_unix_ns:
+            return f"not known: {self.no_finish}"
+
+        def left(unix_ns: int) -> str:
+            return humanize_seconds(max(unix_ns - self.asked_unix_ns, 0) // 10**9)
+
+        at = datetime.fromtimestamp(self.finish_unix_ns // 10**9, tz=UTC)
+        text = (
+            f"{at:%Y-%m-%d %H:%M}Z, in {left(self.finish_unix_ns)} "
+            f"({left(self.finish_low_unix_ns)} to {left(self.finish_high_unix_ns)}): "
+            f"step {self.last_step + 1:,} of {self.total_steps:,}"
+        )
+        if self.seconds_per_step is not None and self.step_ratio is not None:
+            text += (
+                f", {humanize_seconds(self.seconds_per_step)} each, all counted; "
+                f"{100 * self.step_ratio:.0f} % of the time went to steps"
+            )
+        return f"{text}; it stands still now" if self.is_waiting else text
+
+    def loss_text(self) -> str:
+        """Return the final loss with its interval, or why it is not known."""
+        if self.final_loss is None:
+            return f"not known: {self.no_final_loss}"
+        return f"{self.final_loss:.4g} ({self.final_loss_low:.4g} to {self.final_loss_high:.4g})"
+
+    def comparison_text(self) -> str:
+        """Return how far it is behind the other run, or why that is not known; "" without one."""
+        if not self.against:
+            return ""
+        if self.behind is None:
+            return f"{self.against}: {self.no_comparison}"
+        if not self.behind:
+            return f"level with {self.against}, as far as the noise lets one tell"
+        where = "behind" if self.behind > 0 else "ahead of"
+        steps = self.behind if self.behind_steps is None else self.behind_steps
+        text = f"{where} {self.against} by {'at least ' if self.is_at_least else ''}"
+        text += f"{abs(steps):,.0f} steps"
+        if self.along == "tokens":
+            text += f" ({humanize(abs(self.behind), 'tokens')} tokens)"
+        return f"{text}, at equal loss"
+
+
+@route("GET", "/v1/runs/{run_id}/forecast", tag="look back")
+class ForecastQuestion(Question[ForecastView], frozen=True, kw_only=True):
+    """When a run ends, at what loss, and how far it is behind another."""
+
+    run_id: str
+    total_steps: int = 0
+    """That are planned; 0: what the run itself says."""
+    other: str = ""
+    """Id of the run it is compared with."""
 
 
 class AnnotationView(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainvitals.cli.main import report
-from trainvitals.errors import StorageError, VitalsError
+from trainvitals.errors import StorageError, UsageError, VitalsError
 
 if TYPE_CHECKING:
     from vitals_bench.rows import Grid, Row
@@ -47,7 +47,7 @@ Part = Annotated[
 ]
 Traces = Annotated[
     Path | None,
-    typer.Option(help="Folder of labelled logs for detect: labels.json and series/NAME.csv."),
+    typer.Option(help="Folder of logs: series/NAME.csv, and for detect labels.json."),
 ]
 Split = Annotated[str, typer.Option(help="Which of these: the labels' split, or all.")]
 Manual = Annotated[
@@ -310,9 +310,18 @@ def bench_attribution(
     _run(("attribution",), quick=quick, output=output, page=page)
 
 
-def bench_forecast(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
-    """Hold where time went against simulated jobs that know it, and time a million steps."""
-    _run(("forecast",), quick=quick, output=output, page=page)
+def bench_forecast(
+    quick: Quick = False, output: Output = Format.TABLE, page: Part = None, traces: Traces = None
+) -> None:
+    """Hold where time went, ends, final losses, plans and noise scales against what is known.
+
+    Simulated jobs know their time and end; losses are of small trainings and, where --traces names
+    a folder, of logs; memory and noise are of small trainings on the CPU.
+    """
+    if traces is not None and not (traces / "series").is_dir():
+        raise UsageError(f"{traces} has no folder series", hint="it holds the logs, NAME.csv")
+    options = {"forecast": {"traces": traces}}
+    _run(("forecast",), quick=quick, output=output, page=page, options=options)
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import msgspec
 
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import formatting
-from vitals_dashboard.source import POINTS, Source, last_value, series_of
+from vitals_dashboard.source import POINTS, Source, forecast_of, last_value, series_of
 from vitals_dashboard.tables import Row
 
 NAME = 40
@@ -99,9 +99,20 @@ def value_rows(
             f"{formatting.plain(metric, 60)}, {word}",
             [formatting.number(value) for value in values],
         )
+    if any(behind := [_behind(source, details[0], detail) for detail in details]):
+        add("loss of the first", behind)
     add("skips", [f"{d.summary.num_skips:,}" for d in details])
     add("rollbacks", [f"{d.summary.num_rollbacks:,}" for d in details])
     return rows
+
+
+def _behind(source: Source, first: RunDetail, other: RunDetail) -> str:
+    """Return how far a run is behind the first, at equal loss; "" where that cannot be said."""
+    both = (first, other)
+    if other is first or any("steps.loss" not in detail.metrics for detail in both):
+        return ""
+    view = forecast_of(source, other.summary, first.summary.run_id)
+    return "" if view.behind is None else formatting.plain(view.comparison_text(), 120)
 
 
 def _finite(reply: SeriesReply | None) -> list[float]:

@@ -22,6 +22,8 @@ from trainvitals.views import (
     ConfigsQuestion,
     DifferenceQuestion,
     DifferenceReply,
+    ForecastQuestion,
+    ForecastView,
     ManySeriesQuestion,
     RunDetail,
     RunSummary,
@@ -165,6 +167,13 @@ def differences(
         )
         for other in others
     ]
+
+
+def forecast_of(source: Source, run: RunSummary, other: str = "") -> ForecastView:
+    """Return when a run ends and at what loss; asked again after a minute, or in another state."""
+    question = ForecastQuestion(run_id=run.run_id, other=other)
+    changed = hash((run.state, run.last_step < 0))
+    return _answer(source.client, source.client.url, question, (changed,))
 
 
 def series_of(

@@ -173,12 +173,14 @@ def _ratio_panel(title: str, rows: Sequence[MergedStep], first: str, detector: s
 
 
 def activation() -> list[Panel]:
-    """An output that grows tenfold; one batch with a single large one."""
+    """An output that grows tenfold, one that collapses; one batch with a single large one."""
     sizes = noisy([1.0] * 120, 0.05, 21)
     grown = [size * math.exp(max(0, n - 60) * 0.06) for n, size in enumerate(sizes)]
     single = [size * (25.0 if n == 80 else 1.0) for n, size in enumerate(sizes)]
+    fallen = [size * (1.0 if n < 80 else 0.03) for n, size in enumerate(sizes)]
     return [
         _activations("an output grows, row by row", grown, "activation"),
+        _activations("an output collapses", fallen, "activation"),
         _activations("silent: one batch with large outputs", single),
     ]
 

@@ -285,6 +285,7 @@ SCOPES: dict[tuple[str, str], set[str]] = {
     ("GET", "/v1/runs/{run_id}/incidents"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/verdict"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/goodput"): {"read", "control"},
+    ("GET", "/v1/runs/{run_id}/forecast"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/annotations"): {"read", "control"},
     ("POST", "/v1/runs/{run_id}/annotations"): {"control"},
     ("POST", "/v1/tables"): {"read", "control"},

@@ -17,6 +17,7 @@ from trainvitals.views import (
     DecisionView,
     EventView,
     FindingView,
+    ForecastView,
     GoodputView,
     IncidentView,
     MoverView,
@@ -57,10 +58,13 @@ class SampleRun:
     commands: list[CommandView] = field(default_factory=list)
     stacks: list[StacksView] = field(default_factory=list)
     goodput: GoodputView | None = None
+    forecast: ForecastView | None = None
 
     def __post_init__(self) -> None:
         if self.goodput is None:
             self.goodput = goodput(self.summary)
+        if self.forecast is None:
+            self.forecast = forecast(self.summary)
 
 
 def goodput(run: RunSummary) -> GoodputView:
@@ -81,6 +85,29 @@ def goodput(run: RunSummary) -> GoodputView:
         gpu_hours=2.0,
         money=5.0,
         notes=("Nothing is known of rank 7.",),
+    )
+
+
+def forecast(run: RunSummary) -> ForecastView:
+    """Return that of a run of 1,000 steps, which lies behind another."""
+    return ForecastView(
+        run_id=run.run_id,
+        name=run.name,
+        state=run.state,
+        asked_unix_ns=NOW_NS,
+        last_step=LAST,
+        total_steps=1_000,
+        finish_unix_ns=NOW_NS + 3_600 * 10**9,
+        finish_low_unix_ns=NOW_NS + 3_000 * 10**9,
+        finish_high_unix_ns=NOW_NS + 4_800 * 10**9,
+        seconds_per_step=6.2,
+        step_ratio=0.8,
+        final_loss=2.12,
+        final_loss_low=2.02,
+        final_loss_high=2.18,
+        against="base",
+        behind=2.1e6,
+        behind_steps=210.0,
     )
 
 

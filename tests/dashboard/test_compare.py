@@ -57,6 +57,8 @@ def test_two_runs_are_drawn_over_each_other_with_their_difference_and_settings(
     assert {"config.lr", "config.data.seed", "world size"} == set(differing["Setting"])
     assert ["0.0003"] == list(differing[differing["Setting"] == "config.lr"]["wide"])
     assert "steps.loss, last" in set(last["Value"])
+    behind = last.set_index("Value").loc["loss of the first"]
+    assert ("", "behind base by 210 steps (2.1 M tokens), at equal loss") == tuple(behind)
 
 
 def test_a_run_that_ends_with_nan_has_that_as_its_last_value(stub: Stub, open_page: Open) -> None:

@@ -63,6 +63,17 @@ def test_the_run_page_says_where_the_time_went_and_what_it_cost(
     assert "Nothing is known of rank 7." in said
 
 
+def test_the_run_page_says_when_the_run_ends_and_at_what_loss(stub: Stub, open_page: Open) -> None:
+    run = samples.sample_run()
+    stub.add(run)
+    assert "Final loss" not in shown(open_page("run")), "nobody said how many steps are planned"
+    info = msgspec.structs.replace(run.detail.info, total_steps=1_000)
+    run.detail = msgspec.structs.replace(run.detail, info=info)
+    said = shown(open_page("run"))
+    assert "Z, in 1 h 0 min (50 min 0 s to 1 h 20 min): step 421 of 1,000, 6.2 s each" in said
+    assert "Final loss 2.12 (2.02 to 2.18)" in said
+
+
 def test_a_rising_loss_is_marked_as_the_bad_direction(stub: Stub, open_page: Open) -> None:
     stub.add(samples.sample_run())
     app = open_page("run")

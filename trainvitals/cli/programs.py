@@ -22,10 +22,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "up": ("up", "run"),
     "doctor": ("doctor",),
     "resume": ("resume",),
+    "plan": ("plan",),
     "agent": ("agent",),
     "collector": (
         *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
-        *("replay", "alerts", "command", "stacks", "store", "export", "sql", "token"),
+        *("forecast", "replay", "alerts", "command", "stacks", "store", "export", "sql", "token"),
     ),
     "dashboard": ("dashboard",),
     "checkpoints": ("checkpoints",),
@@ -33,7 +34,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 """Command names by who brings them, for the message where that program cannot be loaded."""
 
-OWN = ("demo", "up", "doctor", "resume")
+OWN = ("demo", "up", "doctor", "resume", "plan")
 """Modules of `trainvitals.cli` with a `register` of their own."""
 
 PACKAGES: dict[str, tuple[str, ...]] = {

@@ -93,6 +93,7 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="layer_gradient", alert="LayerOutlier", subject="layer"),
         Kind(name="update_ratio", alert="LayerOutlier", subject="layer"),
         Kind(name="activation", alert="ActivationsGrew", subject="layer"),
+        Kind(name="activation_collapse", alert="ActivationsCollapsed", subject="layer"),
         Kind(name="throughput", alert="ThroughputFell", domain="speed"),
         Kind(
             name="data_bound",
@@ -280,7 +281,11 @@ DETECTORS: Mapping[str, DetectorSpec] = {
             name="layer_gradient", where="collector", kinds={"layer_gradient": "advisory"}
         ),
         DetectorSpec(name="update_ratio", where="collector", kinds={"update_ratio": "advisory"}),
-        DetectorSpec(name="activation", where="collector", kinds={"activation": "advisory"}),
+        DetectorSpec(
+            name="activation",
+            where="collector",
+            kinds={"activation": "advisory", "activation_collapse": "advisory"},
+        ),
         DetectorSpec(name="throughput", where="collector", kinds={"throughput": "advisory"}),
         DetectorSpec(name="data_bound", where="collector", kinds={"data_bound": "advisory"}),
         DetectorSpec(name="straggler", where="collector", kinds={"straggler": "advisory"}),

@@ -23,7 +23,7 @@ from trainvitals.views import (
     StepQuestion,
     VerdictQuestion,
 )
-from vitals_collector.cli import export, goodput, postmortem, query, show
+from vitals_collector.cli import export, forecast, goodput, postmortem, query, show
 from vitals_collector.cli.follow import follow as show_progress
 from vitals_collector.cli.opening import (
     Collector,
@@ -57,6 +57,7 @@ def register(app: typer.Typer) -> None:
     app.command("runs", epilog="Example: vitals runs --format csv")(list_runs)
     show.register(app)
     goodput.register(app)
+    forecast.register(app)
     query.register(app)
     export.register(app)
     postmortem.register(app)

@@ -41,6 +41,8 @@ from trainvitals.views import (
     EventView,
     FindingsQuestion,
     FindingView,
+    ForecastQuestion,
+    ForecastView,
     GoodputQuestion,
     GoodputView,
     IncidentsQuestion,
@@ -75,6 +77,7 @@ from vitals_collector.queries import series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.attribution import at_step
 from vitals_collector.queries.difference import difference
+from vitals_collector.queries.forecast import forecast
 from vitals_collector.queries.goodput import GoodputCache
 from vitals_collector.queries.heatmap import cells
 from vitals_collector.queries.incidents import incidents, run_verdict
@@ -420,6 +423,15 @@ def _goodput(query: Query, asked: GoodputQuestion) -> GoodputView:
     with query.read(asked.run_id) as moment:
         run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
         return query.goodput.of(moment, run)
+
+
+@answer_to(ForecastQuestion)
+def _forecast(query: Query, asked: ForecastQuestion) -> ForecastView:
+    others = (asked.other,) if asked.other else ()
+    with query.read(asked.run_id, *others) as moment:
+        ids = (asked.run_id, *others)
+        runs = [overview.summaries(moment.sql, query.liveness(), run_id)[0] for run_id in ids]
+        return forecast(moment, asked, runs, now_unix_ns=query.clock.time_ns())
 
 
 @answer_to(AnnotationsQuestion)

@@ -26,7 +26,7 @@ from trainvitals.views import (
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
 from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts, load_charts
-from vitals_dashboard.source import Source, meanwhile, verdict_of
+from vitals_dashboard.source import Source, forecast_of, meanwhile, verdict_of
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
 
@@ -64,6 +64,7 @@ def _body(source: Source, chosen: Controls) -> None:
         detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
         values = ask(lambda: curves.last_values(source, detail))
         spent = ask(lambda: source.client.ask(GoodputQuestion(run_id=run.run_id)))
+        foreseen = ask(lambda: _foreseen(source, detail))
         seen = happened.result()
         readings = ask(lambda: _readings(source, detail, seen.decisions))
         # The curves are what people come for: a browser draws what it gets first.
@@ -73,7 +74,7 @@ def _body(source: Source, chosen: Controls) -> None:
     with verdict:
         verdicts.strip(run, judged.result())
     goodput = spent.result()
-    _numbers(detail, values.result(), goodput)
+    _numbers(detail, values.result(), goodput, foreseen.result())
     _facts(detail, source.clock.time_ns())
     _tools(source, detail, seen.decisions)
     _below(detail, seen.decisions, seen.checkpoints, readings.result())
@@ -236,7 +237,9 @@ def _size(num_params: int) -> str:
     return f"{formatting.number(num_params / 1e6, 3)} M parameters"
 
 
-def _numbers(detail: RunDetail, last: curves.LastValues, goodput: GoodputView) -> None:
+def _numbers(
+    detail: RunDetail, last: curves.LastValues, goodput: GoodputView, foreseen: str
+) -> None:
     summary = detail.summary
     delta = last.loss_delta
     cells: tuple[tuple[str, str], ...] = (
@@ -261,6 +264,18 @@ def _numbers(detail: RunDetail, last: curves.LastValues, goodput: GoodputView) -
         )
         for label, value in cells:
             st.metric(label, value, border=True, height="stretch", width=NUMBER)
+    if foreseen:
+        with st.container(key="run_forecast"):
+            st.text(foreseen)
+
+
+def _foreseen(source: Source, detail: RunDetail) -> str:
+    """Return when the run ends and at what loss, where it said how long it is to be."""
+    if not detail.info.total_steps:
+        return ""
+    view = forecast_of(source, detail.summary)
+    end = f"Ends {view.end_text()}" if view.finish_unix_ns else f"End {view.end_text()}"
+    return f"{end}  |  Final loss {view.loss_text()}"
 
 
 def _readings(

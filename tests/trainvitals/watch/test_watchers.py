@@ -164,6 +164,26 @@ def test_activations_are_told_once_per_order_of_magnitude() -> None:
     assert found[0].reason.startswith("the output of mlp has a root mean square of 20, 20x")
 
 
+def test_activations_that_collapse_are_told_once() -> None:
+    fell = watched(ActivationWatcher(), "mlp:activation_rms 1x60 0.05x100")
+    assert {62: ["activation_collapse"]} == causes(fell)
+    assert fell[0].reason.startswith(
+        "the output of mlp has a root mean square of 0.05, a 20th of the 1 after warm-up"
+    )
+    died = watched(ActivationWatcher(), "mlp:activation_dead_ratio 0.1x60 1x100")
+    assert {62: ["activation_collapse"]} == causes(died)
+    assert "100 % of the features of mlp are dead (0 for the whole batch), 10 % after" in (
+        died[0].reason
+    )
+
+
+def test_few_dead_features_and_those_that_always_were_are_not_told() -> None:
+    assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0.05x60 0.6x100")
+    assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0.95x60 1x100")
+    single = "mlp:activation_dead_ratio 0x60 1x2 0x50; a:activation_rms 1x60 0.01x2 1x50"
+    assert [] == watched(ActivationWatcher(), single)
+
+
 # -------------------------------------------------------------------------- speed
 
 

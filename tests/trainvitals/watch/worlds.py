@@ -275,6 +275,12 @@ GONE_WRONG: dict[str, Case] = {
         within=30,
         change=lambda row: with_layer(row, "h.4", "activation_rms", 25.0),
     ),
+    "a module's output collapses": Case(
+        make=ActivationWatcher,
+        cause="activation_collapse",
+        within=30,
+        change=lambda row: with_layer(row, "h.4", "activation_rms", 0.04),
+    ),
     "throughput falls": Case(
         make=ThroughputWatcher,
         cause="throughput",

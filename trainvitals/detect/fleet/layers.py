@@ -241,13 +241,17 @@ def _update_ratios(layers: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[
             yield layer, ratio
 
 
+COLLAPSE = "activation_collapse"
+"""Kind of the findings about activations that collapse."""
+
+
 class ActivationConfig(Settings, frozen=True, kw_only=True):
-    """How far a module's output may grow. Rows of layers come every 10th step by default."""
+    """How far a module's output may grow or fall. Rows of layers come every 10th step."""
 
     section = "activations"
 
     rms_ratio: Annotated[float, Meta(ge=1.5, le=1e9)] = 10.0
-    """Reported growth of the root mean square: one order of magnitude."""
+    """Reported growth, or fall, of the root mean square: one order of magnitude."""
     max_ratio: Annotated[float, Meta(ge=1.5, le=1e9)] = 100.0
     """The same for the largest absolute value: two orders, as single features of healthy language
     models grow that much (Sun et al., Massive Activations in Large Language Models, 2024)."""
@@ -255,6 +259,8 @@ class ActivationConfig(Settings, frozen=True, kw_only=True):
     """Samples after which a module's level becomes the baseline for growth."""
     persistence: AtLeastOne = 3
     """Samples in a row above the ratio; a single batch is not enough."""
+    dead_ratio: Annotated[float, Meta(ge=0.5, le=1.0)] = 0.9
+    """Reported share of dead features, of a module in which at most half as many were dead."""
     rate: Annotated[float, Meta(ge=1e-4, le=0.5)] = 1 / 16
     """Weight of a new sample in the trend."""
     clear_after: AtLeastOne = 50
@@ -262,13 +268,15 @@ class ActivationConfig(Settings, frozen=True, kw_only=True):
 
 
 class ActivationWatcher(Watcher):
-    """Finds activations that grow by orders of magnitude over their own baseline.
+    """Finds activations that grow by orders of magnitude over their own baseline, or collapse.
 
-    Once reported, the level reached becomes the new baseline.
+    They collapse where the root mean square falls as far as it may grow, or nearly all features
+    become dead: 0 for every element of the batch. Once reported, the level reached becomes the new
+    baseline.
     """
 
     name = "activation"
-    STATE = (table("_courses", lambda _: Course()), "_episode")
+    STATE = (table("_courses", lambda _: Course()), "_episode", "_collapse")
 
     def __init__(self, config: ActivationConfig | None = None) -> None:
         super().__init__()
@@ -280,21 +288,36 @@ class ActivationWatcher(Watcher):
         self._courses: dict[str, Course] = {}
         """By layer and column, with a colon between."""
         self._episode = Episode(self._config.clear_after)
+        self._collapse = Episode(self._config.clear_after)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         if not merged.layers:
             return ()
-        is_judged, grown = False, []
+        is_judged, grown, fallen, dead = False, [], [], []
         for layer, values in merged.layers.items():
             for column, label, limit in self._columns:
                 value = values.get(column)
                 if value is None or not 0.0 < value < INFINITY:
                     continue
-                growth = self._growth(f"{layer}:{column}", math.log(value), limit)
+                key, falls = f"{layer}:{column}", column == "activation_rms"
+                growth = self._growth(key, math.log(value), limit, falls=falls)
                 is_judged = is_judged or growth is not None
-                if growth:
+                if growth and growth > 0:
                     grown.append((growth, label, layer, value))
-        if not is_judged or not self._episode.begins(bool(grown)):
+                elif growth:
+                    fallen.append((-growth, layer, value))
+            share = values.get("activation_dead_ratio")
+            if share is not None and 0.0 <= share <= 1.0:
+                before = self._died(f"{layer}:activation_dead_ratio", share)
+                is_judged = is_judged or before is not None
+                if before is not None and before >= 0.0:
+                    dead.append((share, layer, before))
+        if not is_judged:
+            return ()
+        return (*self._grew(merged.step, grown), *self._collapsed(merged.step, fallen, dead))
+
+    def _grew(self, step: int, grown: list[tuple[float, str, str, float]]) -> tuple[Finding, ...]:
+        if not self._episode.begins(bool(grown)):
             return ()
         growth, label, layer, value = max(grown)
         limits = {named: limit for _, named, limit in self._columns}
@@ -302,7 +325,7 @@ class ActivationWatcher(Watcher):
         return (
             tell(
                 self.name,
-                merged.step,
+                step,
                 f"the output of {layer} has a {label} of {value:.4g}, {_exp(growth):.3g}x the "
                 f"{value / _exp(growth):.4g} after warm-up{others}",
                 value=value,
@@ -310,21 +333,93 @@ class ActivationWatcher(Watcher):
             ),
         )
 
-    def _growth(self, key: str, value: float, limit: float) -> float | None:
-        """Take one in; return its growth where that is told, 0 where not, None where unknown."""
+    def _collapsed(
+        self,
+        step: int,
+        fallen: list[tuple[float, str, float]],
+        dead: list[tuple[float, str, float]],
+    ) -> tuple[Finding, ...]:
+        if not self._collapse.begins(bool(fallen or dead)):
+            return ()
+        num_more = len({layer for _, layer, _ in (*fallen, *dead)}) - 1
+        others = f"; {num_more} more collapsed" if num_more else ""
+        if dead:
+            share, layer, before = max(dead)
+            reason = (
+                f"{100 * share:.0f} % of the features of {layer} are dead (0 for the whole batch), "
+                f"{100 * before:.0f} % after warm-up{others}"
+            )
+            return (
+                tell(
+                    self.name,
+                    step,
+                    reason,
+                    kind=COLLAPSE,
+                    value=share,
+                    limit=self._config.dead_ratio,
+                ),
+            )
+        fall, layer, value = max(fallen)
+        level = value * _exp(fall)
+        reason = (
+            f"the output of {layer} has a root mean square of {value:.4g}, a {_exp(fall):.3g}th of "
+            f"the {level:.4g} after warm-up{others}"
+        )
+        return (
+            tell(
+                self.name,
+                step,
+                reason,
+                kind=COLLAPSE,
+                value=value,
+                limit=level / self._config.rms_ratio,
+            ),
+        )
+
+    def _course(self, key: str, value: float) -> Course | None:
+        """Return the course; None where it only begins, or there are too many."""
         course = self._courses.get(key)
+        if course is None and len(self._courses) < 3 * MOST_LAYERS:
+            self._courses[key] = begun = Course()
+            begun.begin(value)
+        return course
+
+    def _died(self, key: str, share: float) -> float | None:
+        """Take a share of dead features in; return the share before where it is told, else -1.
+
+        None where it is not known yet.
+        """
+        course = self._course(key, share)
         if course is None:
-            if len(self._courses) < 2 * MOST_LAYERS:
-                self._courses[key] = course = Course()
-                course.begin(value)
+            return None
+        config = self._config
+        if course.count <= config.warm_up:
+            course.push(0.0, share - course.center, config.rate)
+            course.level = course.center
+            return None
+        course.streak = course.streak + 1 if share >= config.dead_ratio else 0
+        if course.streak < config.persistence or course.level > config.dead_ratio / 2:
+            return -1.0
+        before, course.level, course.streak = course.level, share, 0
+        return before
+
+    def _growth(self, key: str, value: float, limit: float, *, falls: bool) -> float | None:
+        """Take one in; return its growth where that is told, 0 where not, None where unknown."""
+        course = self._course(key, value)
+        if course is None:
             return None
         course.push(0.0, value - course.center, self._config.rate)
         if course.count <= self._config.warm_up:
             course.level = course.center
             return None
         growth = value - course.level
-        course.streak = course.streak + 1 if growth > limit else 0
-        if course.streak < self._config.persistence:
+        if growth > limit:
+            course.streak = max(course.streak, 0) + 1
+        elif falls and growth < -limit:
+            course.streak = min(course.streak, 0) - 1  # below 0: rows in a row below the limit
+        else:
+            course.streak = 0
+        if abs(course.streak) < self._config.persistence:
             return 0.0
         course.begin(value)
         course.count, course.level = self._config.warm_up, value

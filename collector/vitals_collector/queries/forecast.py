@@ -1,0 +1,153 @@
+"""A stored run's forecast: its steps that count, as ``trainvitals.forecast`` takes them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainvitals.errors import UsageError
+from trainvitals.forecast import Lag, final_loss, finish, lag
+from trainvitals.views import Along, ForecastQuestion, ForecastView, RunSummary
+from vitals_collector.live.overview import info_of
+from vitals_collector.numbers.interface import Floats, Points
+from vitals_collector.queries import series
+from vitals_collector.queries.ledger import run_row
+from vitals_collector.storage.store import Moment
+
+LOSS, TOKENS = "steps.loss", "steps.tokens_seen"
+_TIMED = (LOSS, "steps.grad_norm", "steps.step_duration_seconds")
+"""Any of these tells when a step ended; the first that a run has is read."""
+
+
+def forecast(
+    moment: Moment, asked: ForecastQuestion, runs: Sequence[RunSummary], *, now_unix_ns: int
+) -> ForecastView:
+    """Return when the first of the runs ends, at what loss, and how far it is behind the other.
+
+    Raises:
+        UsageError: the planned number of steps is negative, or a run is compared with itself.
+    """
+    run = runs[0]
+    if asked.total_steps < 0:
+        raise UsageError(f"total_steps is {asked.total_steps}; it must be at least 1")
+    if asked.other == run.run_id:
+        raise UsageError("a run cannot be behind itself", hint="name another run")
+    of_run = _Steps(moment, run.run_id)
+    total = asked.total_steps or info_of(run_row(moment.sql, run.run_id)).total_steps
+    timed = next((points for name in _TIMED if len(points := of_run.curve(name))), None)
+    last_step = int(timed.step[-1]) if timed is not None else -1
+    view = {
+        "run_id": run.run_id,
+        "name": run.name,
+        "state": run.state,
+        "asked_unix_ns": now_unix_ns,
+        "last_step": last_step,
+        "total_steps": total,
+    }
+    view |= _end(timed, run, total, now_unix_ns) | _loss(of_run, total)
+    if asked.other:
+        view |= _behind(of_run, _Steps(moment, asked.other), runs[1])
+    return ForecastView(**view)  # type: ignore[arg-type]
+
+
+_NO_TOTAL = (
+    "nobody said how many steps are planned; say watch(total_steps=...), or --total-steps here"
+)
+
+
+def _end(timed: Points | None, run: RunSummary, total: int, now_unix_ns: int) -> dict[str, object]:
+    if not total:
+        return {"no_finish": _NO_TOTAL}
+    if run.state != "running":
+        return {"no_finish": f"the run is not running: {run.state}"}
+    if timed is None:
+        return {"no_finish": "no step has ended yet"}
+    foreseen = finish(
+        timed.step,
+        timed.time_unix_ns,
+        timed.attempt,
+        total_steps=total,
+        now_unix_ns=now_unix_ns,
+    )
+    if isinstance(foreseen, str):
+        return {"no_finish": foreseen}
+    return {
+        "finish_unix_ns": foreseen.unix_ns,
+        "finish_low_unix_ns": foreseen.low_unix_ns,
+        "finish_high_unix_ns": foreseen.high_unix_ns,
+        "seconds_per_step": foreseen.seconds_per_step,
+        "step_ratio": foreseen.step_share,
+        "is_waiting": foreseen.is_waiting,
+    }
+
+
+def _loss(of_run: "_Steps", total: int) -> dict[str, object]:
+    if not total:
+        return {"no_final_loss": _NO_TOTAL}
+    points = of_run.curve(LOSS)
+    foreseen = final_loss(points.step, points.value, total_steps=total)
+    if isinstance(foreseen, str):
+        return {"no_final_loss": foreseen}
+    return {
+        "final_loss": foreseen.loss,
+        "final_loss_low": foreseen.low,
+        "final_loss_high": foreseen.high,
+    }
+
+
+def _behind(of_run: "_Steps", of_other: "_Steps", other: RunSummary) -> dict[str, object]:
+    both = (of_run, of_other)
+    along: Along = "tokens" if all(len(steps.curve(TOKENS)) for steps in both) else "step"
+    foreseen = lag(*of_run.losses(along), *of_other.losses(along))
+    view: dict[str, object] = {"against": other.name or other.run_id, "along": along}
+    if isinstance(foreseen, str):
+        return view | {"no_comparison": foreseen}
+    view |= {"behind": foreseen.tokens, "is_at_least": foreseen.is_least}
+    return view | {"behind_steps": _in_steps(of_run, along, foreseen)}
+
+
+def _in_steps(of_run: "_Steps", along: Along, foreseen: Lag) -> float | None:
+    """Return a lag in steps of the run, by the tokens of its steps so far."""
+    if along == "step":
+        return foreseen.tokens
+    counted = of_run.curve(TOKENS)
+    tokens = float(counted.value[-1] - counted.value[0])
+    steps = int(counted.step[-1] - counted.step[0])
+    return foreseen.tokens * steps / tokens if tokens > 0 else None
+
+
+class _Steps:
+    """Reads a run's curves as rollbacks have left them; each once."""
+
+    def __init__(self, moment: Moment, run_id: str) -> None:
+        self._moment = moment
+        self._run_id = run_id
+        self._attempts = series.attempt_rows(moment.sql, run_id)
+        self._names = series.names_of(moment.sql, run_id)
+        self._read: dict[str, Points] = {}
+
+    def curve(self, metric: str) -> Points:
+        """Return the steps that have the metric; none where the run never measured it."""
+        if metric not in self._read:
+            self._read[metric] = self._load(metric)
+        return self._read[metric]
+
+    def _load(self, metric: str) -> Points:
+        if metric not in self._names:
+            none = np.zeros(0, np.int64)
+            return Points(none, none, none, np.zeros(0))
+        _, curve = series.curve_of(self._moment, self._run_id, metric, "")
+        (drawn,) = self._moment.numbers.curves([curve], self._attempts, "lineage")
+        return drawn.points
+
+    def losses(self, along: Along) -> tuple[Floats, Floats]:
+        """Return where each loss stands, in tokens or in steps, and the losses."""
+        points = self.curve(LOSS)
+        at = points.step.astype(np.float64) + 1.0
+        if along == "tokens":
+            counted = self.curve(TOKENS)
+            places = counted.step.astype(np.float64) + 1.0
+            at = np.interp(at, places, counted.value, left=np.nan, right=np.nan)
+        return at, points.value
+
+
+__all__ = ["forecast"]

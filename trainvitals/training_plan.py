@@ -1,0 +1,375 @@
+"""What a training will take: FLOPs, memory per GPU, batch, days and price. Pure.
+
+Each function names the source of its formula; ``SOURCES`` has them all, for the output's footnotes.
+Bytes are of one GPU. A decoder-only transformer is meant, its block as GPT-2 has it: two
+LayerNorms, attention without a stored score matrix (flash), and an MLP four times as wide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from trainvitals.errors import UsageError
+from trainvitals.flops import peak_flops, transformer_flops_per_token
+
+Strategy = Literal["DDP", "ZeRO-1", "ZeRO-2", "FSDP"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+TrainingType = Literal["mixed", "bf16", "fp32"]
+
+SOURCES: Mapping[str, str] = {
+    "flops": "6 N D: Kaplan et al., Scaling Laws for Neural Language Models, 2020, section 2.1",
+    "attention": "12 L d s a token more: Chowdhery et al., PaLM, 2022, appendix B",
+    "states": "Rajbhandari et al., ZeRO, 2020, sections 3.1 and 5; FSDP is their stage 3 (Zhao et "
+    "al., PyTorch FSDP, 2023)",
+    "activations": "Korthikanti et al., Reducing Activation Recomputation, 2022, sections 4.1 and "
+    "5, without dropout and stored scores",
+    "batch": "McCandlish et al., An Empirical Model of Large-Batch Training, 2018, equations 2.7 "
+    "and 2.11; the noise scale, where it was not measured, by Kaplan et al., 2020, equation 1.4 at "
+    "the loss of Hoffmann et al., Training Compute-Optimal Large Language Models, 2022, "
+    "equation 10",
+    "shape": "N = 12 L d^2, d = 128 L: Kaplan et al., 2020, table 1; only where no shape was given",
+    "time": "FLOPs over GPUs x peak x utilization; peaks and memory by the vendors' data sheets",
+}
+
+
+class Gpu(NamedTuple):
+    """A GPU as people call it."""
+
+    device: str
+    """As its driver calls it, which ``peak_flops`` knows."""
+    memory_gb: float
+    """10^9 bytes, as its data sheet says."""
+
+
+GPUS: Mapping[str, Gpu] = {
+    "b200": Gpu("NVIDIA B200", 180),
+    "h200": Gpu("NVIDIA H200", 141),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 80),
+    "h100-pcie": Gpu("NVIDIA H100 PCIe", 80),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 80),
+    "a100-40gb": Gpu("NVIDIA A100-SXM4-40GB", 40),
+    "mi300x": Gpu("AMD Instinct MI300X", 192),
+    "l40s": Gpu("NVIDIA L40S", 48),
+    "l4": Gpu("NVIDIA L4", 24),
+    "v100": Gpu("Tesla V100-SXM2-32GB", 32),
+    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", 24),
+}
+
+
+class Shape(NamedTuple):
+    """A transformer's sizes."""
+
+    layers: int
+    width: int
+    vocab: int = 0
+    """0: what the output layer keeps is not counted."""
+
+
+class _Bytes(NamedTuple):
+    weight: int
+    gradient: int
+    optimizer: int
+    """Of AdamW: two moments, and master weights where the weights themselves are halves."""
+    activation: int
+
+
+_BYTES: Mapping[TrainingType, _Bytes] = {
+    "mixed": _Bytes(2, 2, 12, 2),
+    "bf16": _Bytes(2, 2, 4, 2),
+    "fp32": _Bytes(4, 4, 8, 4),
+}
+
+_ASPECT = 128
+_PER_LAYER = 16
+"""Activations of a block that backward needs, in widths: the inputs of two LayerNorms (2), of
+queries, keys and values (1), these (3), the input of the projection (1), of the MLP's two layers (1
+and 4) and of its activation (4)."""
+
+
+def shape_of(num_params: float, *, vocab: int = 0) -> Shape:
+    """Return the shape that models of so many parameters usually have.
+
+    ``N = 12 L d^2`` without embeddings (Kaplan et al., 2020, table 1), at ``d = 128 L``.
+    """
+    layers = max(1, round((num_params / (12 * _ASPECT**2)) ** (1 / 3)))
+    width = max(_ASPECT, round(math.sqrt(num_params / (12 * layers)) / _ASPECT) * _ASPECT)
+    return Shape(layers, width, vocab)
+
+
+class Memory(NamedTuple):
+    """Bytes of one GPU."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+    """Layers that are gathered, buckets that are reduced, and the output layer's gradient."""
+
+    @property
+    def total(self) -> float:
+        """Their sum: what is held while the first block goes backward."""
+        return sum(self)
+
+
+def states(
+    strategy: Strategy, num_params: float, num_gpus: int, training_type: TrainingType
+) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and AdamW's states on one GPU.
+
+    With P the parameters and n the GPUs (Rajbhandari et al., ZeRO, 2020, sections 3.1 and 5):
+    mixed precision has 2 P, 2 P and 12 P; ZeRO-1 has an n-th of the last, ZeRO-2 of the last two,
+    ZeRO-3 and FSDP of all three.
+    """
+    size = _BYTES[training_type]
+    stage = STRATEGIES.index(strategy)
+    over = [num_gpus if stage >= needed else 1 for needed in (3, 2, 1)]
+    return (
+        size.weight * num_params / over[0],
+        size.gradient * num_params / over[1],
+        size.optimizer * num_params / over[2],
+    )
+
+
+def activations(
+    shape: Shape, num_tokens: int, training_type: TrainingType, *, checkpointing: bool
+) -> float:
+    """Return the bytes that backward needs of one forward pass over so many tokens.
+
+    A block keeps 16 values a token and width (Korthikanti et al., 2022, section 4.1: 34 bytes with
+    dropout, of which 2 are its masks, and with halves). With every block checkpointed it keeps its
+    input, and one block is computed again at a time (section 5). The output layer keeps its input,
+    and a probability for each token and word.
+    """
+    size = _BYTES[training_type].activation
+    block = _PER_LAYER * num_tokens * shape.width * size
+    inputs = num_tokens * shape.width * size
+    inner = block * shape.layers if not checkpointing else inputs * shape.layers + block
+    last = 2 * inputs + num_tokens * shape.vocab * (size if size == 4 else size + 4)
+    return inner + (last if shape.vocab else 0.0)
+
+
+def working(
+    strategy: Strategy,
+    num_params: float,
+    shape: Shape,
+    num_gpus: int,
+    num_tokens: int,
+    training_type: TrainingType,
+) -> float:
+    """Return what else lies there while backward begins.
+
+    FSDP has two blocks gathered, the present and the next, and the present one's gradients (Zhao et
+    al., PyTorch FSDP, 2023, section 3.3); DDP a copy of the gradients in buckets, unless
+    ``gradient_as_bucket_view`` is on (its documentation), and so do stages 1 and 2. The gradient of
+    the output is as large as the output.
+    """
+    size = _BYTES[training_type]
+    output = num_tokens * shape.vocab * size.activation
+    if num_gpus < 2:
+        return output
+    if strategy == "FSDP":
+        block = num_params / shape.layers
+        return output + block * (2 * size.weight + size.gradient)
+    return output + size.gradient * num_params / (num_gpus if strategy == "ZeRO-2" else 1)
+
+
+def memory(
+    strategy: Strategy,
+    *,
+    num_params: float,
+    shape: Shape,
+    num_gpus: int,
+    num_tokens: int,
+    training_type: TrainingType,
+    checkpointing: bool,
+) -> Memory:
+    """Return what one GPU holds at most, as gradients of earlier micro-batches are there already.
+
+    Args:
+        strategy: how states are divided over the GPUs.
+        num_params: of the model.
+        shape: of its blocks.
+        num_gpus: that it is divided over.
+        num_tokens: of one micro-batch on one GPU.
+        training_type: of weights and activations.
+        checkpointing: whether blocks are computed again in backward.
+    """
+    return Memory(
+        *states(strategy, num_params, num_gpus, training_type),
+        activations(shape, num_tokens, training_type, checkpointing=checkpointing),
+        working(strategy, num_params, shape, num_gpus, num_tokens, training_type),
+    )
+
+
+def chinchilla_loss(num_params: float, tokens: float) -> float:
+    """Return the loss that a model of this size ends with: Hoffmann et al., 2022, equation 10."""
+    return float(1.69 + 406.4 / num_params**0.34 + 410.7 / tokens**0.28)
+
+
+def critical_batch(loss: float) -> float:
+    """Return the critical batch in tokens at a loss: Kaplan et al., 2020, equation 1.4."""
+    return float(2e8 / loss ** (1 / 0.21))
+
+
+class Batch(NamedTuple):
+    """What a batch of a size costs, beside the least of each (McCandlish et al., 2018)."""
+
+    tokens: float
+    steps: float
+    more_steps: float
+    """Steps, as a multiple of the least that any batch needs."""
+    more_tokens: float
+    """Tokens, as a multiple of the least that any batch needs."""
+
+
+def batch(tokens: float, noise_scale: float, batch_tokens: float = 0.0) -> Batch:
+    """Return the batch, and what it costs: by default as large as the noise scale.
+
+    ``(S / S_min - 1) (E / E_min - 1) = 1`` with ``B_noise = E_min / S_min`` (McCandlish et al.,
+    2018, equations 2.7 and 2.11), so a batch B needs ``1 + B_noise / B`` times the steps and
+    ``1 + B / B_noise`` times the tokens.
+    """
+    size = batch_tokens or noise_scale
+    return Batch(size, tokens / size, 1 + noise_scale / size, 1 + size / noise_scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInput:
+    """What is to be trained, and on what."""
+
+    num_params: float
+    tokens: float
+    gpu: str
+    num_gpus: int = 1
+    shape: Shape | None = None
+    """None: the usual one of that size."""
+    sequence_length: int = 2048
+    micro_batch: int = 1
+    """Sequences at a time on one GPU."""
+    training_type: TrainingType = "mixed"
+    mfu: float = 0.4
+    noise_scale: float = 0.0
+    """In tokens; 0: an estimate."""
+    gpu_hour_price: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_params", "tokens", "num_gpus", "sequence_length", "micro_batch"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 1):
+                raise UsageError(f"{name} is {value:g}; it must be at least 1")
+        if self.gpu not in GPUS:
+            raise UsageError(
+                f"the GPU is {self.gpu!r}, which is not known", hint=f"one of {', '.join(GPUS)}"
+            )
+        if not 0 < self.mfu <= 1:
+            raise UsageError(f"mfu is {self.mfu:g}; it must be above 0 and at most 1")
+        for name in ("noise_scale", "gpu_hour_price"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UsageError(f"{name} is {value:g}; it must be 0 or more")
+
+
+class Fit(NamedTuple):
+    """The memory of one strategy, with and without checkpointing, and whether the GPU has it."""
+
+    strategy: Strategy
+    checkpointing: bool
+    memory: Memory
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """What the training will take."""
+
+    shape: Shape
+    flops: float
+    """Model FLOPs: ``6 N D`` and attention."""
+    attention_flops: float
+    """Of them, attention's."""
+    gpu_bytes: float
+    fits: tuple[Fit, ...]
+    noise_scale: float
+    batch: Batch
+    days: float
+    gpu_hours: float
+    price: float | None
+
+
+_USABLE = 0.92
+"""Of a GPU's memory: the rest is the driver's context, NCCL's buffers and fragmentation."""
+
+
+def plan(asked: PlanInput) -> TrainingPlan:
+    """Return what a training will take.
+
+    Raises:
+        UsageError: the GPU has no peak for the type.
+    """
+    shape = asked.shape or shape_of(asked.num_params)
+    num_params = int(asked.num_params)
+    a_token = transformer_flops_per_token(
+        num_params,
+        num_layers=shape.layers,
+        d_model=shape.width,
+        sequence_length=asked.sequence_length,
+    )
+    gpu = GPUS[asked.gpu]
+    peak = peak_flops(gpu.device, "fp32" if asked.training_type == "fp32" else "bf16")
+    if peak is None:
+        raise UsageError(
+            f"{gpu.device} has no tensor peak for {asked.training_type}",
+            hint="plan it with --precision fp32, or for another GPU",
+        )
+    flops = a_token * asked.tokens
+    seconds = flops / (asked.num_gpus * peak * asked.mfu)
+    noise = asked.noise_scale or critical_batch(chinchilla_loss(asked.num_params, asked.tokens))
+    hours = seconds / 3600 * asked.num_gpus
+    gpu_bytes = gpu.memory_gb * 1e9
+    fits = []
+    for checkpointing in (False, True):
+        for strategy in STRATEGIES:
+            held = memory(
+                strategy,
+                num_params=num_params,
+                shape=shape,
+                num_gpus=asked.num_gpus,
+                num_tokens=asked.micro_batch * asked.sequence_length,
+                training_type=asked.training_type,
+                checkpointing=checkpointing,
+            )
+            fits.append(Fit(strategy, checkpointing, held, held.total <= _USABLE * gpu_bytes))
+    return TrainingPlan(
+        shape=shape,
+        flops=flops,
+        attention_flops=flops - 6.0 * num_params * asked.tokens,
+        gpu_bytes=gpu_bytes,
+        fits=tuple(fits),
+        noise_scale=noise,
+        batch=batch(asked.tokens, noise),
+        days=seconds / 86_400,
+        gpu_hours=hours,
+        price=hours * asked.gpu_hour_price if asked.gpu_hour_price else None,
+    )
+
+
+__all__ = [
+    "GPUS",
+    "SOURCES",
+    "STRATEGIES",
+    "Memory",
+    "PlanInput",
+    "Shape",
+    "TrainingPlan",
+    "batch",
+    "chinchilla_loss",
+    "critical_batch",
+    "memory",
+    "plan",
+    "shape_of",
+    "states",
+]
