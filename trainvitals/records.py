@@ -6,7 +6,7 @@ An event is msgpack in the rows of the ``events`` stream; a long one takes sever
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -185,6 +185,10 @@ COMMAND_CODES: dict[str, int] = {
 }  # fmt: skip
 
 
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What a signature and a database have room for: a larger one is refused where it is read."""
+
+
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """A proposal to the ladder; takes effect at most once.
 
@@ -195,13 +199,13 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     without memory of earlier commands. ``checkpoint_id`` is a name in the run's own store.
     """
 
-    number: int
+    number: _Int64
     run_id: str
     action: CommandAction
     reason: str
     issued_by: str
-    issued_unix_ns: int
-    expires_unix_ns: int
+    issued_unix_ns: _Int64
+    expires_unix_ns: _Int64
     checkpoint_id: str = ""
     argument: float = 0.0
     control_signature: str = ""

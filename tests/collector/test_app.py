@@ -134,6 +134,8 @@ def test_every_route_has_a_schema_of_what_it_answers(served: Served):
         "/v1/runs/{run_id}/movers",
         "/v1/runs/{run_id}/stacks",
         "/v1/runs/{run_id}/verdict",
+        "/v1/runs/{run_id}/goodput",
+        "/v1/runs/{run_id}/forecast",
         "/v1/configs",
         "/v1/runs/{run_id}/incidents",
         "/v1/runs/{run_id}/annotations",
@@ -153,6 +155,18 @@ def test_every_route_has_a_schema_of_what_it_answers(served: Served):
         "/healthz",
         "/metrics",
     } == set(document["paths"])
+
+
+@pytest.mark.parametrize("field", ["number", "issued_unix_ns", "expires_unix_ns"])
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1])
+def test_a_command_with_a_number_that_cannot_be_signed_is_refused(
+    served: Served, field: str, number: int
+):
+    sent: dict[str, object] = {"run_id": RUN, "action": "halt", "reason": "", "issued_by": "me"}
+    sent |= {"number": 1, "issued_unix_ns": 1, "expires_unix_ns": 1} | {field: number}
+    answer = served.request("POST", f"/v1/runs/{RUN}/commands", "control", json=sent)
+    assert answer.status_code == 400
+    assert field in answer.text
 
 
 def test_every_reference_in_the_document_leads_somewhere(served: Served):
