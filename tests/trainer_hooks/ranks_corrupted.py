@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 import trainer_hooks
 from tests.trainer_hooks.test_resume import events_of
@@ -58,6 +59,7 @@ class Run:
         self.events = events_of(self.monitor)
         self.max_norm = None
         self.after_backward = None
+        self.sampler_seed = None
 
     def _hear(self, code, text, *args, **kwargs):
         self.at_start[code] = text
@@ -73,6 +75,10 @@ class Run:
             torch.randn(16, 8, generator=torch.Generator().manual_seed(s))
             for s in range(self.steps)
         ]
+        if self.sampler_seed is not None:
+            data *= dist.get_world_size()
+            sampler = DistributedSampler(data, seed=self.sampler_seed)
+            data = DataLoader(data, batch_size=None, sampler=sampler)
         back, halted = [], ""
         began = time.time()
         try:
@@ -220,6 +226,14 @@ class Unused(Run):
         return super().backward(batch)
 
 
+class Sampled(Run):
+    """Its data are shared out by torch's sampler."""
+
+    def run(self, before=lambda run, step: None):
+        self.sampler_seed = 3
+        return super().run(before)
+
+
 class Drifting(Run):
     """Rounds its weights at random, each rank for itself: from the first step on none is alike."""
 
@@ -308,6 +322,7 @@ def healthy(rank, folder, *, world_size):
         "half": (Half, {}),
         "accumulated": (Accumulated, {}),
         "compiled": (Run, {"prepare": lambda m: torch.compile(m, backend="aot_eager")}),
+        "sampled": (Sampled, {}),
         "unused": (Unused, {"model": Branched(), "ddp": {"find_unused_parameters": True}}),
         "experts": (Run, {"model": Experts(rank)}),
         "local": (Run, {"prepare": local_sgd}),
@@ -351,6 +366,9 @@ def two(rank, folder):
         "clip": run("clip", steps=12).run(once(1, 6, clip)),
         "moment": run("moment", steps=62).run(once(0, 9, moment)),
     }
+    sampled = run("sampled", steps=12)
+    sampled.sampler_seed = 2**31 + rank
+    cases["sampled"] = sampled.run()
     left(folder, rank, cases)
 
 

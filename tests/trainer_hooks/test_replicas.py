@@ -108,6 +108,13 @@ def test_another_max_norm_on_one_rank_is_told(of_two):
 
 
 @pytest.mark.dist
+def test_another_seed_of_the_sampler_on_one_rank_is_told(of_two):
+    (kind, _, _, reason), *_ = of_two[0]["sampled"]["findings"]
+    assert "settings_differ" == kind
+    assert "the sampler's seed is 2147483649 on rank 1 and 2147483648 on rank 0" in reason
+
+
+@pytest.mark.dist
 def test_a_flipped_bit_of_a_moment_is_seen_within_ten_rounds(of_two):
     kind, step, _, _ = of_two[0]["moment"]["findings"][0]
     assert "replica_corrupted" == kind

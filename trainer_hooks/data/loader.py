@@ -23,6 +23,7 @@ from trainer_hooks.data.order import (
     sampler_epoch,
     sampler_with_state,
     set_own_states,
+    shared_by,
 )
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.recovery.rng import capture_now, capture_rng, restore_rng
@@ -198,6 +199,11 @@ class Batches:
     def epochs(self) -> tuple[int | None, int]:
         """The batches of an epoch where they are known, and the number of epochs."""
         return self._length, self._epochs
+
+    @property
+    def shared_by(self) -> tuple[int, int]:
+        """The seed and the epoch by which torch's sampler shares the data out; else minus ones."""
+        return shared_by(self._loader)
 
     def move_to(self, target: Position) -> Position:
         """Go on at ``target``, which is ahead; an index past the epoch goes on in the next."""

@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.recovery.state import Stateful
@@ -53,6 +53,19 @@ def sampler_epoch(loader: object) -> int | None:
     samplers = (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
     epochs = (getattr(sampler, "epoch", None) for sampler in samplers)
     return next((epoch for epoch in epochs if type(epoch) is int), None)
+
+
+def shared_by(loader: object) -> tuple[int, int]:
+    """Return the seed and the epoch by which torch's sampler shares the data out between ranks.
+
+    Ranks must have them alike: else samples are trained on twice, and others never. Minus ones
+    where the loader has no such sampler: what others call a seed may be meant to differ.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and sampler.shuffle:
+            return int(sampler.seed), int(sampler.epoch)
+    return -1, -1
 
 
 def comes_in_order(loader: DataLoader[Any]) -> bool:

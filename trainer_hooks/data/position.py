@@ -21,6 +21,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.schedules import Schedules
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Restored
+from trainer_hooks.recovery.replicas import NO_ORDER
 from trainer_hooks.repro.capsule import Autocast, Content, Surroundings
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.emit import Emitter
@@ -112,6 +113,10 @@ class DataPosition:
         self._ledger = DataLedger(
             controller.emitter, writer, controller.faults, rank=controller.ranks.rank, lag=lag
         )
+        controller.data_order = self._shared_by
+
+    def _shared_by(self) -> tuple[int, int]:
+        return NO_ORDER if self._stream is None else self._stream.shared_by
 
     @property
     def position(self) -> Position | None:

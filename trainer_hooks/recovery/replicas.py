@@ -46,6 +46,8 @@ _CHUNK = 4096
 _MAX_CHUNKS = 8
 _MAX_BYTES = 1 << 28
 """Larger tensors are named, and not looked into."""
+NO_ORDER = (-1, -1)
+"""Where no sampler shares the data out between ranks."""
 _MAX_TOLD = 64
 """Elements that a capsule tells of."""
 _MAX_RANKS = 64
@@ -262,7 +264,13 @@ class Replicas:
 
     @torch.no_grad()
     def word(
-        self, step: int, *, max_norm: float | None, turn: int = 0, snapshot: Tensor | None = None
+        self,
+        step: int,
+        *,
+        max_norm: float | None,
+        turn: int = 0,
+        order: tuple[int, int] = NO_ORDER,
+        snapshot: Tensor | None = None,
     ) -> Tensor | float | None:
         """Return 52 bits that are equal on two ranks which are alike; None where it says nothing.
 
@@ -272,11 +280,12 @@ class Replicas:
             step: the present one.
             max_norm: what the loop clips to.
             turn: whose update it is.
+            order: the seed and the epoch by which the sampler shares the data out between ranks.
             snapshot: the fingerprint of one that was taken before this step.
         """
         if not self._is_member:
             return None
-        settings = _settings_bytes(self._optimizers, max_norm, step, turn)
+        settings = _settings_bytes(self._optimizers, max_norm, step, turn, order)
         if self._apart:
             snapshot = None  # it is no state to go back to, whatever it is
         looks_again = step % self.every == 0 and (bool(self._apart) or self._settings_differ)
@@ -701,20 +710,27 @@ def _device_name(device: torch.device) -> str:
 
 
 def _settings_bytes(
-    optimizers: Sequence[Optimizer], max_norm: float | None, step: int, turn: int
+    optimizers: Sequence[Optimizer],
+    max_norm: float | None,
+    step: int,
+    turn: int,
+    order: tuple[int, int],
 ) -> bytes:
     """Return the settings of one step as the optimizers apply them: to the digits of float32."""
-    values = [float(step), float(turn), -1.0 if max_norm is None else float(max_norm)]
+    values = [-1.0 if max_norm is None else float(max_norm)]
     for _, value in _group_settings(optimizers):
         values.append(value)
     with np.errstate(over="ignore"):
-        return np.array(values).astype(np.float32).astype(np.float64).tobytes()
+        rounded = np.array(values).astype(np.float32).astype(np.float64)
+    return np.array([step, turn, *order], np.float64).tobytes() + rounded.tobytes()
 
 
 def _setting_names(optimizers: Sequence[Optimizer]) -> list[str]:
     return [
         "the step",
         "the optimizer's turn",
+        "the sampler's seed",
+        "the sampler's epoch",
         "max_norm",
         *(n for n, _ in _group_settings(optimizers)),
     ]
@@ -736,4 +752,5 @@ def _group_settings(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
 
 
 def _number(value: float) -> str:
-    return "none" if value == -1.0 else f"{value:.7g}"
+    digits = 16 if value.is_integer() else 7
+    return "none" if value == -1.0 else f"{value:.{digits}g}"

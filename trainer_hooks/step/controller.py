@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
@@ -27,7 +27,7 @@ from trainer_hooks.probe.probe import LossEvaluations, Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import Meta, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
-from trainer_hooks.recovery.replicas import Difference, Replicas
+from trainer_hooks.recovery.replicas import NO_ORDER, Difference, Replicas
 from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.repro.capsule import Surroundings
 from trainer_hooks.step.beside import paused_round
@@ -135,6 +135,8 @@ class StepController:
     """The first step's gradient norm, until somebody has looked at it."""
     judged: tuple[StepRecord, Reduced] | None = None
     """The newest step that was judged."""
+    data_order: Callable[[], tuple[int, int]] | None = None
+    """Gives the seed and the epoch by which the data is shared out, in a loop over batches."""
     surroundings: Surroundings | None = None
     """What a bad step's capsule tells of model and optimizers."""
     stepped_twice: UsageError | None = None
@@ -284,7 +286,8 @@ class StepController:
             return None
         with self.faults.fail_open("replicas"):
             snapshot = None if recovery is None else recovery.fingerprint(step)
-            return replicas.word(step, max_norm=max_norm, turn=turn, snapshot=snapshot)
+            order = NO_ORDER if self.data_order is None else self.data_order()
+            return replicas.word(step, max_norm=max_norm, turn=turn, order=order, snapshot=snapshot)
         return None
 
     def acknowledge(self, ack: CommandAck, *, step: int) -> None:
