@@ -189,7 +189,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="page",
         point=True,
         help="Ranks that train one model have other settings: a learning rate, a weight decay, a "
-        "`max_norm`. Their parameters drift apart.",
+        "`max_norm`, a sampler's seed. Their parameters drift apart, or some samples come twice.",
         to_do="`vitals why RUN STEP` names rank and setting; give all ranks the same and restart "
         "from a checkpoint of before.",
     ),
