@@ -103,8 +103,10 @@ def select_row(page: Any, number: int) -> None:
     """Select a row of the first table, which is drawn on a canvas."""
     table = page.locator(TABLE).first
     table.wait_for()
-    box = table.bounding_box()
-    page.wait_for_timeout(500)
+    box = None
+    while box is None or table.bounding_box() != box:  # what comes above it moves it
+        box = table.bounding_box()
+        page.wait_for_timeout(500)
     page.mouse.click(box["x"] + 16, box["y"] + 38 + 35 * number + 17)
 
 

@@ -169,8 +169,8 @@ class Visitor:
     def run(self) -> str:
         """Return what the run's page says."""
         self.open_run()
-        self.page.locator(".st-key-strip_next code").wait_for()
-        return str(self.page.locator("[data-testid=stMain]").inner_text())
+        command = self.page.locator(".st-key-strip_next code")  # of a component of ours
+        return str(self.page.locator("[data-testid=stMain]").inner_text()) + command.inner_text()
 
     def fleet(self) -> str:
         """Return what the first row says."""
