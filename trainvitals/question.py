@@ -84,7 +84,11 @@ def route(
 
 
 def as_request(question: Question[Any]) -> Asked:
-    """Return the HTTP request that asks it; a parameter that is empty by default is left out."""
+    """Return the HTTP request that asks it.
+
+    A parameter that is empty by default, or a switch as it is by default, is left out: a collector
+    of an earlier version refuses what it does not know.
+    """
     route = ROUTES[type(question)]
     texts = {
         field.encode_name: quote(str(getattr(question, field.name)), safe="")
@@ -92,12 +96,13 @@ def as_request(question: Question[Any]) -> Asked:
     }
     values = {field.encode_name: getattr(question, field.name) for field in route.others}
     is_body = route.method == "POST"
-    empty = {
+    left_out = {
         field.encode_name
         for field in route.others
-        if field.default in (None, "") and values[field.encode_name] in (None, "")
+        if (field.default in (None, "") and values[field.encode_name] in (None, ""))
+        or (isinstance(field.default, bool) and values[field.encode_name] == field.default)
     }
-    params = {name: value for name, value in values.items() if name not in empty}
+    params = {name: value for name, value in values.items() if name not in left_out}
     return Asked(
         method=route.method,
         path=route.path.format(**texts),

@@ -178,7 +178,7 @@ IN_STORES = {
     "loss_scale": "place scale count bits rows before episodes",
     "layer_gradient": "place courses episode",
     "update_ratio": "place courses episode",
-    "activation": "place courses episode",
+    "activation": "place courses episode collapse",
     "throughput": "place pace measures block blocks best noise low episode",
     "data_bound": "place waits durations of_rank start episode",
     "straggler": "place window optimizer since told",
@@ -196,6 +196,15 @@ def test_the_keys_of_what_checkpoints_hold_do_not_change() -> None:
     assert IN_CHECKPOINTS.keys() | {"suspended", "known_rate"} == state.keys()
     assert IN_CHECKPOINTS == {name: " ".join(state[name]) for name in IN_CHECKPOINTS}
     assert ["window", "first", "limit", "age"] == list(state["outlier"]["loss"])
+
+
+def test_what_a_store_of_an_earlier_version_lacks_begins_anew() -> None:
+    state = FleetDetectors().state_dict()
+    of_now = dict(state["watchers"]["activation"])
+    del state["watchers"]["activation"]["collapse"]
+    later = FleetDetectors()
+    later.load_state_dict(state)
+    assert of_now == later.state_dict()["watchers"]["activation"]
 
 
 def test_the_keys_of_what_the_collector_stores_do_not_change() -> None:

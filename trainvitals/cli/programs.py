@@ -26,10 +26,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "agent": ("agent",),
     "collector": (
         *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
-        *("forecast", "replay", "alerts", "command", "stacks", "store", "export", "sql", "token"),
+        *("goodput", "forecast", "replay", "alerts", "command", "stacks", "store", "export"),
+        *("sql", "token"),
     ),
     "dashboard": ("dashboard",),
-    "checkpoints": ("checkpoints",),
+    "checkpoints": ("checkpoints", "repro"),
     "deploy": ("deploy",),
 }
 """Command names by who brings them, for the message where that program cannot be loaded."""

@@ -277,6 +277,8 @@ class ActivationWatcher(Watcher):
 
     name = "activation"
     STATE = (table("_courses", lambda _: Course()), "_episode", "_collapse")
+    MAY_LACK = True
+    """Stores of an earlier version know no collapse."""
 
     def __init__(self, config: ActivationConfig | None = None) -> None:
         super().__init__()
