@@ -58,7 +58,7 @@ def repro(
         ),
     ],
     rank: Annotated[
-        int, typer.Option(min=-1, help="Whose step [default: the lowest rank that kept it].")
+        int, typer.Option(min=-1, show_default="the lowest rank that kept it", help="Whose step.")
     ] = -1,
     directory: _Dir = Path("vitals_runs"),
     form: Annotated[Format, typer.Option("--format", help="How to write the verdict.")] = (
