@@ -7,7 +7,7 @@ import random
 import stat
 import subprocess
 import sys
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from trainer_hooks.repro import capsule as capsules
 from trainer_hooks.repro import verdict as verdicts
 from trainer_hooks.repro.capsule import Content, read, rows_in, take_rows, write
 from trainer_hooks.repro.play import Limits, Scene, Trace
-from trainer_hooks.repro.weights import load
+from trainer_hooks.repro.weights import Weights, load
 from trainvitals.cli import main
 from trainvitals.errors import FormatError, InsecurePathError, TrainingHalted
 from trainvitals.io.capsules import CapsuleFile, find_capsules, verdict_on
@@ -159,13 +159,20 @@ def test_only_so_many_capsules_of_a_rank_are_kept_and_the_newest(tmp_path, monke
 
 
 Pair = namedtuple("Pair", "x y")
+FACTS = {
+    "reason": "loss is nan",
+    "versions": {},
+    "state": {"bad": [], "largest": {}},
+    "applied": False,
+    "world_size": 1,
+}
 
 
 def kept(tmp_path, **content):
     """Write a capsule and return what is read of it."""
     path = tmp_path / "step-00000001-1-rank-0.npz"
     with path.open("wb") as file:
-        write(file, Content(**{"facts": {"versions": {}}, "rng": [None]} | content))
+        write(file, Content(**{"facts": FACTS, "rng": [None]} | content))
     path.chmod(0o600)
     return read(CapsuleFile(1, 1, 0, path))
 
@@ -378,6 +385,165 @@ def test_a_spike_that_was_withheld_is_played_against_its_limit(run_dir, capsys, 
     said = played(capsys, 60)
     assert ("data", [3], "") == (said["verdict"], said["rows"], said["module"])
     assert "sample 3 of the batch holds 4e+09" in said["sentence"]
+
+
+def judged(tmp_path, model, loss_of, batch):
+    """Return the verdict on a step with this batch, played with its own weights."""
+    here = capsules.versions(torch.device("cpu"))
+    step = kept(tmp_path, facts=FACTS | {"loss": math.nan, "versions": here}, batches=[batch])
+    own = Weights(text="the weights of step 1", is_exact=True)
+    return verdicts.judge(step, model, loss_of, own, step.batches, try_machine=lambda device: "")
+
+
+def test_a_sample_without_labels_is_not_blamed_for_the_one_beside_it(tmp_path):
+    model = nn.Linear(4, 3)
+    labels = torch.zeros(8, dtype=torch.int64)
+    labels[4] = -100  # alone its loss is 0/0
+
+    def loss_of(batch):
+        scores = model(batch["x"]) + batch["w"].log()
+        return nn.functional.cross_entropy(scores, batch["labels"])
+
+    weights = torch.ones(8, 1)
+    weights[5] = -1.0
+    said = judged(tmp_path, model, loss_of, {"x": torch.ones(8, 4), "labels": labels, "w": weights})
+    assert ("data", (5,)) == (said.verdict, said.rows)
+    assert "sample 5 of 8 makes the batch bad" in said.sentence
+
+
+def test_nan_in_a_batch_is_named_where_its_samples_cannot_be_left_out(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))  # refuses a batch of one
+    x = torch.randn(8, 4)
+    x[3, 1] = math.inf
+    for batch, loss_of in (
+        (x, lambda batch: model(batch).square().mean()),
+        ({"x": list(x)}, lambda batch: model(torch.stack(batch["x"])).square().mean()),
+    ):
+        said = judged(tmp_path, model, loss_of, batch)
+        assert "data" == said.verdict
+        assert "the batch holds NaN or an infinity; with 0 in its place" in said.sentence
+
+
+def test_of_several_samples_all_are_named_that_must_go(tmp_path):
+    model = nn.Linear(4, 1)
+    x = torch.ones(16, 4)
+    x[[2, 9]] = math.nan
+    said = judged(tmp_path, model, lambda batch: model(batch).mean(), x)
+    assert (2, 9) == said.rows
+    assert "sample 2 of the batch holds NaN; without samples 2, 9 the batch" in said.sentence
+
+
+def test_the_precision_is_the_one_that_began_within_the_model(tmp_path):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            nn.init.constant_(self.inner.weight, 300.0)
+
+        @torch.autocast("cpu", dtype=torch.float16)
+        def forward(self, x):
+            return self.inner(x) * 300
+
+    model = Half()
+    said = judged(tmp_path, model, lambda b: model(b).float().mean(), torch.full((2, 4), 2.0))
+    assert "arithmetic" == said.verdict
+    assert "fine in float32, and bad in the run's float16" in said.sentence
+
+
+def test_hardware_is_blamed_for_what_was_played_alone(tmp_path):
+    model = nn.Linear(4, 1)
+    said = judged(tmp_path, model, lambda batch: model(batch).mean(), torch.ones(8, 4))
+    assert "hardware" == said.verdict
+    assert "What the loop does outside of loss_of is not played" in said.sentence
+
+
+class Encoding(UserDict):
+    """As Hugging Face's BatchEncoding: entries are attributes too."""
+
+    def __getattr__(self, name):
+        if name == "data" or name not in self.data:
+            raise AttributeError(name)
+        return self.data[name]
+
+
+def test_a_batch_with_attributes_is_played_as_it_was_written_for(tmp_path):
+    model = nn.Linear(4, 1)
+
+    def loss_of(batch):
+        batch = batch.to("cpu") if hasattr(batch, "to") else batch
+        return model(batch.x).mean() + batch["y"].mean()
+
+    x = torch.ones(8, 4)
+    x[6] = math.nan
+    whole = Encoding(x=x, y=torch.ones(8))
+    assert (6,) == judged(tmp_path, model, loss_of, whole).rows
+    played_live = Scene(model=model, loss_of=loss_of).play([whole])  # as from the loader
+    assert "" == played_live.error
+    assert isinstance(take_rows(whole, [1]), Encoding)
+    back = kept(tmp_path, batches=[whole]).batches[0]
+    with pytest.raises(AttributeError, match="the kept batch has no z; its entries: x, y"):
+        _ = back.z
+
+
+@pytest.mark.parametrize("missing", sorted(FACTS))
+def test_a_capsule_that_lacks_a_fact_is_damaged(tmp_path, missing):
+    facts = {name: value for name, value in FACTS.items() if name != missing}
+    with pytest.raises(FormatError, match=f"it does not tell {missing}"):
+        kept(tmp_path, facts=facts, batches=[torch.ones(1)])
+
+
+def test_a_folder_in_place_of_a_capsule_is_said(tmp_path):
+    path = tmp_path / "step-00000001-1-rank-0.npz"
+    path.mkdir()
+    with pytest.raises(FormatError, match="cannot be read: IsADirectoryError"):
+        read(CapsuleFile(1, 1, 0, path))
+
+
+ARGUMENTS = """
+import argparse, sys
+from tests.trainer_hooks.bad_steps import build as made
+def build():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.parse_args()
+    return made()
+def leaves():
+    sys.exit("no GPU")
+"""
+
+
+def test_the_entry_reads_a_command_line_of_its_own(run_dir, tmp_path, capsys):
+    train()
+    path = tmp_path / "with_arguments.py"
+    path.write_text(ARGUMENTS)
+    before = list(sys.argv)
+    assert "data" == played(capsys, BAD, f"{path}:build")["verdict"]
+    assert before == sys.argv
+    code, _, err = vitals(capsys, RUN, BAD, "--entry", f"{path}:leaves")
+    assert 2 == code
+    assert "leaves raised SystemExit: no GPU" in err
+    path.write_text("import sys\nsys.exit(3)\n")
+    code, _, err = vitals(capsys, RUN, BAD, "--entry", f"{path}:build")
+    assert 2 == code
+    assert "cannot be imported: SystemExit: 3" in err
+
+
+def test_the_reason_is_no_command_to_the_terminal(run_dir, capsys):
+    train()
+    (file,) = find_capsules(run_dir)
+    with numpy.load(file.path) as members:
+        arrays = {name: members[name] for name in members.files}
+    facts = json.loads(arrays["capsule"].tobytes()) | {"reason": "\x07all is well"}
+    arrays["capsule"] = numpy.frombuffer(json.dumps(facts).encode(), dtype=numpy.uint8)
+    numpy.savez(file.path, **arrays)
+    code, out, _ = vitals(capsys, RUN, BAD, "--entry", ENTRY)
+    assert (0, False, True) == (code, "\x07" in out, "all is well" in out)
+
+
+def test_a_rank_below_0_is_refused(capsys):
+    code, _, err = vitals(capsys, RUN, BAD, "--rank", "-5", "--entry", ENTRY)
+    assert 2 == code
+    assert "should be greater than or equal to -1" in err
 
 
 @pytest.mark.parametrize("place", ["module", "function"])

@@ -111,3 +111,6 @@ def test_the_command_names_the_source_of_each_formula(capsys: pytest.CaptureFixt
     assert len(json.loads(capsys.readouterr().out)["plan"]["fits"]) == 2 * len(STRATEGIES)
     assert 2 == vitals(*given, "--layers", "32")
     assert "--layers and --width go together" in capsys.readouterr().err
+    for size in ("nan", "inf", "0"):
+        assert 2 == vitals("plan", "--params", size, "--tokens", "1e12")
+        assert f"num_params is {size}; it must be at least 1" in capsys.readouterr().err

@@ -6,13 +6,14 @@ JSON. Nothing in it is run when it is read.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
 import platform
 import sys
 from collections import namedtuple
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +26,7 @@ from trainer_hooks.measures.sections import ModuleHook
 from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.step.gradients import Models
 from trainvitals import __version__
-from trainvitals.errors import FormatError
+from trainvitals.errors import FormatError, VitalsError
 from trainvitals.io.capsules import CapsuleFile
 from trainvitals.io.private import Owner, read_own
 
@@ -42,9 +43,26 @@ _ARRAY_OVERHEAD = 320
 """Bytes that an array takes in the file besides its own."""
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 _VERSION = 1
+_FACTS = frozenset({"reason", "versions", "state", "applied", "world_size"})
+"""What every capsule tells."""
 
 Tree = dict[str, Any]
 """A batch with its arrays taken out: plain values, and the arrays' numbers."""
+
+
+class Entries(dict[Any, Any]):
+    """In place of a batch of a class of its own, Hugging Face's say: entries are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(
+            f"the kept batch has no {name}; its entries: {', '.join(map(str, self))}"
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Entries:
+        """Return it with its tensors elsewhere, as ``Tensor.to``."""
+        return Entries(map_tensors(dict(self), lambda tensor: tensor.to(*args, **kwargs)))
 
 
 class NotPlainError(ValueError):
@@ -141,7 +159,8 @@ def _tree(value: Any, arrays: _Arrays) -> Tree:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str | int) for key in value):
             raise NotPlainError("a key of the batch is neither text nor a number")
-        return {"dict": [[key, _tree(each, arrays)] for key, each in value.items()]}
+        own = {} if type(value) is dict else {"own": True}
+        return {"dict": [[key, _tree(each, arrays)] for key, each in value.items()], **own}
     if isinstance(value, tuple):
         fields = getattr(value, "_fields", None)
         named = {} if fields is None else {"fields": list(fields)}
@@ -218,8 +237,8 @@ def read(file: CapsuleFile) -> Capsule:
     import numpy
 
     path = file.path
-    raw = read_own(path, owner=Owner.whose(path.parent), max_bytes=_MAX_FILE_BYTES)
     try:
+        raw = read_own(path, owner=Owner.whose(path.parent), max_bytes=_MAX_FILE_BYTES)
         with numpy.load(io.BytesIO(raw), allow_pickle=False) as members:
             arrays = {name: members[name] for name in members.files}
         facts = json.loads(arrays.pop("capsule").tobytes())
@@ -228,6 +247,8 @@ def read(file: CapsuleFile) -> Capsule:
                 f"{path} was written by a newer Vitals ({facts['versions']['vitals']})",
                 hint="use that version, or a newer one",
             )
+        if missing := _FACTS - facts.keys():
+            raise ValueError(f"it does not tell {min(missing)}")
         by_number = [arrays[f"a{number}"] for number in range(len(arrays))]
         good = facts.pop("good", None)
         return Capsule(
@@ -241,7 +262,7 @@ def read(file: CapsuleFile) -> Capsule:
             sample_ids=tuple(facts.pop("sample_ids", ())),
             facts=facts,
         )
-    except FormatError:
+    except VitalsError:
         raise
     except Exception as error:  # whatever zip, numpy and JSON say of bytes that are no capsule
         raise FormatError(
@@ -258,7 +279,8 @@ def _rebuilt(tree: Tree, arrays: Sequence[Any]) -> Any:
     if "array" in tree:
         return arrays[tree["array"]].copy()
     if "dict" in tree:
-        return {key: _rebuilt(each, arrays) for key, each in tree["dict"]}
+        made = {key: _rebuilt(each, arrays) for key, each in tree["dict"]}
+        return Entries(made) if tree.get("own") else made
     if "list" in tree:
         return [_rebuilt(each, arrays) for each in tree["list"]]
     if "tuple" in tree:
@@ -296,6 +318,31 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch with ``function`` of each tensor in its place."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return _like(value, {key: map_tensors(each, function) for key, each in value.items()})
+    if isinstance(value, tuple):
+        parts = [map_tensors(each, function) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return [map_tensors(each, function) for each in value] if isinstance(value, list) else value
+
+
+def _like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """Return the entries in a mapping of the same class, where it can be copied and written."""
+    if type(mapping) is dict:
+        return entries
+    try:
+        other: Any = copy.copy(mapping)
+        for key, value in entries.items():
+            other[key] = value
+    except Exception:  # noqa: BLE001 - a class of the user's
+        return Entries(entries)
+    return other
+
+
 def _bytes_of(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
@@ -314,7 +361,7 @@ def take_rows(batch: Any, rows: Sequence[int]) -> Any:
         if isinstance(value, Tensor):
             return value[list(rows)] if value.dim() and len(value) == count else value
         if isinstance(value, Mapping):
-            return {key: take(each) for key, each in value.items()}
+            return _like(value, {key: take(each) for key, each in value.items()})
         if isinstance(value, tuple):
             parts = [take(each) for each in value]
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

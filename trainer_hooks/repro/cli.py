@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from unittest import mock
 
 import typer
 
@@ -19,6 +20,7 @@ from trainvitals.cli.resume import find_fitting
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.capsules import CapsuleFile, find_capsules
 from trainvitals.io.rundir import RunDir
+from trainvitals.printable import printable
 
 if TYPE_CHECKING:
     from trainer_hooks.repro.capsule import Capsule
@@ -56,7 +58,7 @@ def repro(
         ),
     ],
     rank: Annotated[
-        int, typer.Option(help="Whose step [default: the lowest rank that kept it].")
+        int, typer.Option(min=-1, show_default="the lowest rank that kept it", help="Whose step.")
     ] = -1,
     directory: _Dir = Path("vitals_runs"),
     form: Annotated[Format, typer.Option("--format", help="How to write the verdict.")] = (
@@ -103,7 +105,7 @@ def _lines(verdict: Verdict, capsule: Capsule, kept_in: Path) -> list[str]:
     lines = [f"Step {capsule.step} on rank {capsule.rank}: {capsule.facts['reason']}"]
     lines.append(verdict.sentence)
     lines += [f"  {detail}" for detail in verdict.details]
-    return [*lines, f"Verdict saved in {kept_in}"]
+    return [*map(printable, lines), f"Verdict saved in {kept_in}"]
 
 
 # ------------------------------------------------------------------------------ what is played
@@ -156,10 +158,14 @@ def _built(entry: str) -> _Built:
     """
     from torch import nn
 
-    function = _function(entry)
     try:
-        built = function()
-    except Exception as error:
+        # The command line is not the file's own: argparse would take it for that.
+        with mock.patch.object(sys, "argv", [entry.rpartition(":")[0]]):
+            function = _function(entry)
+            built = function()
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
         text = f"{entry} raised {type(error).__name__}: {error}"
         raise UsageError(text[:500], hint=_CONTRACT) from error
     parts = tuple(built) if isinstance(built, tuple | list) else (built,)
@@ -181,7 +187,7 @@ def _function(entry: str) -> Callable[[], Any]:
         module = _file(Path(where)) if where.endswith(".py") else _module(where)
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = f"{where} cannot be imported: {type(error).__name__}: {error}"
         raise UsageError(
             text[:500],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
-from trainer_hooks.repro.capsule import Autocast
+from trainer_hooks.repro.capsule import Autocast, map_tensors
 from trainer_hooks.step.gradients import clean_name
 
 LossOf = Callable[[Any], Tensor]
@@ -220,16 +220,12 @@ def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 def _copied(batch: Any, dtype: torch.dtype | None) -> Any:
     """Return the batch as copies: a loss function may write into it."""
 
-    def copy(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def copy(value: Tensor) -> Tensor:
         if dtype is not None and value.dtype in _LOWER[dtype]:
             return value.to(dtype)
         return value.clone()
 
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        batch = dict(batch)
-    return tree_map(copy, batch)
+    return map_tensors(batch, copy)
 
 
 @contextmanager
@@ -356,6 +352,8 @@ class Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.origin: Origin | None = None
+        self.lowest: torch.dtype | None = None
+        """The least precise type that an operation gave."""
         self._modules: list[str] = []
         self._names: dict[int, str] = {}
         self._events: list[_Event] = []
@@ -425,6 +423,9 @@ class Trace(TorchDispatchMode):
         sources = [self._source(v) for v in values if isinstance(v, Tensor) and _can_be_bad(v)]
         result = func(*args, **(kwargs or {}))
         results = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor) and _can_be_bad(t)]
+        for tensor in results:
+            if tensor.is_floating_point() and _bits(tensor.dtype) < _bits(self.lowest):
+                self.lowest = tensor.dtype
         if name.startswith(("empty", "new_empty")):
             self._last.update(dict.fromkeys(map(_address, results), _FINITE))
             return result
@@ -495,6 +496,10 @@ class Trace(TorchDispatchMode):
                 self.origin = Origin(module, operator, "backward")
 
         return look
+
+
+def _bits(dtype: torch.dtype | None) -> float:
+    return math.inf if dtype is None else torch.finfo(dtype).bits
 
 
 def _can_be_bad(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from trainer_hooks.repro.capsule import (
     Autocast,
     Capsule,
     is_second_moment,
+    map_tensors,
     rows_in,
     take_rows,
     tensors_in,
@@ -81,6 +82,8 @@ class _Case:
     batches: Sequence[Any]
     details: list[str] = field(default_factory=list)
     num_plays: int = 0
+    lowest: torch.dtype | None = None
+    """The least precise type that an operation of the forward gave."""
 
     @property
     def limits(self) -> Limits:
@@ -185,6 +188,7 @@ def _finite(value: float) -> float | None:
 def _trace(case: _Case) -> Origin | None:
     trace = Trace()
     case.scene.play(case.batches, case.capsule.rng, trace=trace)
+    case.lowest = trace.lowest
     return trace.origin
 
 
@@ -206,6 +210,8 @@ def _cause(case: _Case, played: Played, try_machine: Callable[[torch.device], st
         return "data", words, "", rows
     if cured := _in_precision(case):
         return "arithmetic", cured, "", rows
+    if not rows and (words := _not_finite(case)):
+        return "data", words, "", ()
     if rows:
         words = f"{_samples(rows)} of {num_rows} {_make(rows)} the batch bad in every precision; "
         return "data", f"{words}without {_them(rows)} the batch is fine.", "", rows
@@ -280,16 +286,19 @@ def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], 
     case.details.append(f"self-test of {device}: all answers right")
     why = [] if repeats else ["two plays differ in their bits, so it is not deterministic"]
     equal = _is_bit_equal(case.capsule, played)
-    if equal is False or (equal is None and not case.weights.is_exact):
-        why.append(f"it was played with {case.weights.text}")
+    if equal is not True and not case.weights.is_exact:
+        why.append("it was not played with its own weights")
+    elif equal is False:
+        why.append("its loss is not the run's, bit for bit")
     if equal is not None and case.capsule.facts["world_size"] > 1:
         # Its own loss was finite: what was bad may have come with the reduction.
         why.append("another rank may have made it bad: play theirs with --rank")
     why += _differences(case.capsule, device)
     if why:
         return "not_reproduced", f"the step is fine here; {'; '.join(why)}.", "", ()
-    words = "with the same weights, batch and random state the step is fine, twice bit-equal; "
-    words += "test the node that it ran on: `vitals doctor --burn-in 60`."
+    words = "with the same weights, batch and random state the step is fine, twice bit-equal. What "
+    words += "the loop does outside of loss_of is not played; if nothing there made it bad, test "
+    words += "the node that it ran on: `vitals doctor --burn-in 60`."
     return "hardware", words, "", ()
 
 
@@ -341,7 +350,9 @@ def _lowest(case: _Case) -> str:
     autocast = case.scene.autocast
     if autocast is not None and autocast.dtype:
         return autocast.dtype
+    # Autocast may begin within the model, where the run did not see it.
     dtypes = [p.dtype for p in case.scene.model.parameters() if p.is_floating_point()]
+    dtypes += [] if case.lowest is None else [case.lowest]
     if not dtypes:
         return "float32"
     return str(min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)).removeprefix("torch.")
@@ -368,7 +379,14 @@ def _bad_rows(case: _Case) -> tuple[tuple[int, ...], int]:
     rest = [row for row in range(count) if row not in set(bad)]
     if not bad or not rest or case.play([take_rows(batch, rest)]).error:
         return (), count
-    return ((), count) if case.is_bad([take_rows(batch, rest)]) else (tuple(bad), count)
+    if case.is_bad([take_rows(batch, rest)]):
+        return (), count
+    for row in list(bad) if len(bad) > 1 else ():
+        # Alone it may be bad for another reason: all its labels are ignored, say.
+        others = [each for each in bad if each != row]
+        if not case.is_bad([take_rows(batch, sorted({*rest, row}))]):
+            bad, rest = others, sorted({*rest, row})
+    return tuple(bad), count
 
 
 def _search(case: _Case, batch: Any, rows: list[int]) -> list[int]:
@@ -389,6 +407,7 @@ def _search(case: _Case, batch: Any, rows: list[int]) -> list[int]:
 
 def _out_of_range(case: _Case, rows: Sequence[int]) -> str:
     """Return in words which values of these samples cannot be; empty: none."""
+    without = "it" if len(rows) == 1 else _samples(rows)
     for batch in case.batches:
         for tensor in tensors_in(batch):
             if not tensor.is_floating_point() or not tensor.dim() or len(tensor) <= max(rows):
@@ -404,13 +423,32 @@ def _out_of_range(case: _Case, rows: Sequence[int]) -> str:
                 which = f"sample {row} of the batch"
                 if not math.isfinite(value):
                     kind = "NaN" if math.isnan(value) else "an infinity"
-                    return f"{which} holds {kind}; without {_them(rows)} the batch is fine."
+                    return f"{which} holds {kind}; without {without} the batch is fine."
                 if len(usual) and value > _OUT_OF_RANGE * max(float(usual.max()), 1e-30):
                     return (
                         f"{which} holds {value:.3g}, and all others at most "
-                        f"{float(usual.max()):.3g}; without {_them(rows)} the batch is fine."
+                        f"{float(usual.max()):.3g}; without {without} the batch is fine."
                     )
     return ""
+
+
+def _not_finite(case: _Case) -> str:
+    """Return in words that NaN or an infinity in the batch is to blame; empty: it is not.
+
+    For samples that cannot be left out. An infinity below 0 may be a mask, so it stays.
+    """
+
+    def wrong(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.isnan() | tensor.isposinf()
+
+    def cleaned(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.where(wrong(tensor), torch.zeros_like(tensor), tensor)
+
+    if not any(bool(wrong(tensor).any()) for tensor in tensors_in(list(case.batches))):
+        return ""
+    if case.is_bad([map_tensors(batch, cleaned) for batch in case.batches]):
+        return ""
+    return "the batch holds NaN or an infinity; with 0 in its place the step is fine."
 
 
 def _samples(rows: Sequence[int]) -> str:

@@ -1,5 +1,6 @@
 """`vitals plan`: what a training will take, before it begins."""
 
+import math
 from typing import Annotated, cast, get_args
 
 import typer
@@ -76,12 +77,14 @@ def show_plan(
         )
     if bool(layers) != bool(width):
         raise UsageError("--layers and --width go together", hint="give both, or neither")
+    sized = params if 1 <= params < math.inf else 1  # else the plan says that it is no size
+    shape = Shape(layers, width, vocab) if layers else shape_of(sized, vocab=vocab)
     asked = PlanInput(
         num_params=params,
         tokens=tokens,
         gpu=gpu.lower(),
         num_gpus=gpus,
-        shape=Shape(layers, width, vocab) if layers else shape_of(max(params, 1), vocab=vocab),
+        shape=shape,
         sequence_length=sequence_length,
         micro_batch=micro_batch,
         training_type=cast(TrainingType, precision),
