@@ -54,7 +54,7 @@ def test_the_run_page_says_where_the_time_went_and_what_it_cost(
     stub.add(samples.sample_run())
     app = open_page("run", open_goodput="true")
     said = shown(app)
-    assert "80.0 %" == {metric.label: metric.value for metric in app.metric}["Goodput"]
+    assert "Goodput 80.0 %" in said
     (table,) = (table.value for table in app.dataframe)
     assert [("productive", "8 min 0 s", "80.0 %"), ("down", "2 min 0 s", "20.0 %")] == list(
         table.itertuples(index=False, name=None)
@@ -63,13 +63,26 @@ def test_the_run_page_says_where_the_time_went_and_what_it_cost(
     assert "Nothing is known of rank 7." in said
 
 
+def test_nothing_that_reads_every_step_is_asked_before_it_is_opened(
+    stub: Stub, open_page: Open
+) -> None:
+    run = samples.sample_run()
+    info = msgspec.structs.replace(run.detail.info, total_steps=1_000)
+    run.detail = msgspec.structs.replace(run.detail, info=info)
+    stub.add(run)
+    said = shown(open_page("run"))
+    assert "Goodput" not in said
+    assert "Final loss" not in said
+
+
 def test_the_run_page_says_when_the_run_ends_and_at_what_loss(stub: Stub, open_page: Open) -> None:
     run = samples.sample_run()
     stub.add(run)
-    assert "Final loss" not in shown(open_page("run")), "nobody said how many steps are planned"
+    opened = shown(open_page("run", open_goodput="true"))
+    assert "Final loss" not in opened, "nobody said how many steps are planned"
     info = msgspec.structs.replace(run.detail.info, total_steps=1_000)
     run.detail = msgspec.structs.replace(run.detail, info=info)
-    said = shown(open_page("run"))
+    said = shown(open_page("run", open_goodput="true"))
     assert "Z, in 1 h 0 min (50 min 0 s to 1 h 20 min): step 421 of 1,000, 6.2 s each" in said
     assert "Final loss 2.12 (2.02 to 2.18)" in said
 

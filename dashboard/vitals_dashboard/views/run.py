@@ -20,7 +20,6 @@ from trainvitals.views import (
     EventsQuestion,
     EventView,
     GoodputQuestion,
-    GoodputView,
     RunDetail,
     RunQuestion,
 )
@@ -63,8 +62,6 @@ def _body(source: Source, chosen: Controls) -> None:
         happened = ask(lambda: _happened(source, run.run_id))
         detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
         values = ask(lambda: curves.last_values(source, detail))
-        spent = ask(lambda: source.client.ask(GoodputQuestion(run_id=run.run_id)))
-        foreseen = ask(lambda: _foreseen(source, detail))
         seen = happened.result()
         readings = ask(lambda: _readings(source, detail, seen.decisions))
         # The curves are what people come for: a browser draws what it gets first.
@@ -73,12 +70,11 @@ def _body(source: Source, chosen: Controls) -> None:
             _charts(_view(source, detail, chosen, seen), own)
     with verdict:
         verdicts.strip(run, judged.result())
-    goodput = spent.result()
-    _numbers(detail, values.result(), goodput, foreseen.result())
+    _numbers(detail, values.result())
     _facts(detail, source.clock.time_ns())
     _tools(source, detail, seen.decisions)
     _below(detail, seen.decisions, seen.checkpoints, readings.result())
-    _where_time_went(goodput)
+    _where_time_went(source, detail)
 
 
 class _Happened(NamedTuple):
@@ -237,9 +233,7 @@ def _size(num_params: int) -> str:
     return f"{formatting.number(num_params / 1e6, 3)} M parameters"
 
 
-def _numbers(
-    detail: RunDetail, last: curves.LastValues, goodput: GoodputView, foreseen: str
-) -> None:
+def _numbers(detail: RunDetail, last: curves.LastValues) -> None:
     summary = detail.summary
     delta = last.loss_delta
     cells: tuple[tuple[str, str], ...] = (
@@ -248,7 +242,6 @@ def _numbers(
         ("Learning rate", formatting.number(last.learning_rate, 3)),
         ("Tokens/s", formatting.rate(last.tokens_per_second)),
         ("MFU", "n/a" if last.mfu is None else f"{last.mfu * 100:.1f} %"),
-        ("Goodput", formatting.share(goodput.ratio)),
         ("Skips", f"{summary.num_skips:,}"),
         ("Rollbacks", f"{summary.num_rollbacks:,}"),
     )
@@ -264,9 +257,6 @@ def _numbers(
         )
         for label, value in cells:
             st.metric(label, value, border=True, height="stretch", width=NUMBER)
-    if foreseen:
-        with st.container(key="run_forecast"):
-            st.text(foreseen)
 
 
 def _foreseen(source: Source, detail: RunDetail) -> str:
@@ -311,12 +301,19 @@ def _below(
                     st.caption(f"Of the observed decisions, {shadow}.")
 
 
-def _where_time_went(view: GoodputView) -> None:
-    """Draw the buckets of the run's wall time, and what it cost."""
+def _where_time_went(source: Source, detail: RunDetail) -> None:
+    """Draw the buckets of the run's wall time, what it cost, and when it ends.
+
+    Asked for once it is opened: the collector reads every step of the run for it.
+    """
     with st.expander(
         "Where the time went", key="open_goodput", on_change="rerun", bind="query-params"
     ) as part:
         if part.open:
+            view = source.client.ask(GoodputQuestion(run_id=detail.summary.run_id))
+            if foreseen := _foreseen(source, detail):
+                st.text(foreseen)
+            st.text(f"Goodput {formatting.share(view.ratio)}")
             layout.table(tables.goodput_rows(view), "No process was heard of yet.", key="goodput")
             st.caption("  |  ".join(f"{name}: {text}" for name, text in view.cost()))
             for note in view.notes:
