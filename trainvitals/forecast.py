@@ -185,7 +185,9 @@ def final_loss(step: Ints, loss: Floats, *, total_steps: int) -> FinalLoss | str
     """
     is_finite = np.isfinite(loss)
     at, values = step[is_finite].astype(np.float64) + 1.0, loss[is_finite]
-    if not len(at) or len(at) < _MIN_LOSS_ROWS or at[-1] < _MIN_SHARE * total_steps:
+    if len(at) < _MIN_LOSS_ROWS:
+        return f"{_MIN_LOSS_ROWS} steps with a loss are needed"
+    if at[-1] < _MIN_SHARE * total_steps:
         return f"known from a quarter of the run on, step {int(_MIN_SHARE * total_steps):,}"
     now = float(at[-1])
     level = float(np.median(_window(at, values, now)))

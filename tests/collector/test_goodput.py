@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.collector.lookback import decision, gpu_rows
-from tests.collector.rows import RUN, SECOND, START, Writer
+from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
 from tests.collector.test_cli_read import leave, vitals
 from trainvitals.errors import UsageError
 from trainvitals.records import (
@@ -24,7 +24,7 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Value
 from trainvitals.testing.clock import ManualClock
-from trainvitals.views import GoodputQuestion, GoodputView, VerdictQuestion
+from trainvitals.views import GoodputQuestion, GoodputView, RunsQuestion, VerdictQuestion
 from vitals_collector.alerts.notifiers import LogNotifier
 from vitals_collector.api.exposition import StoreCollector
 from vitals_collector.ingest.ingest import ingest
@@ -203,6 +203,29 @@ def test_a_run_that_goes_on_is_read_again_only_now_and_then(store: Store):
     assert query.ask(question).steps == 10, "it was read a moment ago"
     now[0] += 100.0
     assert query.ask(question).steps == 20
+
+
+def test_of_many_runs_no_more_are_read_at_once_than_there_is_time_for(store: Store):
+    heads = [Writer(run=run) for run in (RUN, OTHER_RUN)]
+    for head in heads:
+        ingest(store, begun(head))
+        ingest(store, trained(head, *range(1, 11)))
+    now = [0.0]
+
+    def stopwatch() -> float:
+        now[0] += 1.0  # each look at it costs a second
+        return now[0]
+
+    cache = GoodputCache(stopwatch=stopwatch)
+    query = Query(store, clock=ManualClock())
+    runs = query.ask(RunsQuestion())
+    with store.read() as connection:
+        moment = store.moment(connection)
+        first = [view.run_id for view in cache.all_of(moment, runs, max_seconds=2.0)]
+        both = [view.run_id for view in cache.all_of(moment, runs, max_seconds=10.0)]
+        known = [view.run_id for view in cache.all_of(moment, runs, max_seconds=0.0)]
+    assert first == both[:1]
+    assert {RUN, OTHER_RUN} == set(both) == set(known)
 
 
 # ---------------------------------------------------------------------------------- the counters

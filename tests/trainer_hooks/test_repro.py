@@ -492,6 +492,18 @@ def test_a_capsule_that_lacks_a_fact_is_damaged(tmp_path, missing):
         kept(tmp_path, facts=facts, batches=[torch.ones(1)])
 
 
+def test_a_capsule_whose_loss_is_no_number_is_damaged(tmp_path):
+    with pytest.raises(FormatError, match="the loss it tells is '1'"):
+        kept(tmp_path, facts=FACTS | {"loss": "1"}, batches=[torch.ones(1)])
+
+
+def test_a_capsule_with_a_state_that_no_generator_takes_is_damaged(tmp_path):
+    rng = capture_now()
+    rng["torch"] = rng["torch"][:-8]
+    with pytest.raises(FormatError, match="cannot be read: RuntimeError"):
+        kept(tmp_path, batches=[torch.ones(1)], rng=[rng])
+
+
 def test_a_folder_in_place_of_a_capsule_is_said(tmp_path):
     path = tmp_path / "step-00000001-1-rank-0.npz"
     path.mkdir()

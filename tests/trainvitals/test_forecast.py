@@ -136,7 +136,9 @@ def test_no_forecast_of_what_rises_lies_below_zero_or_has_just_begun():
     assert isinstance(below, str) and "not above 0" in below
     early = final_loss(step[:400], power(step[:400]), total_steps=2_000)
     assert early == "known from a quarter of the run on, step 500"
-    assert isinstance(final_loss(step[:0], power(step[:0]), total_steps=10), str)
+    for few in (0, 3, 29):  # a short run that is over, too
+        said = final_loss(step[:few], power(step[:few]), total_steps=3)
+        assert said == "30 steps with a loss are needed"
 
 
 def test_a_run_that_is_over_has_the_loss_it_has():

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import platform
+import random
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -249,6 +250,8 @@ def read(file: CapsuleFile) -> Capsule:
             )
         if missing := _FACTS - facts.keys():
             raise ValueError(f"it does not tell {min(missing)}")
+        if type(facts.get("loss")) not in (int, float, type(None)):
+            raise ValueError(f"the loss it tells is {facts['loss']!r}")
         by_number = [arrays[f"a{number}"] for number in range(len(arrays))]
         good = facts.pop("good", None)
         return Capsule(
@@ -295,6 +298,9 @@ def _rng(tree: Tree, arrays: Sequence[Any]) -> dict[str, Any]:
     version, words, gauss = tree["python"]
     state: dict[str, Any] = {"python": (version, tuple(arrays[words].tolist()), gauss)}
     state["torch"] = torch.from_numpy(arrays[tree["torch"]].copy())
+    # What no generator takes is damage of the file, and no fault of the step that is played.
+    random.Random().setstate(state["python"])
+    torch.Generator().set_state(state["torch"])
     if "numpy" in tree:
         kind, keys, *rest = tree["numpy"]
         state["numpy"] = (kind, arrays[keys], *rest)

@@ -138,13 +138,17 @@ def judge(
         return _judged(case, try_machine or _try_machine)
 
 
+_MOST_THREADS = 1024
+"""More than any machine has: each is really started."""
+
+
 @contextmanager
 def _as_in_run(there: dict[str, str]) -> Iterator[None]:
     """Add up in the run's order and precision: by its threads and its choice for float32."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
         if there.get("threads", "").isdigit():
-            torch.set_num_threads(int(there["threads"]))
+            torch.set_num_threads(min(int(there["threads"]), _MOST_THREADS))
         torch.set_float32_matmul_precision(there.get("float32_matmul", precision))
         yield
     finally:

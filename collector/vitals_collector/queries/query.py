@@ -394,27 +394,23 @@ def _movers(query: Query, asked: MoversQuestion) -> tuple[MoverView, ...]:
 
 @answer_to(IncidentsQuestion)
 def _incidents(query: Query, asked: IncidentsQuestion) -> tuple[IncidentView, ...]:
-    with query.read(asked.run_id) as moment:
-        run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
-        return incidents(
-            moment,
-            run,
-            price=query.gpu_hour_price,
-            reach=query.reach,
-            run_dir=query.run_dir(asked.run_id),
-        )
+    return _judged(query, asked.run_id, incidents)
 
 
 @answer_to(VerdictQuestion)
 def _verdict(query: Query, asked: VerdictQuestion) -> RunVerdict:
-    with query.read(asked.run_id) as moment:
-        run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
-        return run_verdict(
+    return _judged(query, asked.run_id, run_verdict)
+
+
+def _judged(query: Query, run_id: str, judge: Callable[..., A]) -> A:
+    with query.read(run_id) as moment:
+        run = overview.summaries(moment.sql, query.liveness(), run_id)[0]
+        return judge(
             moment,
             run,
             price=query.gpu_hour_price,
             reach=query.reach,
-            run_dir=query.run_dir(asked.run_id),
+            run_dir=query.run_dir(run_id),
         )
 
 
