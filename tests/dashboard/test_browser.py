@@ -477,7 +477,7 @@ def test_an_incident_leads_to_the_curves_around_it(page, address):
     page.get_by_role("link", name="Curves around it").click()
     page.get_by_role("button", name="View").click()
     for name, step in (("from", max(0, onset - 100)), ("to", last + 100)):
-        page.wait_for_url(re.compile(rf"/run\?.*[?&]{name}={step}(&|$)"))
+        expect(page).to_have_url(re.compile(rf"/run\?.*[?&]{name}={step}(&|$)"))
         expect(page.get_by_label(f"{name} step")).to_have_value(str(step))
     page.wait_for_selector(CHART)
 

@@ -169,8 +169,11 @@ def test_files_stay_within_their_bytes_over_starts_and_the_newest_are_kept(tmp_p
     assert kept == list(range(kept[0], 100))
 
 
+TOLD = {"reason": "loss is nan", "versions": {}, "state": {}, "applied": False, "world_size": 1}
+
+
 def bad_step(step, batch):
-    content = Content(facts={"versions": {}}, batches=[batch], rng=[None])
+    content = Content(facts=TOLD, batches=[batch], rng=[None])
     return BadStep(f"capsules/step-{step:08d}-1-rank-3.npz", content)
 
 
