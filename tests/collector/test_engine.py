@@ -12,6 +12,7 @@ from trainvitals.records import Finding, FindingRaised, Note, RunEnded
 from trainvitals.views import AckRequest, RunQuestion
 from vitals_collector.alerts.notifiers import DELIVERED, Result, delivery_id
 from vitals_collector.api.ingest_route import CommitQueue
+from vitals_collector.live import run_status
 from vitals_collector.live.run_status import RunStatusCache
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
@@ -329,6 +330,37 @@ def asked(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(RunStatusCache, "_refresh_some", noted)
     return runs
+
+
+def test_a_large_run_rests_between_two_looks_but_its_end_is_seen_at_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run_status, "_FEW", 2)
+    monkeypatch.setattr(run_status, "_NS_PER_SOURCE", 2_000_000_000)
+    ranks = [Writer(f"rank:{rank}", world_size=2) for rank in range(2)]
+    for rank in ranks:
+        place.send(rank.steps(range(6)))
+    place.look()
+    runs = asked(place, monkeypatch)
+    for second in range(1, 9):
+        place.clock.advance(1)
+        place.send(ranks[0].steps([5 + second]))
+        place.look()
+    assert 2 == len(runs), "of eight looks, one each four seconds"
+    place.send(ranks[0].events(RunEnded(state="finished")))
+    place.look()
+    assert {RUN: "finished"} == states(place)
+
+
+@pytest.mark.parametrize(
+    ("num_sources", "lost_after", "seconds"),
+    [(999, 60, 0), (4_096, 60, 4.096), (16_384, 60, 10), (4_096, 6, 1)],
+)
+def test_a_rest_grows_with_the_run_up_to_a_part_of_what_lets_it_be_lost(
+    num_sources, lost_after, seconds
+):
+    when = run_status.Liveness(now_unix_ns=0, lost_after_seconds=lost_after)
+    assert seconds == pytest.approx(run_status._rest_ns(num_sources, when) / 1e9)
 
 
 def test_a_run_that_ended_is_not_asked_after_until_something_of_it_comes(

@@ -395,6 +395,8 @@ class RunStatusCache:
         self._moved: dict[str, dict[str, tuple[int, int]]] = {}
         """By run and incarnation of a folder: its last word by its own clock, and when that was
         first seen by ours."""
+        self._rest_until: dict[str, int] = {}
+        """Until when large runs are not asked after again, by our clock."""
         self._failed_at: dict[str, int] = {}
         """When runs were first seen to have failed, by our clock: who was gone shows later."""
 
@@ -418,7 +420,10 @@ class RunStatusCache:
     def drop(self, run_ids: Iterable[str]) -> None:
         """Forget what was seen of runs; those that are still asked after begin anew."""
         for run_id in run_ids:
-            for kept in (self._statuses, self._decided, self._moved, self._failed_at, self._since):
+            for kept in (
+                *(self._statuses, self._decided, self._moved),
+                *(self._failed_at, self._since, self._rest_until),
+            ):
                 kept.pop(run_id, None)
 
     def refresh(
@@ -454,7 +459,12 @@ class RunStatusCache:
                 since = when.now_unix_ns - int(2 * when.lost_after_seconds * 1e9)
                 failed = {run_id for run_id, at in self._failed_at.items() if at >= since}
                 asked = self.running | failed | (every - self._statuses.keys())
-                due_runs = (due_runs | asked) & every
+                resting = {
+                    run_id
+                    for run_id, until in self._rest_until.items()
+                    if when.now_unix_ns < until and not touched.get(run_id)
+                }
+                due_runs = ((due_runs | asked) & every) - resting
             order = sorted(due_runs)
             for first in range(0, len(order), _RUNS_AT_ONCE):
                 self._refresh_some(connection, order[first : first + _RUNS_AT_ONCE], touched, when)
@@ -482,7 +492,10 @@ class RunStatusCache:
             own = [state for _, state in of_run[run_id]]
             heard_since = self._heard_since(run_id, when)
             status = _status_of(connection, run_id, own, self._decided[run_id], heard_since)
-            if status.state != "running":
+            if status.state == "running":
+                self._rest_until[run_id] = when.now_unix_ns + _rest_ns(len(own), when)
+            else:
+                self._rest_until.pop(run_id, None)
                 self._moved.pop(run_id, None)
             if status.state == "failed":
                 self._failed_at.setdefault(run_id, when.now_unix_ns)
@@ -537,6 +550,22 @@ class RunStatusCache:
             parts.append(state)
         self._moved[run_id] = moved
         return parts
+
+
+_FEW = 1_000
+_NS_PER_SOURCE = 1_000_000
+_LONGEST_REST = 1 / 6
+"""In parts of the time after which a silent run counts as lost."""
+
+
+def _rest_ns(num_sources: int, when: Liveness) -> int:
+    """Return how long a run that goes on is not asked after again, unless its state may change.
+
+    4,096 ranks are 50 ms of work: so it is a millisecond for each source where there are many.
+    """
+    if num_sources < _FEW:
+        return 0
+    return min(num_sources * _NS_PER_SOURCE, int(_LONGEST_REST * when.lost_after_seconds * 1e9))
 
 
 _COLUMNS = tuple(sources.c[name] for name in ("run_id", "incarnation", *SourceState._fields))
