@@ -20,7 +20,7 @@ from vitals_dashboard.theme import (
     palette,
 )
 
-REFRESH_SECONDS = 2.0
+REFRESH_SECONDS = 4.0
 SLOW_SECONDS = 10.0
 """Of pages that draw thousands of cells."""
 
@@ -71,7 +71,10 @@ def refreshing(
     draw: Callable[[Source], None], *, live: bool, key: str, every: float = REFRESH_SECONDS
 ) -> None:
     """Draw now and, while ``live``, again every few seconds; only this part of the page."""
+    st.fragment(guarded, run_every=every if live else None, key=key)(_allowed(draw))
 
+
+def _allowed(draw: Callable[[Source], None]) -> Callable[[Source], None]:
     def allowed(source: Source) -> None:
         # Asked anew: a refresh runs nothing else of the page, and a session may have ended.
         if access.role():
@@ -79,7 +82,42 @@ def refreshing(
         else:
             access.closed()
 
-    st.fragment(guarded, run_every=every if live else None, key=key)(allowed)
+    return allowed
+
+
+def page_with_live_part(draw: Callable[[Source], None], *, live: bool) -> None:
+    """Draw a page that calls ``live_part``; where it cannot be drawn, it is tried again."""
+    if not guarded(_allowed(draw)):
+        live_part(lambda: None, lambda _: False, live=live, key="page_again")
+
+
+def live_part(
+    draw: Callable[[], None], again: Callable[[Source], bool], *, live: bool, key: str
+) -> None:
+    """Draw a part of a page and, while ``live``, draw it again every few seconds.
+
+    Args:
+        draw: draws it with the page.
+        again: draws it alone, and returns whether the rest of the page is as true as it is. If not,
+            or if it cannot be drawn, the whole page is drawn anew, which says why.
+        live: whether to draw it again.
+        key: of this part.
+    """
+    with_page = [True]
+
+    def part() -> None:
+        if with_page:
+            with_page.clear()
+            draw()
+            return
+        try:
+            is_true = access.role() and again(access.limited(connect()))
+        except VitalsError:
+            is_true = False
+        if not is_true:
+            st.rerun()
+
+    st.fragment(part, run_every=REFRESH_SECONDS if live else None, key=key)()
 
 
 def refreshing_runs(
@@ -94,10 +132,15 @@ def refreshing_runs(
 
     What it draws has to call ``stop_at_the_end``.
     """
+    refreshing(draw, live=goes_on(run_ids, live=live), key=key, every=every)
+
+
+def goes_on(run_ids: Sequence[str], *, live: bool) -> bool:
+    """Return whether a page of these runs is to refresh itself: not once all of them have ended."""
     st.session_state.pop(_RUNS, None)
     live = live and not _have_ended(run_ids)
     st.session_state[_REFRESHES] = live
-    refreshing(draw, live=live, key=key, every=every)
+    return live
 
 
 def stop_at_the_end(runs: Sequence[RunSummary]) -> None:

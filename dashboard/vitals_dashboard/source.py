@@ -78,16 +78,18 @@ def connect() -> Source:
     )
 
 
-def guarded(draw: Callable[[Source], None]) -> None:
-    """Draw, or say in words why nothing can be drawn; the next refresh tries again."""
+def guarded(draw: Callable[[Source], None]) -> bool:
+    """Draw, or say in words why nothing can be drawn, and return whether it could be."""
     try:
         draw(connect())
+        return True
     except UnauthorizedError as error:
         states.wrong_token(error)
     except TransportError as error:
         states.collector_down(error)
     except VitalsError as error:
         states.problem(error)
+    return False
 
 
 @contextmanager
@@ -126,11 +128,16 @@ def verdict_of(source: Source, run: RunSummary, *, is_exact: bool = False) -> Ru
     Asked again when something was done or said about it, or after a minute; ``is_exact``: whenever
     it was heard of, so that its steps are those of the page.
     """
-    changed = (
-        run.state, run.health, run.num_skips, run.num_rollbacks, run.num_firing_alerts,
-        run.last_decision, run.missing, run.last_seen_unix_ns if is_exact else 0,
-    )  # fmt: skip
+    changed = (*what_happened(run), run.last_seen_unix_ns if is_exact else 0)
     return _verdict(source.client, source.client.url, run.run_id, changed)
+
+
+def what_happened(run: RunSummary) -> tuple[object, ...]:
+    """Return what of a run is another once something was done or said about it."""
+    return (
+        run.state, run.health, run.num_attempts, run.num_skips, run.num_rollbacks,
+        run.num_firing_alerts, run.last_decision, run.missing,
+    )  # fmt: skip
 
 
 @st.cache_data(max_entries=16, ttl=60, show_spinner=False)

@@ -145,10 +145,9 @@ def zoomed(scale: Scale, ends: tuple[float, float] | None) -> None:
         st.session_state[_ZOOMED] = True
 
 
-def follow_zoom() -> None:
-    """Draw the whole page again if a chart has chosen a range: the controls must follow it."""
-    if st.session_state.pop(_ZOOMED, False):
-        st.rerun()
+def has_zoomed() -> bool:
+    """Return whether a chart has just chosen a range: then the controls must follow it."""
+    return bool(st.session_state.pop(_ZOOMED, False))
 
 
 def around(decisions: Sequence[DecisionView]) -> None:

@@ -1,5 +1,6 @@
 """One run, live: its curves with every decision drawn on them, the ledger, the checkpoints."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,15 +23,19 @@ from trainvitals.views import (
     GoodputQuestion,
     RunDetail,
     RunQuestion,
+    RunVerdict,
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
 from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts, load_charts
-from vitals_dashboard.source import Source, forecast_of, meanwhile, verdict_of
+from vitals_dashboard.source import Source, forecast_of, meanwhile, verdict_of, what_happened
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
 
 WIDE_NUMBER, NUMBER = 165, 118
 """Pixels."""
+REST_SECONDS = 30.0
+"""After which all of the page is drawn anew, though nothing was done or said about the run: it has
+new checkpoints, and others may have written notes."""
 
 
 def render() -> None:
@@ -41,20 +46,15 @@ def render() -> None:
         layout.run_links()
         st.space("stretch")
         chosen = controls.draw()
-    layout.refreshing_runs(
-        lambda source: _body(source, chosen),
-        layout.run_in_address(),
-        live=chosen.live,
-        key="run_body",
-    )
+    live = layout.goes_on(layout.run_in_address(), live=chosen.live)
+    layout.page_with_live_part(lambda source: _page(source, chosen, live), live=live)
 
 
-def _body(source: Source, chosen: Controls) -> None:
-    controls.follow_zoom()
+def _page(source: Source, chosen: Controls, live: bool) -> None:
+    controls.has_zoomed()  # and they did follow, as all of the page is drawn anew
     run = layout.chosen_run(source)
     if run is None:
         return
-    verdict = st.container(key="run_verdict")
     # All is asked for before anything but the curves is drawn: what comes in parts a browser draws
     # in parts, each as long as all of it. The collector answers several questions at once.
     with meanwhile() as ask:
@@ -64,17 +64,61 @@ def _body(source: Source, chosen: Controls) -> None:
         values = ask(lambda: curves.last_values(source, detail))
         seen = happened.result()
         readings = ask(lambda: _readings(source, detail, seen.decisions))
-        # The curves are what people come for: a browser draws what it gets first.
-        own = _own_metrics(detail)
-        with st.container(key="run_charts"):
-            _charts(_view(source, detail, chosen, seen), own)
-    with verdict:
-        verdicts.strip(run, judged.result())
-    _numbers(detail, values.result())
-    _facts(detail, source.clock.time_ns())
+        shown = _Shown(chosen, detail, seen, _own_metrics(detail))
+        layout.live_part(
+            lambda: shown.draw(source, detail, values.result, judged.result),
+            shown.again,
+            live=live,
+            key="run_live",
+        )
     _tools(source, detail, seen.decisions)
     _below(detail, seen.decisions, seen.checkpoints, readings.result())
     _where_time_went(source, detail)
+
+
+class _Shown:
+    """What changes with each step: the verdict, the curves, the numbers.
+
+    The rest of the page is drawn anew when something happened, or else now and then: a browser
+    takes longer for it than for new points of curves.
+    """
+
+    def __init__(
+        self, chosen: Controls, detail: RunDetail, happened: "_Happened", own: Sequence[str]
+    ) -> None:
+        self._chosen, self._happened, self._own = chosen, happened, own
+        self._run = detail.summary
+        self._until = time.monotonic() + REST_SECONDS
+
+    def draw(
+        self,
+        source: Source,
+        detail: RunDetail,
+        values: Callable[[], curves.LastValues],
+        judged: Callable[[], RunVerdict],
+    ) -> None:
+        """Draw it."""
+        verdict = st.container(key="run_verdict")
+        # The curves are what people come for: a browser draws what it gets first.
+        with st.container(key="run_charts"):
+            _charts(_view(source, detail, self._chosen, self._happened), self._own)
+        with verdict:
+            verdicts.strip(detail.summary, judged())
+        _numbers(detail, values())
+        _facts(detail, source.clock.time_ns())
+
+    def again(self, source: Source) -> bool:
+        """Draw it as it is now, if the rest of the page still holds; return whether it does."""
+        if controls.has_zoomed() or time.monotonic() > self._until:
+            return False
+        detail = source.client.ask(RunQuestion(run_id=self._run.run_id, volume=False))
+        if what_happened(detail.summary) != what_happened(self._run):
+            return False
+        with meanwhile() as ask:
+            judged = ask(lambda: verdict_of(source, detail.summary, is_exact=True))
+            values = ask(lambda: curves.last_values(source, detail))
+            self.draw(source, detail, values.result, judged.result)
+        return True
 
 
 class _Happened(NamedTuple):
