@@ -1,7 +1,7 @@
 """Tables as rows of plain values: pure functions from the query API's replies."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -46,8 +46,9 @@ def run_rows(
     now_unix_ns: int,
     curves: Mapping[str, str],
     verdicts: Mapping[str, str],
+    hung: Collection[str] = (),
 ) -> list[Row]:
-    """Return the fleet's rows, in the order given.
+    """Return the fleet's rows, in the order given; ``hung`` are the ids of runs that hang.
 
     A table's column of numbers can show no nan: losses are texts where one is not finite. State and
     health are lists of one: so a table shows them as labels with a colour.
@@ -56,7 +57,7 @@ def run_rows(
     return [
         {
             "Run": formatting.run_label(run.name, run.run_id),
-            "State": [STATE_WORDS[run.state]],
+            "State": [STATE_WORDS["hung" if run.run_id in hung else run.state]],
             "Health": [HEALTH_WORDS[run.health]],
             "Verdict": verdicts.get(run.run_id, ""),
             "Alerts": run.num_firing_alerts,

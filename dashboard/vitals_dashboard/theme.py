@@ -79,7 +79,9 @@ STATE_WORDS = {
     "interrupted": "\N{HEAVY VERTICAL BAR}\N{HEAVY VERTICAL BAR} interrupted",
     "failed": "\N{MULTIPLICATION X} failed",
     "lost": "? lost",
+    "hung": "\N{BLACK SQUARE} hung",
 }
+"""Of a run's state; a running one that hangs says so."""
 STATE_BADGES = {
     "running": "blue",
     "finished": "green",
@@ -87,6 +89,7 @@ STATE_BADGES = {
     "interrupted": "gray",
     "failed": "red",
     "lost": "orange",
+    "hung": "red",
 }
 HEALTH_WORDS = {
     "healthy": "\N{CHECK MARK} healthy",

@@ -473,7 +473,8 @@ def test_an_incident_leads_to_the_curves_around_it(page, address):
     page.get_by_role("link", name="Incidents", exact=True).click()
     page.locator(".st-key-incident_title").wait_for()
     told = page.locator(".st-key-facts_incident").inner_text()
-    onset, last = (int(step) for step in re.findall(r"\d+", told)[:2])
+    steps = re.match(r"steps? (\d+)(?: to (\d+))?", told)
+    onset, last = int(steps[1]), int(steps[2] or steps[1])
     page.get_by_role("link", name="Curves around it").click()
     page.get_by_role("button", name="View").click()
     for name, step in (("from", max(0, onset - 100)), ("to", last + 100)):

@@ -203,6 +203,17 @@ def test_a_run_with_an_incident_has_its_verdict_in_the_list(stub: Stub, open_pag
     assert "" == verdicts[1]
 
 
+def test_a_run_that_hangs_is_not_called_running_in_the_list(stub: Stub, open_page: Open) -> None:
+    sample = with_look_back(samples.sample_run())
+    (incident,) = sample.incidents
+    verdict = msgspec.structs.replace(incident.verdict, is_hung=True)
+    sample.incidents = [msgspec.structs.replace(incident, is_open=True, verdict=verdict)]
+    stub.add(sample)
+    stub.runs.append(samples.summary(2))
+    states = [state for (state,) in open_page().dataframe[0].value["State"]]
+    assert ["hung", "running"] == [state.split()[-1] for state in states]
+
+
 # ------------------------------------------------------------------------------ hostile text
 
 

@@ -135,6 +135,7 @@ def _list(source: Source, runs: Sequence[RunSummary], *, key: str) -> None:
         now_unix_ns=source.clock.time_ns(),
         curves=_curves(source, runs),
         verdicts={run.run_id: verdicts.headline(run, judged.get(run.run_id)) for run in runs},
+        hung={run_id for run_id, of_run in judged.items() if of_run.verdict.is_hung},
     )
     column = st.column_config
     numbers = column.NumberColumn(format="localized", width=70)
