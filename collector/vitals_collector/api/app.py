@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from trainvitals import __version__
 from trainvitals.clock import Clock, SystemClock
@@ -139,7 +140,7 @@ def create_app(
         parts: list[_Part] = [known_tokens, *owners, acting, ingest_app, lease, upkeep]
         if writer is not None:
             parts.append(writer)
-        app = FastAPI(
+        app = _Gated(
             title="Vitals collector",
             version=__version__,
             docs_url=None,  # their pages load scripts from elsewhere
@@ -159,12 +160,26 @@ def create_app(
             origins=settings.origins,
         )
         count = store.counters.refuse
-        app.add_middleware(Gate, ingest=ingest_app, config=access, count=count)
+        app.gate = Gate(app.behind, ingest=ingest_app, config=access, count=count)
         app.state.ingest, app.state.known_tokens = ingest_app, known_tokens
     except BaseException:
         store.close()
         raise
     return app
+
+
+class _Gated(FastAPI):
+    """The API behind its gate, in front of FastAPI's own layers: agents' posts pass by those."""
+
+    gate: Gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        await self.gate(scope, receive, send)
+
+    async def behind(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle what the gate let through."""
+        await super().__call__(scope, receive, send)
 
 
 class _Part(Protocol):

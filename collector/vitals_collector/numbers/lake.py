@@ -198,6 +198,11 @@ class Lake(OpenLake):
                 holes = state.holes.get(key[1:], [])
                 stream = _Taken(header.identity.source, state.marks.get(key[1:], -1), holes)
             first, end = header.first_seq, header.first_seq + header.num_rows
+            if not stream.holes and first == stream.mark + 1:  # nearly always
+                parts.append(Part(batch, 0, header.num_rows))
+                num_new.append(header.num_rows)
+                taken[key] = _Taken(stream.source, end - 1, stream.holes, stream.filled)
+                continue
             new = stream.in_holes(first, end) if stream.holes else []
             filled = stream.without(new) if new else stream
             if end - 1 > stream.mark:
