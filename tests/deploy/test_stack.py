@@ -1,0 +1,146 @@
+"""What compose would start, as plain processes from the same files, and a run through all of it."""
+
+import json
+import shutil
+import threading
+import time
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import psycopg
+import pytest
+
+from tests.deploy.compose import Stack, started
+from tests.e2e.lab import open_lab, until
+from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.testing.faults import FaultPlan
+from trainvitals.views import DecisionsQuestion, RunQuestion, RunsQuestion
+
+pytestmark = [
+    pytest.mark.servers("prometheus", "prometheus-alertmanager", "postgres", "curl", "wget"),
+    pytest.mark.slow,
+    pytest.mark.dist,
+    pytest.mark.timeout(600),
+]
+
+FAULTS = (
+    FaultPlan()
+    .nan_gradient_at(rank=1, step=70)
+    .nan_loss_at(rank=0, step=90)
+    .spike_gradient_at(rank=1, step=110)
+    .poison_batches(first=150, last=158)
+    .nan_parameters_at(rank=1, step=200)
+    .kill_at(rank=1, step=240)
+)
+"""One of each kind that there is."""
+STEPS = 300
+
+
+class Pager:
+    """Takes what Alertmanager sends to the two receivers of the generated configuration."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str, str]] = []
+        """Receiver, alert, status."""
+        told = self.told
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                for alert in body["alerts"]:
+                    labels = alert["labels"]
+                    name = labels.get("alert", labels["alertname"])
+                    told.append((self.path.strip("/"), name, alert["status"]))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return self.server.server_address[1]
+
+    def pages(self) -> list[str]:
+        return [name for path, name, status in self.told if (path, status) == ("page", "firing")]
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@contextmanager
+def paging() -> Iterator[Pager]:
+    pager = Pager()
+    try:
+        yield pager
+    finally:
+        pager.close()
+
+
+def asked(stack: Stack, query: str) -> list[dict[str, str]]:
+    """Return the labels of what Prometheus answers."""
+    address = f"{stack.url(9090)}/api/v1/query?query={urllib.parse.quote(query)}"
+    found = httpx.get(address, trust_env=False).json()["data"]["result"]
+    return [each["metric"] for each in found if float(each["value"][1])]
+
+
+def in_alertmanager(stack: Stack) -> set[str]:
+    found = httpx.get(f"{stack.url(9093)}/api/v2/alerts", trust_env=False).json()
+    return {alert["labels"].get("alert", alert["labels"]["alertname"]) for alert in found}
+
+
+def objects(stack: Stack) -> list[str]:
+    """Return what is in the bucket."""
+    listed = httpx.get(f"{stack.url(9000)}/vitals?list-type=2&max-keys=1000", trust_env=False)
+    return [part.partition("<")[0] for part in listed.text.split("<Key>")[1:]]
+
+
+def client(stack: Stack) -> CollectorClient:
+    tokens = read_tokens(stack.volume("collector") / "tokens.json")
+    return CollectorClient(stack.url(8765), tokens.read, tls=tokens.tls, timeout=20.0)
+
+
+def counted(stack: Stack, run_id: str) -> Counter[tuple[str, str]]:
+    """Return the run's decisions in PostgreSQL, past Vitals' own reading."""
+    password = (stack.compose / "secrets" / "postgres_password").read_text()
+    with psycopg.connect(
+        host="127.0.0.1", port=stack.ports[5432], user="vitals", password=password, dbname="vitals"
+    ) as database:
+        query = "SELECT action, rule FROM decisions WHERE run_id = %s"
+        return Counter(database.execute(query, [run_id]).fetchall())
+
+
+def test_a_run_with_every_fault_goes_through_all_that_compose_would_start(tmp_path: Path) -> None:
+    with open_lab(tmp_path) as lab, paging() as pager, started(lab, pager.port) as stack:
+        began = time.monotonic()
+        # As `docker compose cp` would.
+        tokens = shutil.copy(stack.volume("collector") / "tokens.json", tmp_path / "tokens.json")
+        training = lab.train(
+            *("--standalone", "--nproc-per-node", "2"),
+            steps=STEPS,
+            mode="heal",
+            faults=FAULTS,
+            VITALS_COLLECTOR_URL=stack.url(8765),
+            VITALS_TOKEN_FILE=str(tokens),
+        )
+        training.wait(200)
+        print(lab.log("training").read_text()[-3000:])
+        run_id = lab.run_id()
+        with client(stack) as asking:
+            for _ in range(100):
+                print(time.monotonic() - began, asking.ask(RunQuestion(run_id=run_id)).summary.state, pager.told, in_alertmanager(stack))
+                print(asked(stack, f'train_run_state{{run="{run_id}"}}'))
+                time.sleep(3)
+                if time.monotonic() - began > 170: break
+            for view in asking.ask(DecisionsQuestion(run_id=run_id)): print(view.decision)
+        print(counted(stack, run_id), objects(stack), stack.not_started)
+        assert 0
