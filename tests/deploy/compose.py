@@ -25,7 +25,13 @@ from tests.e2e.lab import Lab, free_port, until
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
 CONTAINER = DEPLOY / "container"
-PORTS = {5432: "PostgreSQL", 9000: "S3", 8765: "collector", 9090: "Prometheus", 9093: "Alertmanager"}
+PORTS = {
+    5432: "PostgreSQL",
+    9000: "S3",
+    8765: "collector",
+    9090: "Prometheus",
+    9093: "Alertmanager",
+}
 WEBHOOKS = 9095
 """The port of both receivers in alertmanager.yml, which everybody replaces by their own."""
 _OF_NOBODY = {"user": "nobody", "group": "nogroup"}
