@@ -1,0 +1,271 @@
+"""The chart as Helm renders it, and the examples of jobs: valid, hardened, and true of Vitals."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.deploy.compose import DEPLOY
+from tests.deploy.test_compose import settings_of_vitals
+from tests.deploy.test_generated_files import run
+from tests.e2e.lab import free_port, open_lab, until
+from trainvitals.cli.main import main
+from vitals_collector.api.auth import OPEN_PATHS
+from vitals_deploy import prometheus
+
+CHART = DEPLOY / "helm" / "vitals"
+EXAMPLES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+RULES = CHART / "files" / "vitals_rules.yml"
+VARIANTS = {
+    "plain": (),
+    "everything": (
+        *("--set", "monitoring.enabled=true", "--set", "monitoring.labels.release=prometheus"),
+        *("--set", "agent.runtimeClassName=nvidia", "--set", "collector.replicas=2"),
+        *("--set", "collector.storageClassName=fast", "--set", "collector.hosts={v.example.org}"),
+        *("--set-json", 'collector.env=[{"name":"VITALS_DATA","value":"s3://b/p"}]'),
+        *("--set-json", 'agent.nodeSelector={"gpu":"yes"}'),
+    ),
+    "the least": ("--set", "agent.enabled=false", "--set", "networkPolicy.enabled=false"),
+}
+WITH_PODS = ("StatefulSet", "DaemonSet", "Job")
+
+
+def rendered(variant: str, folder: Path) -> Path:
+    """Return what Helm makes of the chart."""
+    helm = ("helm", "template", "vitals", CHART, "--namespace", "training", *VARIANTS[variant])
+    # It would keep a cache in the home.
+    home = {name: str(folder) for name in ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")}
+    done = subprocess.run(helm, capture_output=True, text=True, env=os.environ | home, check=False)
+    assert 0 == done.returncode, done.stderr
+    path = folder / "rendered.yaml"
+    path.write_text(done.stdout)
+    return path
+
+
+def objects(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the objects of a file by kind."""
+    return {each["kind"]: each for each in yaml.safe_load_all(path.read_text()) if each}
+
+
+def pods(path: Path) -> Iterator[dict[str, Any]]:
+    """Return what a file says of pods."""
+    for kind, each in objects(path).items():
+        if kind in WITH_PODS:
+            yield each["spec"]["template"]["spec"]
+        elif kind == "TrainingRuntime":
+            for job in each["spec"]["template"]["spec"]["replicatedJobs"]:
+                yield job["template"]["spec"]["template"]["spec"]
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def test_the_rules_in_the_chart_are_those_of_prometheus():
+    assert prometheus.render_rules() == RULES.read_text(), f"{RULES} is stale: run `make docs`"
+
+
+@pytest.mark.servers("helm")
+class TestChart:
+    @pytest.fixture(params=VARIANTS)
+    def file(self, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+        return rendered(request.param, tmp_path)
+
+    @pytest.fixture
+    def everything(self, tmp_path: Path) -> Path:
+        return rendered("everything", tmp_path)
+
+    def test_it_has_no_pitfall_that_is_known(self):
+        checked = run("helm", "lint", "--strict", CHART)
+        assert 0 == checked.returncode, checked.stdout
+
+    @pytest.mark.servers("kubernetes-validate")
+    def test_what_it_makes_is_what_kubernetes_takes(self, file):
+        checked = run("kubernetes-validate", "--strict", "--no-warn", file)
+        assert 0 == checked.returncode, checked.stdout
+        assert "StatefulSet" in objects(file)
+
+    def test_no_pod_has_rights_that_it_does_not_need(self, file):
+        for pod in pods(file):
+            assert pod["automountServiceAccountToken"] is False
+            assert pod["securityContext"]["runAsNonRoot"] is True
+            assert {"type": "RuntimeDefault"} == pod["securityContext"]["seccompProfile"]
+            assert "OnRootMismatch" == pod["securityContext"]["fsGroupChangePolicy"]
+            for container in containers(pod):
+                assert {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                } == container["securityContext"]
+
+    def test_what_is_mounted_is_there_and_what_is_there_is_mounted(self, file):
+        for kind, each in objects(file).items():
+            if kind in WITH_PODS:
+                pod = each["spec"]["template"]["spec"]
+                there = {volume["name"] for volume in pod["volumes"]}
+                there |= {
+                    c["metadata"]["name"] for c in each["spec"].get("volumeClaimTemplates", ())
+                }
+                mounted = {m["name"] for c in containers(pod) for m in c["volumeMounts"]}
+                assert there == mounted
+
+    def test_a_command_is_one_that_vitals_knows(self, everything, capsys):
+        for pod in pods(everything):
+            for container in pod["containers"]:
+                command, *options = container["args"]
+                with pytest.raises(SystemExit):
+                    main([command, "--help"])
+                known = capsys.readouterr().out
+                for option in options:
+                    assert f"{option.partition('=')[0]} " in known
+
+    def test_probes_ask_what_is_answered_without_a_token(self, everything):
+        asked = {
+            probe["httpGet"]["path"]
+            for pod in pods(everything)
+            for container in pod["containers"]
+            for name, probe in container.items()
+            if name.endswith("Probe") and "httpGet" in probe
+        }
+        assert asked == OPEN_PATHS
+
+    def test_every_variable_for_vitals_is_one_that_is_read(self, everything):
+        names = {
+            variable["name"]
+            for pod in pods(everything)
+            for container in containers(pod)
+            for variable in container.get("env", ())
+        }
+        assert {name for name in names if name.startswith("VITALS_")} <= settings_of_vitals()
+
+    def test_prometheus_calls_them_as_the_rules_do(self, everything):
+        found = objects(everything)
+        jobs = [
+            rule["replacement"]
+            for kind, field in (
+                ("ServiceMonitor", "endpoints"),
+                ("PodMonitor", "podMetricsEndpoints"),
+            )
+            for rule in found[kind]["spec"][field][0]["relabelings"]
+            if rule["targetLabel"] == "job"
+        ]
+        assert set(
+            re.findall(r'job="([\w-]+)"', prometheus.render_rules().replace("\\", ""))
+        ) == set(jobs)
+        for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule"):
+            assert "prometheus" == found[kind]["metadata"]["labels"]["release"]
+        keys = set(re.findall(r"key: (\S+?)[,}\s]", everything.read_text()))
+        assert keys >= set(prometheus.files()) - {"prometheus.yml", "vitals_rules.yml"}
+
+    def test_agents_speak_for_nobody_else_as_in_the_scrape_configuration(self, everything):
+        endpoint = objects(everything)["PodMonitor"]["spec"]["podMetricsEndpoints"][0]
+        jobs = yaml.safe_load(prometheus.files()["prometheus.yml"])["scrape_configs"]
+        expected = [
+            (rule["source_labels"], rule["regex"], rule["action"])
+            for rule in jobs[1]["metric_relabel_configs"]
+        ]
+        assert expected == [
+            (rule["sourceLabels"], rule["regex"], rule["action"])
+            for rule in endpoint["metricRelabelings"]
+        ]
+
+    @pytest.mark.servers("promtool")
+    def test_the_rules_are_rules(self, everything, tmp_path):
+        (tmp_path / "rules.yml").write_text(
+            json.dumps(objects(everything)["PrometheusRule"]["spec"])
+        )
+        checked = run("promtool", "check", "rules", tmp_path / "rules.yml")
+        assert 0 == checked.returncode, checked.stdout + checked.stderr
+
+    def test_the_policy_is_about_the_collectors_and_their_port(self, everything):
+        found = objects(everything)
+        policy = found["NetworkPolicy"]["spec"]
+        labels = found["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
+        assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+        assert [{"protocol": "TCP", "port": "https"}] == policy["ingress"][0]["ports"]
+        assert found["Service"]["spec"]["selector"].items() <= labels.items()
+
+    @pytest.mark.slow
+    def test_the_collector_of_the_chart_starts_with_an_identity_that_a_secret_gives(self, tmp_path):
+        """Its scripts and its command line, as they are, but for folders, address and port."""
+        (pod,) = pods(rendered("the least", tmp_path))
+        identity, data, port = tmp_path / "identity", tmp_path / "data", free_port()
+        data.mkdir()
+        here = {"/identity": str(identity), "/var/lib/vitals": str(data)}
+        here |= {"$(POD_IP)": "127.0.0.2", ":8765": f":{port}"}
+
+        def put(text: str) -> str:
+            for word, ours in here.items():
+                text = text.replace(word, ours)
+            return text
+
+        with open_lab(tmp_path) as lab:
+            # As the guide says: one that is started for a moment makes what the Secret holds.
+            lab.data = tmp_path / "first"
+            lab.collector(free_port()).send_signal(signal.SIGTERM)
+            lab.processes[-1].wait(30)
+            identity.mkdir()
+            for name in ("tokens.json", "tls.pem", "control.pub"):
+                (identity / name).write_bytes((lab.data / name).read_bytes())
+                (identity / name).chmod(0o440)
+            (seed,) = pod["initContainers"]
+            script = [*seed["command"], *map(put, seed["args"])]
+            for _ in range(2):  # and again where the pod is started again
+                subprocess.run(script, check=True)
+            lab.data = data / "collector"
+            (collector,) = pod["containers"]
+            lab.start_vitals(*map(put, collector["args"]))
+
+            def asked(path: str, host: str, **headers: str) -> int:
+                url = f"https://127.0.0.2:{port}{path}"
+                headers |= {"Host": host}
+                return httpx.get(url, headers=headers, verify=False, trust_env=False).status_code
+
+            def is_up() -> bool:
+                try:
+                    return asked("/healthz", f"127.0.0.2:{port}") == 200
+                except httpx.HTTPError:
+                    return False
+
+            until(is_up, "the kubelet's probe is answered")
+            token = json.loads((identity / "tokens.json").read_text())["read"]
+            reader = {"Authorization": f"Bearer {token}"}
+            for name in ("127.0.0.2", "vitals-collector.training.svc", "vitals-collector"):
+                assert 200 == asked("/v1/runs", f"{name}:8765", **reader)
+            assert 200 != asked("/v1/runs", "elsewhere.example", **reader)
+            assert not (lab.data / "control.key").exists(), "commands are signed elsewhere"
+            assert (identity / "tls.pem").read_bytes() == (lab.data / "tls.pem").read_bytes()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+class TestExamples:
+    @pytest.mark.servers("kubernetes-validate")
+    def test_it_is_what_kubernetes_takes(self, path):
+        checked = run("kubernetes-validate", "--strict", "--no-warn", path)
+        assert 0 == checked.returncode, checked.stdout
+
+    def test_every_variable_for_vitals_is_one_that_is_read(self, path):
+        assert set(re.findall(r"VITALS_[A-Z_]+", path.read_text())) <= settings_of_vitals()
+
+    def test_what_is_mounted_is_there_and_what_is_there_is_mounted(self, path):
+        (pod,) = pods(path)
+        mounted = {mount["name"] for c in containers(pod) for mount in c["volumeMounts"]}
+        assert {volume["name"] for volume in pod["volumes"]} == mounted
+
+    def test_torchrun_takes_the_line(self, path):
+        found = objects(path)
+        (pod,) = pods(path)
+        job = found.get("TrainJob")
+        command = job["spec"]["trainer"]["command"] if job else pod["containers"][0]["command"]
+        assert "torchrun" == command[0]
+        from torch.distributed.run import parse_args
+
+        assert "train.py" == parse_args(command[1:]).training_script
