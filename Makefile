@@ -98,7 +98,7 @@ docs: $(STAMP) ## write the generated pages of docs/ and the files of deploy/ an
 	$(BIN)/vitals deploy all --output deploy --force
 	cp deploy/prometheus/vitals_rules.yml deploy/helm/vitals/files/
 
-site: $(STAMP) ## write the documents as a site to build/site
+site: $(STAMP) ## write the documents of this version as a site to build/site, beside those of others
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group site
 	$(BIN)/mkdocs build --quiet --strict
 	@echo "open build/site/index.html"

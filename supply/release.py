@@ -2,9 +2,9 @@
 
     make release        python supply/release.py build/sbom.json
 
-Wheel and sdist are built twice, from two exports of the commit in different folders, and must be the
-same. Beside them lie the SBOM, SHA256SUMS of all three, and provenance.json: an in-toto statement
-(SLSA provenance, version 1) about them. It is not signed: whoever publishes signs it, with their key.
+Wheel and sdist are built twice, from two exports of the commit in different folders, and must be
+the same. Beside them lie the SBOM, SHA256SUMS of all three, and provenance.json: an in-toto
+statement (SLSA provenance, version 1) about them. Nothing is signed: whoever publishes signs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def check(version: str, changelog: str, changed: str) -> None:
     """
     if changed:
         raise SystemExit(
-            f"error: not everything is committed:\n{changed}\nhint: commit it; a release is a commit"
+            f"error: not everything is committed:\n{changed}\n"
+            "hint: commit it: what is released is a commit"
         )
     if not re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.M):
         raise SystemExit(
