@@ -33,7 +33,7 @@ from trainvitals.views import DecisionsQuestion, RunQuestion, SeriesQuestion
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-OLD_COMMIT = "e8d8822"
+OLD_COMMIT = "be5b4b7"
 LAKE_COMMIT = "e9a2519"
 """The first landed version after the store's rebuilding: it has no tokens of owners, and no TLS."""
 PACKAGES = ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy")
@@ -45,6 +45,11 @@ def path_of(root: Path) -> str:
     """Return the PYTHONPATH by which the programs of a tree are started; tests are always ours."""
     folders = (root, *(root / name for name in ("agent", "collector", "dashboard", "deploy")), ROOT)
     return os.pathsep.join(map(str, folders))
+
+
+def of(path: str) -> dict[str, str]:
+    """Return the environment of a program of the version at ``path``; no fork of ours is one."""
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def tree_of(commit: str, folder: Path) -> str:
@@ -115,18 +120,14 @@ class Parts:
         address = f"{scheme}://127.0.0.1:{self.port}"
         where = (address, "--token-file", self.lab.tokens, "--node", NODE)
         arguments = ("agent", "--dir", self.lab.runs, "--collector", *where)
-        self.running["agent"] = self.lab.start_vitals(
-            *arguments, PYTHONPATH=path, PYTHONSAFEPATH="1"
-        )
+        self.running["agent"] = self.lab.start_vitals(*arguments, **of(path))
 
     def collector(self, path: str, data: Path) -> None:
         """Start the collector of the version at ``path``."""
         # Neither knows how the other proves itself; while they are upgraded that is waived.
         plain = ("--allow-plain",) if path == path_of(ROOT) else ()
         listen = ("--data", data, "--listen", f"127.0.0.1:{self.port}", *plain)
-        self.running["collector"] = self.lab.start_vitals(
-            "collector", *listen, PYTHONPATH=path, PYTHONSAFEPATH="1"
-        )
+        self.running["collector"] = self.lab.start_vitals("collector", *listen, **of(path))
         until(lambda: _answers(self.port), "the collector answers")
 
     def rank(self, rank: int, path: str) -> subprocess.Popen[bytes]:
@@ -214,7 +215,7 @@ def test_an_old_collectors_data_is_refused_in_words_and_untouched_and_no_row_is_
     parts.go_on(lambda: sum(marks_of(old_data).values()))  # a new agent and an old collector
     parts.stop("collector")
     before, marks = dump(old_data), marks_of(old_data)
-    refused = lab.vitals("collector", "--data", old_data, PYTHONPATH=new)
+    refused = lab.vitals("collector", "--data", old_data, **of(new))
     assert 0 != refused.returncode
     assert "give another --data" in refused.stderr
     assert before == dump(old_data)
@@ -234,7 +235,7 @@ def test_an_old_collectors_data_is_refused_in_words_and_untouched_and_no_row_is_
     assert {1} == set(parts.stored().values())
     assert 0 == parts.mirror.num_lost
     parts.stop("collector")
-    refused = lab.vitals("collector", "--data", lab.data, PYTHONPATH=old)
+    refused = lab.vitals("collector", "--data", lab.data, **of(old))
     assert 0 != refused.returncode
     assert "upgrade this program" in refused.stderr
 
@@ -264,7 +265,7 @@ def test_a_store_that_an_earlier_version_wrote_goes_on_with_all_its_rows_and_dec
         steps=TRAINED_STEPS,
         mode="heal",
         faults=faults,
-        PYTHONPATH=with_lake,
+        **of(with_lake),
         VITALS_AGENT="off",
         VITALS_NODE=NODE,
     )
