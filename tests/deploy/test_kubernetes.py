@@ -17,11 +17,14 @@ from tests.deploy.compose import DEPLOY
 from tests.deploy.test_compose import settings_of_vitals
 from tests.deploy.test_generated_files import run
 from tests.e2e.lab import free_port, open_lab, until
+from tests.house.pages import block
+from trainvitals import __version__
 from trainvitals.cli.main import main
 from vitals_collector.api.auth import OPEN_PATHS
 from vitals_deploy import prometheus
 
 CHART = DEPLOY / "helm" / "vitals"
+GUIDE = DEPLOY.parent / "docs" / "guides" / "deploy.md"
 EXAMPLES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 RULES = CHART / "files" / "vitals_rules.yml"
 VARIANTS = {
@@ -38,9 +41,18 @@ VARIANTS = {
 WITH_PODS = ("StatefulSet", "DaemonSet", "Job")
 
 
-def rendered(variant: str, folder: Path) -> Path:
+def rendered(variant: str, folder: Path, *more: object) -> Path:
     """Return what Helm makes of the chart."""
-    helm = ("helm", "template", "vitals", CHART, "--namespace", "training", *VARIANTS[variant])
+    helm = (
+        "helm",
+        "template",
+        "vitals",
+        CHART,
+        "--namespace",
+        "training",
+        *VARIANTS[variant],
+        *more,
+    )
     # It would keep a cache in the home.
     home = {name: str(folder) for name in ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")}
     done = subprocess.run(helm, capture_output=True, text=True, env=os.environ | home, check=False)
@@ -192,6 +204,18 @@ class TestChart:
         assert policy["podSelector"]["matchLabels"].items() <= labels.items()
         assert [{"protocol": "TCP", "port": "https"}] == policy["ingress"][0]["ports"]
         assert found["Service"]["spec"]["selector"].items() <= labels.items()
+
+    def test_the_values_of_the_guide_are_taken(self, tmp_path):
+        values = block(GUIDE, "test: values").body
+        (tmp_path / "values.yaml").write_text(values)
+        path = rendered("plain", tmp_path, "--values", tmp_path / "values.yaml")
+        found, given = objects(path), yaml.safe_load(values)
+        assert (
+            given["networkPolicy"]["from"] == found["NetworkPolicy"]["spec"]["ingress"][0]["from"]
+        )
+        assert "nvidia" == found["DaemonSet"]["spec"]["template"]["spec"]["runtimeClassName"]
+        assert "prometheus" == found["PrometheusRule"]["metadata"]["labels"]["release"]
+        assert f'image: "{given["image"]["repository"]}:{__version__}"' in path.read_text()
 
     @pytest.mark.slow
     def test_the_collector_of_the_chart_starts_with_an_identity_that_a_secret_gives(self, tmp_path):
