@@ -27,13 +27,17 @@ CHART = DEPLOY / "helm" / "vitals"
 GUIDE = DEPLOY.parent / "docs" / "guides" / "deploy.md"
 EXAMPLES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 RULES = CHART / "files" / "vitals_rules.yml"
+SHARED = [
+    {"name": "VITALS_COLLECTOR_DATABASE_FILE", "value": "/run/secrets/database"},
+    {"name": "VITALS_DATA", "value": "s3://bucket/prefix"},
+]
 VARIANTS = {
     "plain": (),
     "everything": (
         *("--set", "monitoring.enabled=true", "--set", "monitoring.labels.release=prometheus"),
         *("--set", "agent.runtimeClassName=nvidia", "--set", "collector.replicas=2"),
         *("--set", "collector.storageClassName=fast", "--set", "collector.hosts={v.example.org}"),
-        *("--set-json", 'collector.env=[{"name":"VITALS_DATA","value":"s3://b/p"}]'),
+        *("--set-json", f"collector.env={json.dumps(SHARED)}"),
         *("--set-json", 'agent.nodeSelector={"gpu":"yes"}'),
     ),
     "the least": ("--set", "agent.enabled=false", "--set", "networkPolicy.enabled=false"),
@@ -53,6 +57,7 @@ def rendered(variant: str, folder: Path, *more: object) -> Path:
         *VARIANTS[variant],
         *more,
     )
+    helm += more
     # It would keep a cache in the home.
     home = {name: str(folder) for name in ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")}
     done = subprocess.run(helm, capture_output=True, text=True, env=os.environ | home, check=False)
@@ -156,7 +161,8 @@ class TestChart:
             for container in containers(pod)
             for variable in container.get("env", ())
         }
-        assert {name for name in names if name.startswith("VITALS_")} <= settings_of_vitals()
+        ours = {name.removesuffix("_FILE") for name in names if name.startswith("VITALS_")}
+        assert ours <= settings_of_vitals()
 
     def test_prometheus_calls_them_as_the_rules_do(self, everything):
         found = objects(everything)
@@ -204,6 +210,20 @@ class TestChart:
         assert policy["podSelector"]["matchLabels"].items() <= labels.items()
         assert [{"protocol": "TCP", "port": "https"}] == policy["ingress"][0]["ports"]
         assert found["Service"]["spec"]["selector"].items() <= labels.items()
+
+    @pytest.mark.parametrize(
+        ("setting", "words"),
+        [
+            ("collector.replica=2", "additional properties 'replica' not allowed"),
+            ("collector.replicas=none", "got string, want integer"),
+            ("collector.replicas=2", "each collector would have a store of its own"),
+            ("networkPolicy.from=", "got string, want array"),
+        ],
+    )
+    def test_what_cannot_be_meant_is_refused_in_words(self, setting, words):
+        refused = run("helm", "template", "vitals", CHART, "--set", setting)
+        assert 0 != refused.returncode
+        assert words in refused.stderr
 
     def test_the_values_of_the_guide_are_taken(self, tmp_path):
         values = block(GUIDE, "test: values").body
