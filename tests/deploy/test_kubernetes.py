@@ -16,10 +16,11 @@ import yaml
 from tests.deploy.compose import DEPLOY
 from tests.deploy.test_compose import settings_of_vitals
 from tests.deploy.test_generated_files import run
-from tests.e2e.lab import free_port, open_lab, until
+from tests.e2e.lab import Lab, free_port, open_lab, until
 from tests.house.pages import block
 from trainvitals import __version__
 from trainvitals.cli.main import main
+from trainvitals.io.client import read_tokens
 from vitals_collector.api.auth import OPEN_PATHS
 from vitals_deploy import prometheus
 
@@ -238,55 +239,67 @@ class TestChart:
         assert f'image: "{given["image"]["repository"]}:{__version__}"' in path.read_text()
 
     @pytest.mark.slow
-    def test_the_collector_of_the_chart_starts_with_an_identity_that_a_secret_gives(self, tmp_path):
-        """Its scripts and its command line, as they are, but for folders, address and port."""
-        (pod,) = pods(rendered("the least", tmp_path))
-        identity, data, port = tmp_path / "identity", tmp_path / "data", free_port()
-        data.mkdir()
-        here = {"/identity": str(identity), "/var/lib/vitals": str(data)}
-        here |= {"$(POD_IP)": "127.0.0.2", ":8765": f":{port}"}
+    def test_its_pods_run_with_what_the_guide_puts_into_secrets(self, tmp_path):
+        """Scripts and command lines as they are, but for folders, addresses and ports."""
+        chart = objects(rendered("plain", tmp_path))
+        collector, agent = f"127.0.0.2:{free_port()}", f"127.0.0.3:{free_port()}"
+        here = {
+            "$(POD_IP):8765": collector,
+            "vitals-collector.training.svc:8765": collector,
+            "$(HOST_IP):8766": agent,
+            "/identity": str(tmp_path / "identity"),
+            "/tokens/": f"{tmp_path / 'agents'}/",
+        }
 
-        def put(text: str) -> str:
-            for word, ours in here.items():
-                text = text.replace(word, ours)
-            return text
+        def start(kind: str, lab: Lab) -> Path:
+            """Run what a pod runs; return the folder of its volume."""
+            pod, folder = chart[kind]["spec"]["template"]["spec"], tmp_path / kind
+            folder.mkdir()
+
+            def put(text: str) -> str:
+                for word, ours in {**here, "/var/lib/vitals": str(folder)}.items():
+                    text = text.replace(word, ours)
+                return text
+
+            (first,), (container,) = pod["initContainers"], pod["containers"]
+            for _ in range(2):  # and again where the pod is started again
+                subprocess.run([*first["command"], *map(put, first["args"])], check=True)
+            lab.start_vitals(*map(put, container["args"]))
+            return folder
+
+        def asked(url: str, token: str = "", **headers: str) -> int:
+            headers |= {"Authorization": f"Bearer {token}"} if token else {}
+            try:
+                return httpx.get(url, headers=headers, verify=False, trust_env=False).status_code
+            except httpx.HTTPError:
+                return 0
 
         with open_lab(tmp_path) as lab:
-            # As the guide says: one that is started for a moment makes what the Secret holds.
             lab.data = tmp_path / "first"
             lab.collector(free_port()).send_signal(signal.SIGTERM)
             lab.processes[-1].wait(30)
-            identity.mkdir()
+            made = json.loads((lab.data / "tokens.json").read_text())
+            for name in ("identity", "agents"):
+                (tmp_path / name).mkdir()
             for name in ("tokens.json", "tls.pem", "control.pub"):
-                (identity / name).write_bytes((lab.data / name).read_bytes())
-                (identity / name).chmod(0o440)
-            (seed,) = pod["initContainers"]
-            script = [*seed["command"], *map(put, seed["args"])]
-            for _ in range(2):  # and again where the pod is started again
-                subprocess.run(script, check=True)
-            lab.data = data / "collector"
-            (collector,) = pod["containers"]
-            lab.start_vitals(*map(put, collector["args"]))
+                (tmp_path / "identity" / name).write_bytes((lab.data / name).read_bytes())
+            of_agents = {key: made[key] for key in ("read", "ingest", "tls")}
+            (tmp_path / "agents" / "tokens.json").write_text(json.dumps(of_agents))
 
-            def asked(path: str, host: str, **headers: str) -> int:
-                url = f"https://127.0.0.2:{port}{path}"
-                headers |= {"Host": host}
-                return httpx.get(url, headers=headers, verify=False, trust_env=False).status_code
-
-            def is_up() -> bool:
-                try:
-                    return asked("/healthz", f"127.0.0.2:{port}") == 200
-                except httpx.HTTPError:
-                    return False
-
-            until(is_up, "the kubelet's probe is answered")
-            token = json.loads((identity / "tokens.json").read_text())["read"]
-            reader = {"Authorization": f"Bearer {token}"}
+            data = start("StatefulSet", lab) / "collector"
+            url = f"https://{collector}"
+            until(lambda: 200 == asked(f"{url}/healthz"), "the kubelet's probe is answered")
             for name in ("127.0.0.2", "vitals-collector.training.svc", "vitals-collector"):
-                assert 200 == asked("/v1/runs", f"{name}:8765", **reader)
-            assert 200 != asked("/v1/runs", "elsewhere.example", **reader)
-            assert not (lab.data / "control.key").exists(), "commands are signed elsewhere"
-            assert (identity / "tls.pem").read_bytes() == (lab.data / "tls.pem").read_bytes()
+                assert 200 == asked(f"{url}/v1/runs", made["read"], Host=f"{name}:8765")
+            assert 200 != asked(f"{url}/v1/runs", made["read"], Host="elsewhere.example")
+            assert not (data / "control.key").exists(), "commands are signed elsewhere"
+            assert (data / "tls.pem").read_bytes() == (tmp_path / "identity/tls.pem").read_bytes()
+
+            start("DaemonSet", lab)
+            until(lambda: 200 == asked(f"http://{agent}/healthz"), "the agent's probe is answered")
+            scrape = read_tokens(lab.data / "tokens.json").scrape
+            assert 200 == asked(f"http://{agent}/metrics", scrape)
+            assert 401 == asked(f"http://{agent}/metrics", made["read"])
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

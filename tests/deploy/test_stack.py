@@ -175,5 +175,5 @@ def test_a_run_with_every_fault_goes_through_all_that_compose_would_start(tmp_pa
         stack.start("collector")
         assert as_bytes(decided) == as_bytes(decisions(stack, run_id))
         assert ["TrainingHalted"] == pager.pages()
-        if "grafana" in stack.not_started:
-            print(f"Grafana was not started: {stack.not_started['grafana']}")
+        # Nothing else is left out, and that where this machine has none.
+        assert stack.not_started.keys() <= {"grafana"}
