@@ -127,8 +127,18 @@ class TestContainer:
     def test_versions_are_those_of_the_package(self):
         chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
         assert {__version__} == {chart["version"], chart["appVersion"]}
-        assert f"vitals:{__version__}" == SERVICES["collector"]["image"]
-        assert {__version__} == set(re.findall(r"--tag [\w-]+:(\S+)", DOCKERFILE))
+        written = [
+            *DEPLOY.rglob("*.yaml"),
+            CONTAINER / "Dockerfile",
+            ROOT / "docs/guides/deploy.md",
+        ]
+        tags = {
+            (path.name, tag)
+            for path in written
+            for tag in re.findall(r"(?<!/)\bvitals(?:-dashboard)?:(\d\S*)", path.read_text())
+        }
+        assert {__version__} == {tag for _, tag in tags}
+        assert {"compose.yaml", "torchrun.yaml", "Dockerfile", "deploy.md"} == {n for n, _ in tags}
 
     def test_the_last_stage_has_no_tools_and_another_user(self):
         *_, last = DOCKERFILE.split("\nFROM ")

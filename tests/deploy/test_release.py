@@ -74,7 +74,7 @@ def test_a_release_of_a_commit_is_whole_and_its_provenance_is_true(tmp_path):
     git("add", "--all")
     git("commit", "--quiet", "--message", "release")
     sbom = tmp_path / "sbom.json"
-    sbom.write_text("{}")
+    sbom.write_text('{"metadata": {"component": {"name": "trainvitals"}}}')
 
     command = [sys.executable, checkout / "supply" / "release.py", sbom]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
@@ -96,6 +96,9 @@ def test_a_release_of_a_commit_is_whole_and_its_provenance_is_true(tmp_path):
     assert {"pyproject.toml", "deploy/compose/compose.yaml", "supply/release.py"} <= names
     with zipfile.ZipFile(dist / f"{NAME}-py3-none-any.whl") as wheel:
         assert f"{NAME}.dist-info/METADATA" in wheel.namelist()
+
+    listed = json.loads((dist / f"{NAME}.cdx.json").read_text())
+    assert {"name": "trainvitals", "version": __version__} == listed["metadata"]["component"]
 
     before = made
     (checkout / "stray.txt").write_text("not committed")
