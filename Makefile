@@ -66,7 +66,7 @@ test-integrations: $(INTEGRATIONS)/.$(PINS) ## the frameworks' adapters, each re
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/collector/histories -W default $(ARGS)
 
 # Where a checker cannot be had, its tests are skipped with the reason.
-test-deploy: $(STAMP) ## all that compose would start, as plain processes, and a run through it; each file by its checker (5 minutes)
+test-deploy: $(STAMP) ## all that compose would start, as plain processes, and a run through it; each file by its checker (6 minutes)
 	-@$(MAKE) --no-print-directory deploy-tools
 	$(CHECKERS) $(BIN)/python -m pytest tests/deploy $(ARGS)
 

@@ -35,7 +35,7 @@ PORTS = {
 WEBHOOKS = 9095
 """The port of both receivers in alertmanager.yml, which everybody replaces by their own."""
 _OF_NOBODY = {"user": "nobody", "group": "nogroup"}
-_READ_ONLY = (
+READ_ONLY = (
     *("unshare", "--mount", "sh", "-c"),
     'mount --bind /tmp /tmp && mount -o remount,bind,ro / && exec "$@"',
     "sh",
@@ -158,7 +158,7 @@ class Stack:
         if os.geteuid() == 0 and service["image"].startswith("postgres"):
             own = _OF_NOBODY  # it refuses to run as root
         elif os.geteuid() == 0 and service.get("read_only"):
-            first = _READ_ONLY
+            first = READ_ONLY
         with self.lab.log(name).open("ab") as output:
             process = subprocess.Popen(
                 [*first, *map(here, command)],

@@ -1,7 +1,9 @@
 """What compose would start, as plain processes from the same files, and a run through all of it."""
 
 import json
+import os
 import shutil
+import subprocess
 import threading
 import urllib.parse
 from collections import Counter
@@ -15,7 +17,7 @@ import msgspec
 import psycopg
 import pytest
 
-from tests.deploy.compose import Stack, started
+from tests.deploy.compose import READ_ONLY, Stack, started
 from tests.e2e.lab import open_lab, until
 from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.records import Decision
@@ -136,6 +138,15 @@ def counted(stack: Stack, run_id: str) -> Counter[tuple[str, str]]:
     ) as database:
         query = "SELECT action, rule FROM decisions WHERE run_id = %s"
         return Counter(database.execute(query, [run_id]).fetchall())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make its root read-only")
+def test_what_runs_read_only_writes_nothing_but_below_tmp(tmp_path: Path) -> None:
+    for folder, code in ((Path("/usr/share"), 1), (Path("/root"), 1), (tmp_path, 0)):
+        touched = subprocess.run(
+            [*READ_ONLY, "touch", folder / "written"], capture_output=True, check=False
+        )
+        assert code == touched.returncode, folder
 
 
 def test_a_run_with_every_fault_goes_through_all_that_compose_would_start(tmp_path: Path) -> None:
