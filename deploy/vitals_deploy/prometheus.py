@@ -156,9 +156,10 @@ ENGINE_RULES = (
 ABSENCE_RULES = (
     Rule(
         name="VitalsCollectorDown",
-        # A scrape that fails is seen within two intervals; with the hold that is within 60 s.
+        # A scrape that fails is seen within two intervals; with the hold that is within 60 s. A
+        # Prometheus that starts with no data may scrape for the first time only after 20 s.
         expr='max(up{job="vitals-collector"}) == 0 or absent(up{job="vitals-collector"})',
-        hold="15s",
+        hold="30s",
         severity="page",
         summary="No collector responds: a halted run would raise no alert",
         description="All collectors are down, or Prometheus cannot reach them.",

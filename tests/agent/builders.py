@@ -9,7 +9,6 @@ from pathlib import Path
 from tests.agent.fake_nvml import no_driver
 from trainvitals.catalog import steps_schema
 from trainvitals.identity import Identity, new_incarnation
-from trainvitals.io.control_key import make_control_key
 from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
 from trainvitals.io.mailbox import Mailbox
 from trainvitals.io.rundir import RunDir
@@ -96,6 +95,9 @@ class World:
     @property
     def keys(self) -> Path:
         """A folder with a control key."""
+        # Imported here: ranks of an earlier version, which has none, are made by this module too.
+        from trainvitals.io.control_key import make_control_key
+
         folder = self.base.parent / "keys"
         folder.mkdir(exist_ok=True)
         make_control_key(folder)

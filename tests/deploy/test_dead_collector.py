@@ -93,7 +93,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def in_seconds(text: str) -> str:
     """Return the configuration with its intervals a tenth and less: a test has no minutes."""
-    for long in ("interval: 15s", "interval: 30s", "interval: 1m", "for: 15s"):
+    for long in ("interval: 15s", "interval: 30s", "interval: 1m", "for: 30s"):
         text = text.replace(long, f"{long.split(':')[0]}: 1s")
     return text
 

@@ -272,6 +272,11 @@ class TestAlerts:
         for at in ("45s", "60s", "75s"):
             assert [] == fire(tmp_path, missed, at, "VitalsCollectorDown")
 
+    @pytest.mark.parametrize("at", ["15s", "30s", "45s"])
+    def test_a_new_prometheus_that_has_not_scraped_yet_pages_nobody(self, at, tmp_path):
+        series = {'up{job="vitals-collector", instance="c"}': "_x2 1x40"}
+        assert [] == fire(tmp_path, series, at, "VitalsCollectorDown")
+
     def test_one_of_two_collectors_is_enough(self, tmp_path):
         series = {
             'up{job="vitals-collector", instance="c"}': "0x40",

@@ -1,7 +1,8 @@
 """Hook, agent and collector of neighbouring versions work together, and are upgraded one by one.
 
-The older ones are those of a named commit, from this repository's own history. Its collector had
-the rows in tables of its database: to upgrade it is to begin a new data folder.
+The older ones are those of two named commits, from this repository's own history. The collector of
+the first had the rows in tables of its database: to upgrade it is to begin a new data folder. That
+of the second has them in a lake, as they are today: its data folder goes on.
 """
 
 import contextlib
@@ -26,14 +27,18 @@ from tests.e2e.mirror import Mirror
 from trainvitals.io.client import client_of, collector_on
 from trainvitals.io.private import private_base
 from trainvitals.io.server_identity import UNPROVEN
-from trainvitals.views import RunQuestion
+from trainvitals.testing.faults import FaultPlan
+from trainvitals.views import DecisionsQuestion, RunQuestion, SeriesQuestion
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-OLD_COMMIT = "e8d8822"
+OLD_COMMIT = "be5b4b7"
+LAKE_COMMIT = "e9a2519"
+"""The first landed version after the store's rebuilding: it has no tokens of owners, and no TLS."""
 PACKAGES = ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy")
 ROWS_OF_A_STAGE = 100
+TRAINED_STEPS = 90
 
 
 def path_of(root: Path) -> str:
@@ -42,17 +47,20 @@ def path_of(root: Path) -> str:
     return os.pathsep.join(map(str, folders))
 
 
-@pytest.fixture(scope="module")
-def old(tmp_path_factory) -> str:
-    """The PYTHONPATH of the older version."""
-    command = ["git", "-C", str(ROOT), "archive", OLD_COMMIT, *PACKAGES]
+def of(path: str) -> dict[str, str]:
+    """Return the environment of a program of the version at ``path``; no fork of ours is one."""
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def tree_of(commit: str, folder: Path) -> str:
+    """Return the PYTHONPATH of the version of a commit, exported to the folder."""
+    command = ["git", "-C", str(ROOT), "archive", commit, *PACKAGES]
     try:
         archived = subprocess.run(command, capture_output=True, check=False)
     except FileNotFoundError:
         pytest.skip("there is no git on this machine")
     if archived.returncode:
-        pytest.skip(f"commit {OLD_COMMIT} is not in this tree's history")
-    folder = tmp_path_factory.mktemp("old")
+        pytest.skip(f"commit {commit} is not in this tree's history")
     with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as archive:
         archive.extractall(folder, filter="data")
     show = [sys.executable, "-c", "import vitals_agent, trainvitals; print(vitals_agent.__file__)"]
@@ -62,6 +70,18 @@ def old(tmp_path_factory) -> str:
     )
     assert shown.stdout.startswith(str(folder))
     return path_of(folder)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory) -> str:
+    """The PYTHONPATH of the older version."""
+    return tree_of(OLD_COMMIT, tmp_path_factory.mktemp("old"))
+
+
+@pytest.fixture(scope="module")
+def with_lake(tmp_path_factory) -> str:
+    """The PYTHONPATH of the version whose data folder goes on."""
+    return tree_of(LAKE_COMMIT, tmp_path_factory.mktemp("lake"))
 
 
 class Parts:
@@ -100,18 +120,14 @@ class Parts:
         address = f"{scheme}://127.0.0.1:{self.port}"
         where = (address, "--token-file", self.lab.tokens, "--node", NODE)
         arguments = ("agent", "--dir", self.lab.runs, "--collector", *where)
-        self.running["agent"] = self.lab.start_vitals(
-            *arguments, PYTHONPATH=path, PYTHONSAFEPATH="1"
-        )
+        self.running["agent"] = self.lab.start_vitals(*arguments, **of(path))
 
     def collector(self, path: str, data: Path) -> None:
         """Start the collector of the version at ``path``."""
         # Neither knows how the other proves itself; while they are upgraded that is waived.
         plain = ("--allow-plain",) if path == path_of(ROOT) else ()
         listen = ("--data", data, "--listen", f"127.0.0.1:{self.port}", *plain)
-        self.running["collector"] = self.lab.start_vitals(
-            "collector", *listen, PYTHONPATH=path, PYTHONSAFEPATH="1"
-        )
+        self.running["collector"] = self.lab.start_vitals("collector", *listen, **of(path))
         until(lambda: _answers(self.port), "the collector answers")
 
     def rank(self, rank: int, path: str) -> subprocess.Popen[bytes]:
@@ -199,7 +215,7 @@ def test_an_old_collectors_data_is_refused_in_words_and_untouched_and_no_row_is_
     parts.go_on(lambda: sum(marks_of(old_data).values()))  # a new agent and an old collector
     parts.stop("collector")
     before, marks = dump(old_data), marks_of(old_data)
-    refused = lab.vitals("collector", "--data", old_data, PYTHONPATH=new)
+    refused = lab.vitals("collector", "--data", old_data, **of(new))
     assert 0 != refused.returncode
     assert "give another --data" in refused.stderr
     assert before == dump(old_data)
@@ -219,9 +235,77 @@ def test_an_old_collectors_data_is_refused_in_words_and_untouched_and_no_row_is_
     assert {1} == set(parts.stored().values())
     assert 0 == parts.mirror.num_lost
     parts.stop("collector")
-    refused = lab.vitals("collector", "--data", lab.data, PYTHONPATH=old)
+    refused = lab.vitals("collector", "--data", lab.data, **of(old))
     assert 0 != refused.returncode
     assert "upgrade this program" in refused.stderr
+
+
+def ledger(data: Path) -> list[tuple[object, ...]]:
+    """Return the decisions in a collector's database, past its own reading."""
+    query = (
+        "SELECT run_id, action, rule, step, decided_at_step, attempt, rank, acted FROM decisions"
+        " ORDER BY run_id, ledger_seq"
+    )
+    address = f"file:{data / 'vitals.db'}?mode=ro"
+    with contextlib.closing(sqlite3.connect(address, uri=True, timeout=30)) as database:
+        return database.execute(query).fetchall()
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_a_store_that_an_earlier_version_wrote_goes_on_with_all_its_rows_and_decisions(
+    with_lake, parts
+):
+    new, lab = path_of(ROOT), parts.lab
+    parts.collector(with_lake, lab.data)
+    parts.agent(with_lake)
+    faults = FaultPlan().nan_gradient_at(rank=1, step=20).nan_parameters_at(rank=1, step=60)
+    training = lab.train(
+        *("--standalone", "--nproc-per-node", "2"),
+        steps=TRAINED_STEPS,
+        mode="heal",
+        faults=faults,
+        **of(with_lake),
+        VITALS_AGENT="off",
+        VITALS_NODE=NODE,
+    )
+    assert 0 == training.wait(120), lab.log("training").read_text()
+    trained = lab.run_id()
+    ranks = [parts.rank(0, with_lake), parts.rank(1, with_lake)]  # of a run that lasts
+    parts.go_on(lambda: len(parts.stored()))
+    parts.stop("collector")
+    before, decided = stored_rows(lab.data), ledger(lab.data)
+    assert {"skip_step", "rollback"} == {action for _, action, *_ in decided}
+
+    parts.collector(new, lab.data)
+    parts.agent(new)
+    parts.go_on(lambda: len(parts.stored()))
+    parts.end(ranks)
+    until(
+        lambda: parts.mirror.rows.keys() <= {key for key, _ in stored_rows(lab.data)},
+        "all rows are stored",
+    )
+    after = stored_rows(lab.data)
+    assert before <= after
+    assert {1} == set(after.values())
+    assert 0 == parts.mirror.num_lost
+    assert decided == ledger(lab.data)
+    collector = collector_on(lab.data)
+    assert collector is not None
+    with client_of(collector) as client:
+        told = [view.decision for view in client.ask(DecisionsQuestion(run_id=trained))]
+        assert decided == [
+            (trained, d.action, d.rule, d.step, d.decided_at_step, d.attempt, d.rank, d.acted)
+            for d in told
+        ]
+        for run_id in (trained, RUN):
+            detail = client.ask(RunQuestion(run_id=run_id))
+            assert {0} == {source.num_lost_rows for source in detail.sources}
+            assert "finished" == detail.summary.state
+        # The steps of the branch that stands, and none of what was rolled back.
+        steps = client.ask(SeriesQuestion(run_id=trained, metric="steps.loss", source="rank:0"))
+        known = {*steps.step, *(mark.step for mark in steps.nonfinite)}
+        assert set(range(TRAINED_STEPS)) == known
 
 
 def dump(data: Path) -> list[str]:

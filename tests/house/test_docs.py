@@ -109,9 +109,9 @@ class TestMakefile:
     def test_bare_make_lists_every_target_with_a_line(self):
         shown = [line.split()[1] for line in self.make().splitlines()]
         targets = "setup demo test test-fast test-slow chaos soak fuzz test-oldest"
-        targets += " test-integrations lint bench bench-hang bench-corruption"
-        targets += " bench-judgement bench-forecast"
-        targets += " docs site screenshot lock sbom licences clean"
+        targets += " test-integrations test-deploy deploy-tools lint bench bench-hang"
+        targets += " bench-corruption bench-judgement bench-forecast"
+        targets += " docs site screenshot lock sbom release licences clean"
         assert targets.split() == shown
 
     @pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "bench", "docs"])
