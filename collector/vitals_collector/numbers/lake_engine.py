@@ -644,10 +644,16 @@ class Engine:
             if catalogue
             else f"sqlite:{folder / 'catalogue.sqlite'}"
         )
+        of_catalogue = ""
+        if not catalogue:
+            # Its log lets one read while another writes; who has to wait does, for so long. Set here,
+            # once: DuckDB would set it with each question, which takes a sixth of a commit's time,
+            # and SQLite as it is built there sleeps for a second where a lock is taken just then.
+            with closing(sqlite3.connect(folder / "catalogue.sqlite", timeout=10.0)) as opened:
+                opened.execute("PRAGMA journal_mode = WAL")
+            of_catalogue = ", META_BUSY_TIMEOUT 10000"
         # A folder may be moved with the catalogue in it; one beside it must be the lake's own, or
-        # what another collector has stored there would be missing. SQLite's log lets one read while
-        # another writes; who has to wait does, for so long.
-        of_catalogue = "" if catalogue else ", META_JOURNAL_MODE 'WAL', META_BUSY_TIMEOUT 10000"
+        # what another collector has stored there would be missing.
         if not catalogue and isinstance(self._place, Folder):
             of_catalogue += ", OVERRIDE_DATA_PATH true"
         for name in ("ducklake", scanner, *self._place.extensions):
