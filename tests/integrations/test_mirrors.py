@@ -1,0 +1,256 @@
+"""What a mirror wrote, read back by each tracker's own reader: the same values at the same steps."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.collector.mirrors.scene import FORK, HOSTILE, SECRET, Scene, same
+from tests.collector.rows import RUN
+from vitals_collector.importers.wandb_file import _records
+
+pytestmark = pytest.mark.integrations
+
+Point = tuple[int, int, str]
+"""Attempt, step, name."""
+
+NEEDED = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+}
+
+
+class Place:
+    """One tracker's own folder."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder = kind, folder
+        self.target = {
+            "tensorboard": f"tensorboard:{folder}",
+            "wandb": "wandb:vitals-test",
+            "mlflow": f"mlflow:sqlite:///{folder}/mlflow.db",
+            "trackio": "trackio:vitals-test",
+        }[kind]
+        self.environ = {
+            **os.environ,
+            "WANDB_MODE": "offline",
+            "WANDB_DIR": str(folder),
+            "TRACKIO_DIR": str(folder),
+            "MLFLOW_ALLOW_FILE_STORE": "true",
+            "XDG_DATA_HOME": str(folder / "data"),
+            "HOME": str(folder),
+        }
+        if kind == "mlflow":
+            pytest.importorskip("sqlalchemy")
+
+    def read(self) -> Iterator[tuple[Point, float]]:
+        yield from READERS[self.kind](self)
+
+
+def of_tensorboard(place: Place) -> Iterator[tuple[Point, float]]:
+    """All that lies in the files; what a reader purges of it is another test's."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    folders = [folder for folder, _, files in os.walk(place.folder) if any("tfev" in f for f in files)]
+    for folder in sorted(folders):
+        for path in sorted(Path(folder).glob("*tfevents*")):
+            for event in LegacyEventFileLoader(str(path)).Load():
+                found = {
+                    value.tag: float(make_ndarray(value.tensor).item())
+                    for value in event.summary.value
+                    if value.metadata.plugin_data.plugin_name == "scalars"
+                    or not value.metadata.plugin_data.plugin_name
+                }
+                yield from of_row(found, event.step)
+
+
+def of_row(found: dict[str, float], step: int) -> Iterator[tuple[Point, float]]:
+    attempt = int(found.get("vitals/attempt", 0))
+    for name, value in found.items():
+        if not name.startswith("vitals/"):
+            yield (attempt, step, name), value
+
+
+def of_wandb(place: Place) -> Iterator[tuple[Point, float]]:
+    """By wandb's own messages; its Python package no longer reads the frames around them."""
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    for path in sorted(place.folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for raw in _records(memoryview(path.read_bytes()), []):
+            record = messages.Record.FromString(raw)
+            if not record.HasField("history"):
+                continue
+            cells = {".".join(i.nested_key) or i.key: _cell(i) for i in record.history.item}
+            numbers = {k: float(v) for k, v in cells.items() if v is not None and k[0] != "_"}
+            step = int(numbers.pop("vitals/step"))
+            yield from of_row(numbers, step)
+
+
+def _cell(item) -> object:
+    if item.value_json:
+        value = json.loads(item.value_json)
+        return float(value) if value in ("NaN", "Infinity", "-Infinity") else (
+            None if isinstance(value, str) else value
+        )
+    kind = item.WhichOneof("value")
+    value = getattr(item, kind) if kind else None
+    return None if isinstance(value, str) else value
+
+
+def of_mlflow(place: Place) -> Iterator[tuple[Point, float]]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=place.target.partition(":")[2])
+    (run,) = client.search_runs([client.get_experiment_by_name("lab").experiment_id])
+    histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    attempts = {
+        (metric.step, metric.timestamp): int(metric.value)
+        for metric in histories["vitals/attempt"]
+    }
+    for name, history in histories.items():
+        for metric in history if not name.startswith("vitals/") else ():
+            attempt = attempts[metric.step, metric.timestamp]
+            yield (attempt, metric.step, name), metric.value
+
+
+def of_trackio(place: Place) -> Iterator[tuple[Point, float]]:
+    program = (
+        "import json; from trackio.sqlite_storage import SQLiteStorage as store; "
+        f"print('\\n' + json.dumps(store.get_logs('vitals-test', run_id='{RUN}')))"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", program], env=place.environ, capture_output=True, text=True, check=True
+    )
+    for row in json.loads(made.stdout.splitlines()[-1]):
+        found = {k: float(v) for k, v in row.items() if k not in ("step", "timestamp")}
+        yield from of_row(found, row["step"])
+
+
+READERS: dict[str, Callable[[Place], Iterator[tuple[Point, float]]]] = {
+    "tensorboard": of_tensorboard,
+    "wandb": of_wandb,
+    "mlflow": of_mlflow,
+    "trackio": of_trackio,
+}
+
+
+@pytest.fixture(params=sorted(NEEDED))
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    pytest.importorskip(NEEDED[request.param])
+    folder = tmp_path / request.param
+    folder.mkdir()
+    return Place(request.param, folder)
+
+
+def command(run: Path, place: Place) -> list[str]:
+    return [sys.executable, "-m", "trainvitals", "mirror", str(run), "--to", place.target]
+
+
+def mirror(run: Path, place: Place) -> str:
+    made = subprocess.run(
+        command(run, place), env=place.environ, cwd=place.folder, capture_output=True, text=True, timeout=240
+    )
+    assert 0 == made.returncode, made.stderr
+    return made.stderr
+
+
+def test_all_values_are_read_back_bit_by_bit_at_their_steps(place: Place, tmp_path: Path):
+    scene = Scene(tmp_path / "runs", name=HOSTILE)
+    scene.whole()
+    mirror(scene.run_dir.path, place)
+    points = list(place.read())
+    assert {point: 1 for point in scene.values} == Counter(point for point, _ in points)
+    expected = scene.values
+    if place.kind == "mlflow":  # its databases hold no infinity
+        expected = {k: max(min(v, sys.float_info.max), -sys.float_info.max) for k, v in expected.items()}
+    assert same(expected, dict(points))
+    for path in place.folder.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes()
+
+
+def test_a_mirror_that_is_killed_again_and_again_writes_each_row_once(place: Place, tmp_path: Path):
+    """Supervisor and workers get SIGKILL at any moment while the run goes on."""
+    scene = Scene(tmp_path / "runs")
+    scene.first()
+    ended = threading.Event()
+
+    def train() -> None:
+        time.sleep(1.0)
+        scene.back()
+        for last in range(80, 1001, 80):
+            scene.steps(FORK if last == 80 else last - 80, last, attempt=2)
+            time.sleep(0.2)
+        scene.end()
+        ended.set()
+
+    training = threading.Thread(target=train)
+    training.start()
+    num_kills = 0
+    while not ended.is_set():
+        process = subprocess.Popen(command(scene.run_dir.path, place), env=place.environ, cwd=place.folder, stderr=subprocess.PIPE, text=True)
+        time.sleep(2.5 + 0.7 * num_kills)
+        for pid in [*children(process.pid), process.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                num_kills += 1
+            except ProcessLookupError:
+                pass
+        process.communicate()
+    training.join()
+    mirror(scene.run_dir.path, place)
+    assert num_kills
+    assert {point: 1 for point in scene.values} == Counter(point for point, _ in place.read())
+
+
+def children(pid: int) -> list[int]:
+    """Return all processes below one."""
+    try:
+        own = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [int(child) for child in own] + [c for child in own for c in children(int(child))]
+
+
+def test_tensorboard_shows_the_lineage_and_beside_it_what_was_rolled_back(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    place = Place("tensorboard", tmp_path / "tb")
+    scene = Scene(tmp_path / "runs")
+    scene.first()
+    live = subprocess.Popen(command(scene.run_dir.path, place), env={**place.environ, "HOME": str(tmp_path)})
+    folder = wait_for(lambda: next(place.folder.glob("tiny-*"), None))
+    wait_for(lambda: any("vitals/decisions" in f.read_text(errors="replace") for f in folder.glob("*.vitals")))
+    scene.back()
+    scene.then()
+    scene.end()
+    assert 0 == live.wait(60)
+    seen = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    aside = EventAccumulator(str(folder / "rolled_back"), size_guidance={"tensors": 0}).Reload()
+    curve = {(e.step, "train/loss"): e.tensor_proto.double_val[0] for e in seen.Tensors("train/loss")}
+    assert same({k: v for k, v in scene.lineage().items() if k[1] == "train/loss"}, curve)
+    left = {e.step: e.tensor_proto.double_val[0] for e in aside.Tensors("train/loss")}
+    assert list(range(FORK, 41)) == sorted(left)
+    texts = [e.tensor_proto.string_val[0].decode() for e in seen.Tensors("vitals/decisions")]
+    assert any("rolled back to step 20: NaN weights" in text for text in texts), texts
+
+
+def wait_for(find):
+    for _ in range(300):
+        if found := find():
+            return found
+        time.sleep(0.1)
+    raise AssertionError("it does not come")
