@@ -298,9 +298,7 @@ class _Lineage:
         )
 
 
-def _rows(
-    columns: Sequence[str], data: Sequence[Sequence[object]], lineage: _Lineage
-) -> list[Row]:
+def _rows(columns: Sequence[str], data: Sequence[Sequence[object]], lineage: _Lineage) -> list[Row]:
     """Return a row for each step of the answer's columns."""
     by_name = dict(zip(columns, data, strict=True))
     curves = {

@@ -20,7 +20,7 @@ from trainvitals.errors import MissingDependencyError
 from trainvitals.io.private import sync_folder
 from trainvitals.printable import escape_markdown
 from trainvitals.views import RunState
-from vitals_collector.mirrors.follow import Entry, Fork, Note, Row
+from vitals_collector.mirrors.follow import Entry, Fork, Row
 from vitals_collector.mirrors.worker import About, Target
 
 ROLLED_BACK = "rolled_back"

@@ -143,7 +143,7 @@ def test_what_is_killed_while_it_writes_goes_on_with_the_next_row(
         played(scene, Notebook(tmp_path / "out", die_at=[moment]), states=tmp_path / "states")
     tracker = Notebook(tmp_path / "out")
     played(scene, tracker, states=tmp_path / "states")
-    assert {point: 1 for point in scene.values} == Counter(point for point, _ in tracker.values())
+    assert dict.fromkeys(scene.values, 1) == Counter(point for point, _ in tracker.values())
 
 
 def test_rows_of_an_attempt_that_come_when_the_next_is_on_are_not_missed(
@@ -169,7 +169,7 @@ def test_rows_of_an_attempt_that_come_when_the_next_is_on_are_not_missed(
         scene.rank = rank
 
     played(scene, tracker, restart, ship_late, scene.end, states=tmp_path / "states")
-    assert {point: 1 for point in scene.values} == Counter(point for point, _ in tracker.values())
+    assert dict.fromkeys(scene.values, 1) == Counter(point for point, _ in tracker.values())
 
 
 def test_many_steps_come_in_pages(scene: Scene, tmp_path: Path):
@@ -178,7 +178,7 @@ def test_many_steps_come_in_pages(scene: Scene, tmp_path: Path):
     scene.scalars({step: float(step) for step in range(0, 4_500, 7)})
     scene.end()
     played(scene, tracker, states=tmp_path / "states")
-    assert {point: 1 for point in scene.values} == Counter(point for point, _ in tracker.values())
+    assert dict.fromkeys(scene.values, 1) == Counter(point for point, _ in tracker.values())
 
 
 def test_a_tracker_is_told_no_secret(scene: Scene, tmp_path: Path):
@@ -265,7 +265,9 @@ sys.exit(int(kind))
 """
 
 
-def supervised(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str], list[float]]:
+def supervised(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, list[str], list[float]]:
     monkeypatch.setattr(supervising, "FIRST_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(supervising, "START_SECONDS", 0.0)
     said: list[str] = []
@@ -290,14 +292,18 @@ def test_a_tracker_that_hangs_or_raises_is_told_and_tried_again_later_and_later(
     assert 0 == code
     assert 4 == len(starts)
     assert all(why in line and "the training is not affected" in line for line in said)
-    assert ["0.1 s", "0.2 s", "0.4 s"] == [line.split("Next try in ")[1].split(",")[0] for line in said]
+    assert ["0.1 s", "0.2 s", "0.4 s"] == [
+        line.split("Next try in ")[1].split(",")[0] for line in said
+    ]
 
 
 @pytest.mark.parametrize("code", [HELD, USAGE])
 def test_what_another_try_cannot_help_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ):
-    assert (code, [], 1) == (lambda c, s, t: (c, s, len(t)))(*supervised(tmp_path, str(code), monkeypatch))
+    assert (code, [], 1) == (lambda c, s, t: (c, s, len(t)))(
+        *supervised(tmp_path, str(code), monkeypatch)
+    )
 
 
 def test_the_run_is_untouched_by_its_mirrors(scene: Scene, tmp_path: Path):
