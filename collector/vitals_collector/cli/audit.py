@@ -24,7 +24,6 @@ from vitals_collector.cli.replay import (
     SpeedColumn,
     StepColumn,
     assume,
-    is_log_path,
 )
 from vitals_collector.cli.writing import Force, write_file
 
@@ -80,7 +79,7 @@ def audit(
     from vitals_collector.report.audit import tell
     from vitals_collector.report.postmortem import markdown, page
 
-    if not is_log_path(log):
+    if not log.exists():
         raise UsageError(
             f"there is no file or folder {log}",
             hint="give a log; a run that Vitals watched has `vitals postmortem`",

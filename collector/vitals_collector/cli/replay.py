@@ -151,7 +151,7 @@ def replay(
         tokens_per_second=tokens_per_second,
         data_seconds=data_seconds,
     )
-    is_path = bool(run) and folder is None and data is None and is_log_path(Path(run))
+    is_path = bool(run) and folder is None and data is None and _is_path(Path(run))
     if is_path and not (Path(run).is_dir() and holds_runs(Path(run))):
         assumed = assume(mode, config, loss_kind, no_clip=no_clip, expect=expect)
         _replay_history(read_history(Path(run), column_options), assumed, plot, form)
@@ -177,7 +177,7 @@ def _refuse_for_runs(named: Sequence[str]) -> None:
         )
 
 
-def is_log_path(path: Path) -> bool:
+def _is_path(path: Path) -> bool:
     """Say whether this is a path and no run's name.
 
     Raises:
@@ -399,4 +399,4 @@ def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
-__all__ = ["assume", "folder_here", "is_log_path", "register"]
+__all__ = ["assume", "folder_here", "register"]

@@ -59,7 +59,10 @@ class Alarm:
     reasons: dict[str, int] = field(default_factory=dict)
     """What was said, and at which step first."""
     actions: dict[str, int] = field(default_factory=dict)
-    """What would have been done, and how often."""
+    """What would have been done, and how often, up to the first time that the run is rolled back or
+    stopped: from then on it would have been another run."""
+    further: dict[str, int] = field(default_factory=dict)
+    """What would follow, had that changed nothing."""
     severity: Severity = "log"
     acted_step: int | None = None
     """At which step it would have been rolled back or stopped, or paged for."""
@@ -179,10 +182,13 @@ def _take(
         return
     alarm = _alarm_at(place, "numbers", alarms, made.step, made.step)
     _note(alarm, place, made.step, made.reason)
-    alarm.actions[made.action] = alarm.actions.get(made.action, 0) + 1
+    counts = alarm.further if alarm.has_acted else alarm.actions
+    counts[made.action] = counts.get(made.action, 0) + 1
     for raised in alerts_for_decision(made, run_id=""):
         _worsen(alarm, raised.severity, made.step)
-    if made.action in ("rollback", "halt") and not alarm.has_acted:
+    if alarm.has_acted:
+        return
+    if made.action in ("rollback", "halt"):
         alarm.has_acted, alarm.acted_step = True, made.step
         alarm.rollback_to = made.rollback_to_step if made.action == "rollback" else None
     kind_of_mark = made.action if made.acted else "observed"
@@ -215,7 +221,7 @@ def _note(alarm: Alarm, place: int, step: int, reason: str) -> None:
 
 
 def _worsen(alarm: Alarm, severity: Severity, step: int) -> None:
-    if _GRAVITY.index(severity) < _GRAVITY.index(alarm.severity):
+    if not alarm.has_acted and _GRAVITY.index(severity) < _GRAVITY.index(alarm.severity):
         alarm.severity = severity
         if severity == "page" and alarm.acted_step is None:
             alarm.acted_step = step
@@ -262,7 +268,8 @@ def _recovered(log: Sequence[LoggedStep], start: int, stop: int, level: float) -
         begin = place - RECOVERY_ROWS + 1
         if begin > start:
             above -= not _loss(log[begin - 1]) <= level
-        if begin >= start and above <= 2 and _loss(log[place]) <= level:
+        is_back = _loss(log[place]) <= level and begin >= start and _loss(log[begin]) <= level
+        if is_back and above <= 2:
             return begin
     return None
 
@@ -365,13 +372,16 @@ def _span(alarm: Alarm) -> str:
 
 def _would(alarm: Alarm) -> str:
     parts = []
-    for action, words in _ACTIONS.items():
+    for action, words in reversed(_ACTIONS.items()):
         num = alarm.actions.get(action, 0)
         if action == "skip_step" and num:
             parts.append(f"skip {_num(num, 'update')}")
         elif num:
-            to = f" to step {alarm.rollback_to}" if action == "rollback" else ""
-            parts.append(f"{words}{to}" + (f", {num} times" if num > 1 else ""))
+            parts.append(words + (f" to step {alarm.rollback_to}" if action == "rollback" else ""))
+    if any(action in alarm.further for action in ("rollback", "halt")):
+        backs, halts = (alarm.further.get(action, 0) for action in ("rollback", "halt"))
+        more = [f"roll back {_times(backs)} more"] * bool(backs) + ["stop the run"] * bool(halts)
+        parts.append(f"if that changed nothing: {', '.join(more)}")
     return "; ".join(parts) or "tell"
 
 
