@@ -219,6 +219,7 @@ def test_a_run_of_vitals_itself_is_sent_to_its_post_mortem(tmp_path: Path, capsy
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_million_records_are_audited(tmp_path: Path, capsys):
     path = tmp_path / "long.csv"
     noise = random.Random(5)

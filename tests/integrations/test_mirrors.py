@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,7 @@ READERS: dict[str, Callable[[Place], Iterator[tuple[Point, float]]]] = {
 
 @pytest.fixture(params=sorted(NEEDED))
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    pytest.importorskip(NEEDED[request.param])
+    pytest.importorskip(NEEDED[request.param], reason=f"needs {NEEDED[request.param]}")
     folder = tmp_path / request.param
     folder.mkdir()
     return Place(request.param, folder)
@@ -245,7 +246,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_tensorboard_shows_the_lineage_and_beside_it_what_was_rolled_back(tmp_path: Path):
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
     place = Place("tensorboard", tmp_path / "tb")
@@ -282,3 +283,64 @@ def wait_for(find):
             return found
         time.sleep(0.1)
     raise AssertionError("it does not come")
+
+
+def test_over_otlp_each_value_arrives_with_its_step_and_time(tmp_path: Path):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the OTLP exporter")
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+        ExportMetricsServiceRequest,
+    )
+
+    received: list[ExportMetricsServiceRequest] = []
+    num_refused = 0
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            nonlocal num_refused
+            raw = self.rfile.read(int(self.headers["Content-Length"]))
+            is_taken = num_refused > 0
+            num_refused += 1
+            if is_taken:
+                received.append(ExportMetricsServiceRequest.FromString(raw))
+            self.send_response(200 if is_taken else 400)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    scene = Scene(tmp_path / "runs")
+    scene.whole()
+    place = Place("tensorboard", tmp_path)
+    place.target = f"otlp:http://127.0.0.1:{server.server_port}"
+    said = mirror(scene.run_dir.path, place)
+    server.shutdown()
+    server.server_close()
+    assert "failed (exit code 1" in said  # it was refused once, and tried again
+    seen: dict[tuple[int, int, str], float] = {}
+    times = {(attempt, t): step for attempt, step, t in _times(scene)}
+    for request in received:
+        (resource,) = request.resource_metrics
+        attributes = {a.key: a.value.string_value for a in resource.resource.attributes}
+        assert ("vitals", RUN, "tiny") == tuple(
+            attributes[key] for key in ("service.name", "vitals.run_id", "vitals.run_name")
+        )
+        for metric in resource.scope_metrics[0].metrics:
+            for point in metric.gauge.data_points:
+                (attempt,) = (a.value.int_value for a in point.attributes if a.key == "attempt")
+                step = times[attempt, point.time_unix_nano]
+                seen[attempt, step, metric.name] = point.as_double
+    names = {"train/loss": "train_loss", "train/grad_norm": "train_grad_norm"}
+    expected = {
+        (attempt, step, names.get(name, f"train_scalar/{name}")): value
+        for (attempt, step, name), value in scene.values.items()
+    }
+    assert same(expected, {k: v for k, v in seen.items() if k[2] in {e[2] for e in expected}})
+    assert all(value == step for (_, step, name), value in seen.items() if name == "train_step")
+
+
+def _times(scene: Scene) -> Iterator[tuple[int, int, int]]:
+    for attempt, step, _ in scene.values:
+        earlier = 0 if attempt == 2 else 50 * 10**9
+        yield attempt, step, scene.rank.time_of(step) - earlier
