@@ -35,8 +35,6 @@ _VERSION = 1
 class HeldError(StorageError):
     """Another process mirrors the run to this target already."""
 
-    code = "V320"
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
