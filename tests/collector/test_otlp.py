@@ -3,6 +3,8 @@
 import json
 import math
 import struct
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,6 +19,7 @@ from vitals_collector.api.otlp import MAX_NAMES, PROTOBUF, decode
 from vitals_collector.live import run_status
 from vitals_collector.queries.open import Reader
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "mirrors.md"
 TIME = START + 5_000_000_000
 
 
@@ -159,26 +162,24 @@ def test_protobuf_holds_the_same_numbers_bit_by_bit(collector: Served):
     assert [repr(float(value)) for value in values] == [repr(value) for value in read]
 
 
-def test_what_opentelemetry_itself_sends_is_taken(collector: Served):
+def test_the_program_of_the_guide_is_taken_as_opentelemetry_sends_it(collector: Served):
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the OTLP exporter")
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-    from opentelemetry.sdk.resources import Resource
-
-    exporter = OTLPMetricExporter(
-        endpoint=f"{collector.plain}/v1/metrics",
-        headers={"Authorization": f"Bearer {collector.tokens.ingest}"},
-    )
-    provider = MeterProvider(
-        [PeriodicExportingMetricReader(exporter)],
-        resource=Resource({"service.name": "loader", "vitals.run_id": RUN}),
-    )
-    provider.get_meter("loader").create_gauge("depth").set(4.5, {"step": 12})
-    assert provider.force_flush()
-    provider.shutdown()
+    shown = GUIDE.read_text().partition("<!-- test: sent -->")[2]
+    program = shown.partition("```python\n")[2].partition("```")[0]
+    for word, real in {
+        "https://collector.example.org:8765": collector.plain,
+        "TOKEN": collector.tokens.ingest,
+        '    certificate_file="collector.pem",\n': "",
+        "01JD...": RUN,
+    }.items():
+        assert word in program
+        program = program.replace(word, real)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    assert names["provider"].force_flush()
+    names["provider"].shutdown()
     with collector.client() as reader:
-        assert (12, 4.5) in curve(reader, "scalars.depth")
+        assert (300, 12.0) in curve(reader, "scalars.queue.depth")
 
 
 @pytest.mark.parametrize(

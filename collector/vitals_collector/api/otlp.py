@@ -128,7 +128,7 @@ def _point(point: Any, run_id: str, service: str, name: str) -> Point:
     time = int(point["timeUnixNano"])
     if not 0 < time <= _MAX_TIME:
         raise ValueError("the time is none")
-    number = None if step is None else int(step)
+    number = None if step is None else int(str(step))
     if number is not None and not 0 <= number <= _MAX_STEP:
         raise ValueError("the step is none")
     labels = ",".join(f"{key}={value}" for key, value in sorted(attributes.items()))
@@ -140,9 +140,9 @@ def _attributes(of: Any) -> dict[str, object]:
     made: dict[str, object] = {}
     for pair in _list(of, "attributes"):
         value = _dict(pair, "value")
-        one = next((value[kind] for kind in _VALUE_KINDS if kind in value), None)
-        if isinstance(pair.get("key"), str) and isinstance(one, str | int | float):
-            made[pair["key"]] = one
+        plain = next((value[kind] for kind in _VALUE_KINDS if kind in value), None)
+        if isinstance(pair.get("key"), str) and isinstance(plain, str | int | float):
+            made[pair["key"]] = plain
     return made
 
 
@@ -150,13 +150,13 @@ _VALUE_KINDS = ("stringValue", "intValue", "doubleValue", "boolValue")
 
 
 def _list(of: Any, name: str) -> list[Any]:
-    found = of.get(name) if isinstance(of, dict) else None
-    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    parts = of.get(name) if isinstance(of, dict) else None
+    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
 
 
 def _dict(of: Any, name: str) -> dict[str, Any]:
-    found = of.get(name) if isinstance(of, dict) else None
-    return found if isinstance(found, dict) else {}
+    part = of.get(name) if isinstance(of, dict) else None
+    return part if isinstance(part, dict) else {}
 
 
 def _request(raw: memoryview) -> dict[str, Any]:
@@ -330,12 +330,12 @@ class OtlpIntake:
                 self._writers.pop(next(iter(self._writers)))
             self._writers[key] = _Writer(run_id, service, now_ns)
         writer = self._writers[key]
-        kept, known = [], set(writer.names)
+        kept, series = [], set(writer.names)
         for point in points:
-            if point.name not in known and len(known) >= MAX_NAMES:
+            if point.name not in series and len(series) >= MAX_NAMES:
                 taken.refuse(1, f"{service} has more than {MAX_NAMES} series in this run")
                 continue
-            known.add(point.name)
+            series.add(point.name)
             kept.append(point)
         if kept:
             await self._ingest.store(writer.bodies(kept, at, now_ns), principal)
@@ -387,8 +387,8 @@ def otlp_router(store: Store, ingest: IngestApp, *, clock: Clock) -> APIRouter:
 def _json_answer(taken: Taken) -> Mapping[str, object]:
     if not taken.num_refused:
         return {}
-    told = {"rejectedDataPoints": str(taken.num_refused), "errorMessage": taken.why}
-    return {"partialSuccess": told}
+    refused = {"rejectedDataPoints": str(taken.num_refused), "errorMessage": taken.why}
+    return {"partialSuccess": refused}
 
 
 def _answer(taken: Taken) -> bytes:

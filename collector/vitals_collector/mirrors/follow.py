@@ -182,7 +182,7 @@ class Follower:
         names = [name for name in detail.metrics if name.startswith("scalars.")]
         if not names or not attempts:
             return
-        wanted = {attempt.id for attempt in attempts}
+        attempt_ids = {attempt.id for attempt in attempts}
         first = min(self._scalars_from(attempt, whole=whole) for attempt in attempts)
         last = max(attempt.last_step for attempt in attempts)
         size = PAGE
@@ -190,7 +190,7 @@ class Follower:
             end = first + size - 1 if first + size <= last else None
             rows: dict[tuple[int, int], Row] = {}
             for name in names:
-                self._scalar(name, (first, end), wanted, lineage, rows)
+                self._scalar(name, (first, end), attempt_ids, lineage, rows)
             if rows:
                 yield self._batch([rows[place] for place in sorted(rows)])
             if end is None:

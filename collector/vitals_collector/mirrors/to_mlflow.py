@@ -54,8 +54,10 @@ class MLflow:
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
         name = MLFLOW_EXPERIMENT_NAME.get() or about.project or "vitals"
-        found = self._client.get_experiment_by_name(name)
-        return str(self._client.create_experiment(name) if found is None else found.experiment_id)
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        return str(self._client.create_experiment(name))
 
     def _find(self, about: About) -> str:
         """Return MLflow's id of the run; "" where it is not there yet."""

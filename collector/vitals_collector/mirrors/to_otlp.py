@@ -74,10 +74,10 @@ class Otlp:
             raise TransportError(f"{self._where} did not take the metrics; its answer is above")
 
     def _metric(self, name: str, points: list[Any]) -> Any:
-        known = _KNOWN.get(name)
+        spec = _KNOWN.get(name)
         gauge = self._export.Gauge(points)
-        if known is not None:
-            return self._export.Metric(known.name, known.help, known.unit, gauge)
+        if spec is not None:
+            return self._export.Metric(spec.name, spec.help, spec.unit, gauge)
         return self._export.Metric(otlp_name(name), "", "", gauge)
 
     def close(self, state: RunState) -> None:

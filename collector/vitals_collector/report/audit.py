@@ -280,7 +280,7 @@ def _loss(logged: LoggedStep) -> float:
 
 def _step_seconds(log: Sequence[LoggedStep]) -> float | None:
     """Return the usual time of a step, as it was logged or by the times of the records."""
-    logged = [one.step_seconds for one in log if one.step_seconds is not None]
+    logged = [record.step_seconds for record in log if record.step_seconds is not None]
     if logged:
         return statistics.median(logged)
     pairs = itertools.pairwise(log)
@@ -411,8 +411,8 @@ def _judgement(alarm: Alarm) -> str:
 
 
 def _plots(made: Audit) -> list[Block]:
-    told = [alarm for alarm in made.alarms if alarm.severity != "log"]
-    spans = [(alarm.first_step, alarm.last_step) for alarm in told]
+    grave = [alarm for alarm in made.alarms if alarm.severity != "log"]
+    spans = [(alarm.first_step, alarm.last_step) for alarm in grave]
     curves = [
         _curve(made, "loss", [logged.loss for logged in made.history.steps]),
         _curve(made, "gradient norm", [logged.grad_norm for logged in made.history.steps]),
