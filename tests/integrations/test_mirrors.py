@@ -196,6 +196,59 @@ def test_all_values_are_read_back_bit_by_bit_at_their_steps(place: Place, tmp_pa
         assert not path.is_file() or SECRET.encode() not in path.read_bytes()
 
 
+def notes_of(place: Place) -> list[str]:
+    """Return what the tracker says of decisions."""
+    match place.kind:
+        case "tensorboard":
+            return [path.read_text(errors="replace") for path in place.folder.rglob("*.vitals")]
+        case "wandb":
+            from wandb.proto import wandb_internal_pb2 as messages
+
+            raws = [
+                raw
+                for path in place.folder.glob("wandb/offline-run-*/run-*.wandb")
+                for raw in _records(memoryview(path.read_bytes()), [])
+            ]
+            records = [messages.Record.FromString(raw) for raw in raws]
+            assert ["WARN"] == [r.alert.level for r in records if r.HasField("alert")]
+            assert {RUN} == {r.run.run_id for r in records if r.HasField("run")}  # resumed
+            names = [m.metric.glob_name for m in records if m.HasField("metric")]
+            assert "*" in names  # everything is drawn over vitals/step
+            return [str(record.history) for record in records if record.HasField("history")]
+        case "mlflow":
+            from mlflow.tracking import MlflowClient
+
+            client = MlflowClient(tracking_uri=place.target.partition(":")[2])
+            (run,) = client.search_runs([client.get_experiment_by_name("lab").experiment_id])
+            assert ("FINISHED", "tiny") == (run.info.status, run.info.run_name)
+            assert "adamw" == run.data.params["optimizer"]
+            return list(run.data.tags.values())
+    program = (
+        "import json, trackio; run, = trackio.Api().runs('vitals-test'); "
+        "assert run.config['optimizer'] == 'adamw', run.config; "
+        "print('\\n' + json.dumps(run.alerts()))"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", program],
+        env=place.environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [alert["text"] for alert in json.loads(made.stdout.splitlines()[-1])]
+
+
+def test_decisions_are_told_where_the_tracker_tells_such(place: Place, tmp_path: Path):
+    scene = Scene(tmp_path / "runs")
+    scene.whole()
+    mirror(scene.run_dir.path, place)
+    mirror(scene.run_dir.path, place)  # once more: nothing is new
+    told = "\n".join(notes_of(place))
+    assert "rolled back to step 20: NaN weights" in told
+    assert "attempt 2 begins at step 20" in told
+    assert dict.fromkeys(scene.values, 1) == Counter(point for point, _ in place.read())
+
+
 def test_a_mirror_that_is_killed_again_and_again_writes_each_row_once(place: Place, tmp_path: Path):
     """Supervisor and workers get SIGKILL at any moment while the run goes on."""
     scene = Scene(tmp_path / "runs")

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from vitals_collector.mirrors.worker import Target
 
@@ -77,8 +78,8 @@ class _Child:
             self.exit_code = code
             self._clear()
         else:
-            how = f"exit code {code}" if code > 0 else f"signal {-code}"
-            self._failed(f"failed ({how}, its message is above)", now)
+            how = f"exit code {code}, its message is above" if code > 0 else f"signal {-code}"
+            self._failed(f"failed ({how})", now)
 
     def _failed(self, why: str, now: float) -> None:
         self._clear()
@@ -91,10 +92,12 @@ class _Child:
         )
 
     def _clear(self) -> None:
-        """End what is left of it."""
+        """End what is left of it, what is in a session of its own (W&B's writer) too."""
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        below = _below(self._process.pid)
+        for end, pid in ((os.killpg, self._process.pid), *((os.kill, pid) for pid in below)):
+            with contextlib.suppress(ProcessLookupError):
+                end(pid, signal.SIGKILL)
         self._process.wait()
         os.close(self.pipe)
         self._process, self.pipe = None, -1
@@ -137,6 +140,15 @@ def supervise(
             child.stop()
         signal.signal(signal.SIGTERM, before)
     return {child.target: child.exit_code or 0 for child in children}
+
+
+def _below(pid: int) -> list[int]:
+    """Return all processes that a living one started, and those that these did."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it is gone, or this is not Linux
+        return []
+    return [each for child in children for each in (int(child), *_below(int(child)))]
 
 
 def _interrupt(number: int, frame: object) -> None:

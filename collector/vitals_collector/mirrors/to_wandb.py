@@ -75,6 +75,8 @@ class WandB:
         if str(self._file) not in self.kept["files"]:
             self.kept["files"].append(str(self._file))
         self._at = 0
+        self._last = -1
+        """The newest row that this process logged: earlier ones are in other files."""
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
 
@@ -109,6 +111,7 @@ class WandB:
     def _log(self, cells: dict[str, Any], time_unix_ns: int) -> None:
         step = self.kept["num_rows"]
         self._run.log({**cells, "_timestamp": time_unix_ns / 1e9}, step=step, commit=True)
+        self._last = step
         self.kept["num_rows"] = step + 1
 
     def _wait(self) -> None:
@@ -117,15 +120,15 @@ class WandB:
         Raises:
             StorageError: it does not come.
         """
-        last = self.kept["num_rows"] - 1
         deadline = time.monotonic() + _WAIT_SECONDS
-        while last >= 0:
+        while self._last >= 0:
             rows, self._at = logged_rows(self._file, self._at)
-            if any(number >= last for number, _ in rows):
+            if any(number >= self._last for number, _ in rows):
                 return
             if time.monotonic() > deadline:
                 raise StorageError(
-                    f"wandb has not written row {last} to {self._file} for {_WAIT_SECONDS:g} s"
+                    f"wandb has not written row {self._last} to {self._file} for "
+                    f"{_WAIT_SECONDS:g} s"
                 )
             time.sleep(_FLUSH_SECONDS / 5)
 

@@ -1,9 +1,11 @@
 """Mirrors with a tracker of our own: each row once whatever dies, and nothing reaches the run."""
 
 import hashlib
+import os
 import pickle
 import sys
 import time
+import types
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +13,14 @@ from typing import Any
 
 import pytest
 
+from tests.collector.conftest import Served
 from tests.collector.mirrors.scene import FORK, SECRET, Scene, same
 from tests.collector.rows import RUN
 from trainvitals.errors import FormatError, MissingDependencyError, UsageError
 from vitals_collector.cli.mirror import MAX_POLL_SECONDS, Pause
+from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.mirrors import supervise as supervising
+from vitals_collector.mirrors import trackers
 from vitals_collector.mirrors.follow import ATTEMPT, Cursor, Entry, Follower, Fork, Note, Row
 from vitals_collector.mirrors.supervise import HELD, USAGE, supervise
 from vitals_collector.mirrors.trackers import open_tracker
@@ -27,7 +32,7 @@ from vitals_collector.mirrors.worker import (
     mirror,
     state_folder,
 )
-from vitals_collector.queries.open import open_folder
+from vitals_collector.queries.open import Opened, open_folder
 
 TARGET = Target("tensorboard", "/tb")
 
@@ -244,6 +249,39 @@ def test_a_tracker_that_is_not_installed_is_named_with_what_to_install(
     assert f"pip install 'trainvitals[{kind}]'" == failure.value.hint
 
 
+def test_from_a_collector_a_run_is_mirrored_as_from_its_folder(
+    served: Served, scene: Scene, tmp_path: Path
+):
+    """Numbers that are not finite come as words there."""
+    tracker = Notebook(tmp_path / "out")
+    scene.whole()
+    folder = FolderIngest(served.store, [scene.run_dir.path])
+    folder.poll()
+    with served.client() as client:
+        mirror(
+            Opened(client, lambda: None),
+            RUN,
+            TARGET,
+            StateFile(tmp_path, RUN, TARGET),
+            tracker.open,
+            is_over=lambda summary: summary.state == "finished",
+            alive=lambda num_rows: None,
+            sleep=lambda: None,
+            say=lambda text: None,
+        )
+    assert same(scene.values, dict(tracker.values()))
+
+
+def test_no_tracker_reports_to_its_maker(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")
+    monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY", raising=False)
+    monkeypatch.setattr(trackers, "import_module", lambda name: types.SimpleNamespace(Otlp=print))
+    open_tracker(Target("otlp", "x"), None, {}, False)
+    assert ("true", "true") == tuple(
+        os.environ[name] for name in ("WANDB_ERROR_REPORTING", "MLFLOW_DISABLE_TELEMETRY")
+    )
+
+
 # -------------------------------------------------------------------------------- supervision
 
 CHILD = """
@@ -257,7 +295,9 @@ if num > 3:
     sys.exit(0)
 if kind == "hangs":
     if os.fork() == 0:
-        os.setpgid(0, os.getpgid(os.getppid()))
+        os.setsid()
+        with open(log + ".below", "a") as file:
+            file.write(f"{os.getpid()}\\n")
     time.sleep(1000)
 if kind == "raises":
     raise RuntimeError("the tracker is down")
@@ -291,6 +331,10 @@ def test_a_tracker_that_hangs_or_raises_is_told_and_tried_again_later_and_later(
     code, said, starts = supervised(tmp_path, kind, monkeypatch)
     assert 0 == code
     assert 4 == len(starts)
+    below = tmp_path / "starts.below"
+    for pid in below.read_text().split() if kind == "hangs" else ():
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or "Z" == state.read_text().rpartition(")")[2].split()[0]
     assert all(why in line and "the training is not affected" in line for line in said)
     assert ["0.1 s", "0.2 s", "0.4 s"] == [
         line.split("Next try in ")[1].split(",")[0] for line in said
