@@ -361,10 +361,10 @@ def otlp_router(store: Store, ingest: IngestApp, *, clock: Clock) -> APIRouter:
         tags=["ingest"],
         dependencies=[Depends(require("ingest"))],
         responses=answers(dict[str, Any]),
-        openapi_extra=takes(bytes, PROTOBUF),
+        openapi_extra=takes(dict[str, Any]),
     )
     async def take_metrics(request: Request) -> Response:
-        """Store OpenTelemetry metrics (OTLP/HTTP, protobuf or JSON) as scalars of a run.
+        """Store OpenTelemetry metrics (OTLP/HTTP: JSON, or `application/x-protobuf`) as scalars.
 
         The resource attribute `vitals.run_id` names the run; gauges and sums are taken, all others
         are counted in `partialSuccess`. A body has at most 64 KiB, uncompressed.
