@@ -61,8 +61,8 @@ fuzz: $(STAMP) ## feed every decoder changed and made-up bytes, anew each time (
 test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose FSDP2 runs on CPUs (a large download)
 	$(OLDEST)/bin/python -m pytest tests/trainer_hooks -W "ignore:TypedStorage" -W "ignore:The epoch parameter" $(ARGS)
 
-test-integrations: $(INTEGRATIONS)/.$(PINS) ## the frameworks' adapters, each really trained with (PINS=oldest: the oldest versions)
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/collector/histories -W default $(ARGS)
+test-integrations: $(INTEGRATIONS)/.$(PINS) ## adapters, each really trained with, and trackers, each read back (PINS=oldest: the oldest versions)
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/collector/histories tests/collector/test_otlp.py tests/collector/test_cli_audit.py -W default $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy, and who may import whom
 	$(BIN)/ruff check .

@@ -146,19 +146,22 @@ class Follower:
             places[attempt.id] = attempt.fork_step
             if attempt.parent is not None:
                 entries.append(_fork(attempt))
-        while places[attempt.id] <= attempt.last_step:
+        # A stretch at a time: a question reads all rows behind its first step. The last step may be
+        # of another rank, so a stretch without rows may yet get some.
+        for first in range(places[attempt.id], attempt.last_step + 1, PAGE):
             reply = self._reader.ask(
                 TableQuestion(
                     table="steps",
                     run_id=self._run_id,
                     where=(f"attempt = {attempt.id}",),
-                    from_step=places[attempt.id],
+                    from_step=first,
+                    to_step=first + PAGE - 1,
                     limit=PAGE,
                 )
             )
             rows = _rows(reply.columns, reply.data, lineage)
             if not rows:
-                break
+                continue
             places[attempt.id] = rows[-1].step + 1
             yield self._batch([*entries, *rows])
             entries = []
