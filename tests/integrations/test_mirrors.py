@@ -1,8 +1,11 @@
 """What a mirror wrote, read back by each tracker's own reader: same values, same steps."""
 
+import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -249,25 +252,70 @@ def test_decisions_are_told_where_the_tracker_tells_such(place: Place, tmp_path:
     assert dict.fromkeys(scene.values, 1) == Counter(point for point, _ in place.read())
 
 
+DYING = """
+import os, sys
+from vitals_collector.mirrors import worker
+
+save = worker.StateFile.save
+
+def die(self, saved):
+    if not saved.is_writing and saved.num_rows:
+        os._exit(9)
+    save(self, saved)
+
+worker.StateFile.save = die
+from trainvitals.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def test_what_is_in_the_tracker_and_not_saved_as_written_is_not_written_again(
+    place: Place, tmp_path: Path
+):
+    """The worker dies in between, the worst moment there is."""
+    scene = Scene(tmp_path / "runs")
+    scene.whole()
+    pipe, theirs = os.pipe()
+    worker = [sys.executable, "-c", DYING, *command(scene.run_dir.path, place)[3:]]
+    died = subprocess.run(
+        [*worker, "--worker", str(theirs)],
+        pass_fds=[theirs],
+        env=place.environ,
+        cwd=place.folder,
+        timeout=120,
+    )
+    assert 9 == died.returncode
+    os.close(pipe)
+    os.close(theirs)
+    assert list(place.read()), "it died too early"
+    mirror(scene.run_dir.path, place)
+    assert dict.fromkeys(scene.values, 1) == Counter(point for point, _ in place.read())
+
+
 def test_a_mirror_that_is_killed_again_and_again_writes_each_row_once(place: Place, tmp_path: Path):
     """Supervisor and workers get SIGKILL at any moment while the run goes on."""
-    scene = Scene(tmp_path / "runs")
+    scene = Scene(tmp_path / "runs", is_live=True)
     scene.first()
-    ended = threading.Event()
+    num_rounds, written = 0, 0
 
     def train() -> None:
         time.sleep(1.0)
         scene.back()
-        for last in range(80, 1001, 80):
-            scene.steps(FORK if last == 80 else last - 80, last, attempt=2)
-            time.sleep(0.2)
+        first = FORK
+        while num_rounds < 4 or first < 200:
+            scene.steps(first, first + 20, attempt=2)
+            first += 20
+            time.sleep(0.3)
         scene.end()
-        ended.set()
+
+    def rows_written() -> int:
+        states = list(scene.run_dir.path.glob("mirrors/*.json"))
+        return json.loads(states[0].read_text())["num_rows"] if states else 0
 
     training = threading.Thread(target=train)
     training.start()
-    num_kills = 0
-    while not ended.is_set():
+    chance = random.Random(1)
+    while num_rounds < 4:
         process = subprocess.Popen(
             command(scene.run_dir.path, place),
             env=place.environ,
@@ -275,17 +323,15 @@ def test_a_mirror_that_is_killed_again_and_again_writes_each_row_once(place: Pla
             stderr=subprocess.PIPE,
             text=True,
         )
-        time.sleep(2.5 + 0.7 * num_kills)
+        assert wait_for(lambda before=written: rows_written() > before), "it does not go on"
+        time.sleep(chance.uniform(0.0, 2.5))  # somewhere in the next look, or between two
         for pid in [*children(process.pid), process.pid]:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                num_kills += 1
-            except ProcessLookupError:
-                pass
         process.communicate()
+        num_rounds, written = num_rounds + 1, rows_written()
     training.join()
     mirror(scene.run_dir.path, place)
-    assert num_kills
     assert dict.fromkeys(scene.values, 1) == Counter(point for point, _ in place.read())
 
 
@@ -303,7 +349,7 @@ def test_tensorboard_shows_the_lineage_and_beside_it_what_was_rolled_back(tmp_pa
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
     place = Place("tensorboard", tmp_path / "tb")
-    scene = Scene(tmp_path / "runs")
+    scene = Scene(tmp_path / "runs", is_live=True)
     scene.first()
     live = subprocess.Popen(
         command(scene.run_dir.path, place), env={**place.environ, "HOME": str(tmp_path)}
@@ -336,6 +382,34 @@ def wait_for(find):
             return found
         time.sleep(0.1)
     raise AssertionError("it does not come")
+
+
+def test_a_real_tracker_whose_server_never_answers_is_ended_and_told(tmp_path: Path):
+    pytest.importorskip("mlflow", reason="needs mlflow")
+    from vitals_collector.mirrors.supervise import supervise
+    from vitals_collector.mirrors.worker import Target
+
+    scene = Scene(tmp_path / "runs")
+    scene.whole()
+    told: list[str] = []
+
+    def say(text: str) -> None:
+        told.append(text)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(KeyboardInterrupt):
+        supervise(
+            [Target("mlflow", f"http://127.0.0.1:{server.getsockname()[1]}")],
+            lambda target, pipe: [
+                *(sys.executable, "-m", "trainvitals", "mirror", str(scene.run_dir.path)),
+                *("--to", str(target), "--worker", str(pipe)),
+            ],
+            say=say,
+            hang_seconds=4.0,
+        )
+    assert all("shows no sign of life for 4 s; the training is not affected" in t for t in told)
+    assert ["1 s", "2 s"] == [text.split("Next try in ")[1].split(",")[0] for text in told]
 
 
 def test_over_otlp_each_value_arrives_with_its_step_and_time(tmp_path: Path):

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,9 +22,9 @@ from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, as_fold
 if TYPE_CHECKING:
     from vitals_collector.mirrors.worker import Target
 
-POLL_SECONDS, MAX_POLL_SECONDS = 2.0, 30.0
-LOOK_SHARE = 0.05
-"""Of the time; a look that takes longer, as over a long run's folder, is followed by a pause."""
+POLL_SECONDS, MAX_POLL_SECONDS = 2.0, 10.0
+CPU_SHARE = 0.1
+"""Of a core; a look that takes longer, as over a long run's folder, is followed by a pause."""
 
 
 def register(app: typer.Typer) -> None:
@@ -105,9 +105,21 @@ def _work(
     """Be the process of one target."""
     from vitals_collector.mirrors import supervise
     from vitals_collector.mirrors.trackers import open_tracker
-    from vitals_collector.mirrors.worker import HeldError, StateFile, mirror, state_folder
+    from vitals_collector.mirrors.worker import (
+        HeldError,
+        StateFile,
+        Tracker,
+        mirror,
+        state_folder,
+    )
 
     ending, pause = Ending(), Pause()
+
+    def open_it(*what: Any) -> Tracker:
+        tracker = open_tracker(*what)
+        pause.begin()  # what opening it took is no look's
+        return tracker
+
     os.set_blocking(pipe, False)
     os.set_inheritable(pipe, False)  # else what a tracker starts holds it open
     with opened_run(run, folder, collector, token_file) as (opened, run_id):
@@ -118,7 +130,7 @@ def _work(
                 run_id,
                 target,
                 StateFile(states, run_id, target),
-                open_tracker,
+                open_it,
                 is_over=lambda summary: ending.reached(summary, time.time_ns()),
                 alive=lambda num_rows: _alive(pipe, num_rows),
                 sleep=pause.sleep,
@@ -142,16 +154,20 @@ class Pause:
         self,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        now: Callable[[], float] = time.monotonic,
+        cpu_seconds: Callable[[], float] = time.process_time,
     ) -> None:
-        self._sleep, self._now = sleep, now
-        self._began = now()
+        self._sleep, self._cpu_seconds = sleep, cpu_seconds
+        self._began = cpu_seconds()
+
+    def begin(self) -> None:
+        """Begin a look."""
+        self._began = self._cpu_seconds()
 
     def sleep(self) -> None:
-        """Wait until the next look."""
-        took = self._now() - self._began
-        self._sleep(min(max(took / LOOK_SHARE, POLL_SECONDS), MAX_POLL_SECONDS))
-        self._began = self._now()
+        """End a look, wait, and begin the next."""
+        took = self._cpu_seconds() - self._began
+        self._sleep(min(max(took / CPU_SHARE, POLL_SECONDS), MAX_POLL_SECONDS))
+        self.begin()
 
 
 def _say(text: str) -> None:

@@ -28,10 +28,11 @@ FORK = 20
 class Scene:
     """Writes the run as an agent would: ``first`` up to the rollback, ``then`` to the end."""
 
-    def __init__(self, folder: Path, name: str = "tiny") -> None:
+    def __init__(self, folder: Path, name: str = "tiny", *, is_live: bool = False) -> None:
         self.run_dir = RunDir.create(folder, RUN)
         self._spool = Spool(self.run_dir.agent_dir("a") / "spool", max_bytes=1 << 24, keep=True)
-        self.rank = Writer(started=time.time_ns() - 10**12)
+        # A run of which nothing was heard for minutes is lost, and its mirror ends.
+        self.rank = Writer(started=time.time_ns() - (0 if is_live else 10**12))
         info = RunInfo(name=name, project="lab", world_size=1, config=CONFIG, tags=("seed-1",))
         start = AttemptStarted(id=1, parent=None, fork_step=0, reason="start")
         names = NamesDefined(stream="scalars", names={0: "val_loss", 1: "sampled/best"})
