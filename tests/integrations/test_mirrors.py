@@ -30,6 +30,7 @@ NEEDED = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",
+    "mlflow folder": "mlflow",
     "trackio": "trackio",
 }
 
@@ -43,6 +44,7 @@ class Place:
             "tensorboard": f"tensorboard:{folder}",
             "wandb": "wandb:vitals-test",
             "mlflow": f"mlflow:sqlite:///{folder}/mlflow.db",
+            "mlflow folder": f"mlflow:{folder}/store",
             "trackio": "trackio:vitals-test",
         }[kind]
         self.environ = {
@@ -154,12 +156,14 @@ READERS: dict[str, Callable[[Place], Iterator[tuple[Point, float]]]] = {
     "tensorboard": of_tensorboard,
     "wandb": of_wandb,
     "mlflow": of_mlflow,
+    "mlflow folder": of_mlflow,
     "trackio": of_trackio,
 }
 
 
 @pytest.fixture(params=sorted(NEEDED))
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for its readers here
     pytest.importorskip(NEEDED[request.param], reason=f"needs {NEEDED[request.param]}")
     folder = tmp_path / request.param
     folder.mkdir()
@@ -218,7 +222,7 @@ def notes_of(place: Place) -> list[str]:
             names = [m.metric.glob_name for m in records if m.HasField("metric")]
             assert "*" in names  # everything is drawn over vitals/step
             return [str(record.history) for record in records if record.HasField("history")]
-        case "mlflow":
+        case "mlflow" | "mlflow folder":
             from mlflow.tracking import MlflowClient
 
             client = MlflowClient(tracking_uri=place.target.partition(":")[2])
