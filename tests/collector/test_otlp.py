@@ -13,6 +13,7 @@ from tests.collector.conftest import Served
 from tests.collector.histories.test_wandb import field
 from tests.collector.lookback import troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, START
+from tests.collector.test_tokens import token as make_token
 from trainvitals.errors import FormatError
 from trainvitals.views import CurveQuestion, RunQuestion
 from vitals_collector.api.otlp import MAX_NAMES, PROTOBUF, decode
@@ -212,6 +213,18 @@ def _all():
 def test_a_token_of_another_scope_may_not(collector: Served, scope: str):
     token = getattr(collector.tokens, scope)
     assert 403 == send(collector, request(gauge("depth", point(1))), token=token).status_code
+
+
+def test_a_token_of_another_run_or_owner_writes_nothing_to_it(collector: Served):
+    """The run was begun with the token file's own."""
+    for secret in (make_token(collector, "eve", run_id=OTHER_RUN), make_token(collector, "eve")):
+        answer = send(collector, request(gauge("depth", point(1))), token=secret)
+        assert answer.status_code in (400, 403), answer.text
+    of_the_run = make_token(collector, "ada", run_id=RUN)
+    assert 200 == send(collector, request(gauge("x", point(1))), token=of_the_run).status_code
+    with collector.client() as reader:
+        metrics = reader.ask(RunQuestion(run_id=RUN)).metrics
+    assert {"scalars.x"} == {name for name in metrics if name in ("scalars.x", "scalars.depth")}
 
 
 def test_a_body_is_bounded_and_compression_refused(collector: Served):
