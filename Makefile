@@ -8,7 +8,8 @@ OLDEST := .venv-oldest
 OLDEST_TORCH := 2.7.1
 INTEGRATIONS := .venv-integrations
 PINS ?= newest
-EXTRAS := collector,huggingface,accelerate,lightning,deepspeed,torchtitan
+TRACKERS := tensorboard,wandb,mlflow,trackio,otlp
+EXTRAS := collector,huggingface,accelerate,lightning,deepspeed,torchtitan,$(TRACKERS)
 SUPPLY := build/supply
 DEPLOY_TOOLS := build/deploy-tools
 CHECKERS = PATH="$$PATH:$(CURDIR)/$(DEPLOY_TOOLS)/bin"
@@ -62,8 +63,8 @@ fuzz: $(STAMP) ## feed every decoder changed and made-up bytes, anew each time (
 test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose FSDP2 runs on CPUs (a large download)
 	$(OLDEST)/bin/python -m pytest tests/trainer_hooks -W "ignore:TypedStorage" -W "ignore:The epoch parameter" $(ARGS)
 
-test-integrations: $(INTEGRATIONS)/.$(PINS) ## the frameworks' adapters, each really trained with (PINS=oldest: the oldest versions)
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/collector/histories -W default $(ARGS)
+test-integrations: $(INTEGRATIONS)/.$(PINS) ## adapters, each really trained with, and trackers, each read back (PINS=oldest: the oldest versions)
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/collector/histories tests/collector/test_otlp.py tests/collector/test_cli_audit.py -W default $(ARGS)
 
 # Where a checker cannot be had, its tests are skipped with the reason.
 test-deploy: $(STAMP) ## all that compose would start, as plain processes, and a run through it; each file by its checker (6 minutes)

@@ -47,6 +47,7 @@ from vitals_agent.memory_spool import (
     move_to_disk,
     open_in_memory,
 )
+from vitals_agent.mirrors import MirrorStarter
 from vitals_agent.process import RankProcess
 from vitals_agent.run import NodeFacts, ServedRun, boot_id
 from vitals_agent.sampling import Sampling, Spawn, on_a_thread
@@ -117,6 +118,10 @@ class AgentConfig:
     """Bound of that, of one run on this node; the oldest goes first."""
     hang: HangConfig | None = None
     """How long ranks may wait for one of them; None: the defaults."""
+    mirrors: tuple[str, ...] = ()
+    """Trackers that each run whose rank 0 is here is mirrored to, as `vitals mirror --to`."""
+    mirror_source: tuple[str, ...] = ()
+    """Where a mirror reads the run; none: in its folder."""
     retire_seconds: float = 60.0
     """A run without a rank here is let go after this time."""
 
@@ -190,6 +195,7 @@ class Agent:
         self._spawn = spawn
         self._exits = ExitWatch()
         self._hangs: dict[str, HangWatch] = {}
+        self._mirrors = MirrorStarter(config.mirrors, config.mirror_source)
         self._server: MetricsServer | None = None
         self._info: AgentInfo | None = None
         self._token = config.scrape_token
@@ -304,6 +310,8 @@ class Agent:
                 self._hang_watch(run).look(now)
             with self.faults.contained("tailer"):
                 run.copy()
+            with self.faults.contained("mirror"):
+                self._mirrors.look(run)
             with self.faults.contained("tailer"):
                 run.sweep()
         self._retire(now)

@@ -79,6 +79,16 @@ _LingerHours = Annotated[
         "is away; then any later agent on the node sends what is left.",
     ),
 ]
+_Mirror = Annotated[
+    str,
+    typer.Option(
+        "--mirror",
+        envvar="VITALS_MIRROR",
+        metavar="TRACKERS",
+        help="Mirror each run whose rank 0 is on this node, as `vitals mirror --to`; several with "
+        "spaces between them [default: none].",
+    ),
+]
 _Child = Annotated[bool, typer.Option("--child", hidden=True)]
 
 
@@ -102,6 +112,7 @@ def agent(
     retain_mb: _RetainMegabytes = 1024,
     once: _Once = False,
     linger_hours: _LingerHours = 24.0,
+    mirror: _Mirror = "",
     child: _Child = False,
 ) -> None:
     """Run the node agent: store metrics, sample hardware, forward, relay commands.
@@ -124,6 +135,7 @@ def agent(
     host, port = _address(listen)
     log_to_stderr(logging.WARNING if once else logging.INFO)
     endpoint, scrape_token, notice = _endpoint(collector, token_file, run_id, child=child)
+    keeps_history = endpoint is None or not collector
     config = AgentConfig(
         vitals_dir=directory.absolute(),
         base=private_base(os.environ),
@@ -137,7 +149,9 @@ def agent(
         is_collector_named=bool(collector),
         takes_over=child,
         notice=notice,
-        keeps_history=endpoint is None or not collector,
+        keeps_history=keeps_history,
+        mirrors=tuple(mirror.split()),
+        mirror_source=() if keeps_history else _source(collector, token_file),
         retain_seconds=retain_hours * 3600.0,
         retain_bytes=retain_mb << 20,
     )
@@ -185,6 +199,12 @@ def _linger(config: "AgentConfig", endpoint: "CollectorEndpoint", hours: float) 
         answers=endpoint.answers,
         seconds=hours * 3600.0,
     )
+
+
+def _source(collector: str, token_file: Path | None) -> tuple[str, ...]:
+    """Return how a mirror is told to read from the collector that this agent ships to."""
+    tokens = () if token_file is None else ("--token-file", str(token_file.absolute()))
+    return ("--collector", _name_of(collector), *tokens)
 
 
 def _name_of(collector: str) -> str:

@@ -14,6 +14,7 @@ Part = Literal[
     "hang",
     "journal",
     "journals",
+    "mirror",
     "relay",
     "relay.refused",
     "release",

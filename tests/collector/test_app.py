@@ -125,6 +125,7 @@ def test_every_route_has_a_schema_of_what_it_answers(served: Served):
     assert [] == without
     assert {
         "/v1/ingest",
+        "/v1/metrics",
         "/v1/runs",
         "/v1/runs/{run_id}",
         "/v1/runs/{run_id}/series",

@@ -273,6 +273,7 @@ SCOPES: dict[tuple[str, str], set[str]] = {
     ("GET", "/openapi.json"): {"read", "ingest", "control"},
     ("GET", "/v1/sd/agents"): {"read", "control"},
     ("POST", "/v1/ingest"): {"ingest"},
+    ("POST", "/v1/metrics"): {"ingest"},
     ("GET", "/v1/runs"): {"read", "control"},
     ("GET", "/v1/configs"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}"): {"read", "control"},

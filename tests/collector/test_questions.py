@@ -160,6 +160,7 @@ def test_a_new_question_is_in_the_openapi_document(served):
 
 ORDERS = {
     ("POST", "/v1/ingest"),
+    ("POST", "/v1/metrics"),
     ("POST", "/v1/runs/{run_id}/annotations"),
     ("POST", "/v1/runs/{run_id}/commands"),
     ("POST", "/v1/runs/{run_id}/commands/{number}/delivered"),

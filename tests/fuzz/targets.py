@@ -23,6 +23,7 @@ from tests.agent.builders import identity
 from tests.collector.alerting import Place
 from tests.collector.histories.test_wandb import call, framed
 from tests.collector.rows import OTHER_RUN, RUN, START, STEPS, Writer, seqs_stored
+from tests.collector.test_otlp import encoded, gauge, point, request
 from tests.fuzz.mutation import sealed
 from trainer_hooks.lifecycle.run_paths import _plan as known_plan
 from trainer_hooks.recovery.checkpoints import manifest as manifests
@@ -63,8 +64,12 @@ from trainvitals.wire import decode_batch, split_batches
 from vitals_agent.collector_endpoint import finder
 from vitals_agent.state_dir import AgentStateDir
 from vitals_collector.alerts.receivers import load_notifier_settings
+from vitals_collector.api.otlp import decode
 from vitals_collector.importers import ColumnChoice, read_history
 from vitals_collector.ingest.ingest import store_bodies
+from vitals_collector.mirrors.follow import Cursor
+from vitals_collector.mirrors.worker import Saved, StateFile
+from vitals_collector.mirrors.worker import Target as MirrorTarget
 from vitals_collector.queries.open import open_folder
 from vitals_collector.storage.store import open_store
 
@@ -445,6 +450,26 @@ def read_addresses(folder: Path, raw: bytes) -> None:
     finder(str(folder), None, {})()
 
 
+def otlp_request():
+    return request(gauge("depth", point(1.5, step=3, disk="a"), point(2)))
+
+
+OTLP = json.dumps(otlp_request()).encode()
+MIRROR = msgspec.json.encode(
+    Saved(target="wandb", run_id=RUN, cursor=Cursor(attempts={1: 7}, scalars={"x": {1: 3}}))
+)
+
+
+def read_otlp(is_json: bool, _folder: Path, raw: bytes) -> None:
+    decode(raw, is_json=is_json)
+
+
+def read_mirror_state(folder: Path, raw: bytes) -> None:
+    state = StateFile(folder, RUN, MirrorTarget("wandb", ""))
+    state.path.write_bytes(raw)
+    state.load()
+
+
 def read_agent_file(folder: Path, raw: bytes) -> None:
     """Start an agent where one runs already; the error names that one as its file tells."""
     first, second = AgentStateDir(folder), AgentStateDir(folder)
@@ -574,4 +599,7 @@ TARGETS = [
         is_partial=True,
     ),
     Target(name="tokens", samples=lambda: [TOKENS], read=read_token_file),
+    Target(name="otlp", samples=lambda: [encoded(otlp_request())], read=partial(read_otlp, False)),
+    Target(name="otlp-json", samples=lambda: [OTLP], read=partial(read_otlp, True)),
+    Target(name="mirror", samples=lambda: [MIRROR], read=read_mirror_state),
 ]

@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "collector": (
         *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
         *("goodput", "forecast", "replay", "alerts", "command", "stacks", "store", "export"),
-        *("sql", "token"),
+        *("sql", "token", "mirror", "audit"),
     ),
     "dashboard": ("dashboard",),
     "checkpoints": ("checkpoints", "repro"),

@@ -6,7 +6,7 @@
         HALTED         the ladder stopped this run; a relaunch stops before training
         plan.jsonl     what no restore may give back: budgets, attempts, commands applied
         restarts.json  when jobs that hung were ended
-        checkpoints/   agents/<node>/   commands/   profiles/
+        checkpoints/   agents/<node>/   commands/   profiles/   mirrors/
 
 The disk is often NFS or Lustre: files are appended and fsynced or replaced whole, never mapped.
 Others may write the folder around it, a lab's group say: what is read back is checked
@@ -58,7 +58,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SHARES = {"": 0, "none": 0, "group": 0o050}
 _OURS = (
     *("run.json", "command.key", "HALTED", "plan.jsonl", "restarts.json"),
-    *("checkpoints", "agents", "commands", "profiles"),
+    *("checkpoints", "agents", "commands", "profiles", "mirrors"),
 )
 _MAX_PLAN_BYTES = 64 << 20
 _MAC = "mac"

@@ -43,6 +43,7 @@ from vitals_collector.api.control import control_router
 from vitals_collector.api.discovery import discovery_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
 from vitals_collector.api.ingest_route import COMMIT_SECONDS, IngestApp
+from vitals_collector.api.otlp import otlp_router
 from vitals_collector.api.questions import answers, document, question_router, takes
 from vitals_collector.api.remote_write import remote_writer
 from vitals_collector.cluster.leases import UPKEEP, Lease
@@ -149,6 +150,7 @@ def create_app(
         )
         _add_routes(app, store, acting, clock, settings, goodput)
         app.include_router(_ingest_router(store, ingest_app))
+        app.include_router(otlp_router(store, ingest_app, clock=clock))
         app.include_router(ack_router(links, acting.inbox))
         _answer_errors(app, store)
         document(app)

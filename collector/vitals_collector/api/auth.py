@@ -53,6 +53,8 @@ OPEN_PATHS = frozenset({"/healthz"})
 ACK_PATH = "/ack/"
 """Below it, the signed link itself is the permission."""
 INGEST_PATH = "/v1/ingest"
+OTLP_PATH = "/v1/metrics"
+PROTOBUF = "application/x-protobuf"
 MAX_INGEST_BYTES = 16 << 20
 """Of one request: several batches, each at most about 4 MB."""
 MAX_JSON_BYTES = 65_536
@@ -415,6 +417,8 @@ def _check_content_type(scope: Scope, headers: Headers) -> None:
     required_type = "application/json"
     if scope["path"] == INGEST_PATH:
         required_type = "application/octet-stream"
+    elif scope["path"] == OTLP_PATH and kind == PROTOBUF:
+        required_type = PROTOBUF
     elif scope["path"].startswith(ACK_PATH):
         required_type = "application/x-www-form-urlencoded"
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers

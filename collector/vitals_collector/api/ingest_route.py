@@ -426,13 +426,30 @@ class IngestApp:
         except FormatError as error:
             self._store.counters.reject(error.code)
             raise
+        replies = await self._stored(raws, len(body), principal, asks=asks)
+        # Replies have no number that is not whole: nothing is to be looked for in them.
+        return Response(msgspec.json.encode(replies), media_type="application/json")
+
+    async def store(self, raws: Sequence[bytes], principal: Principal) -> None:
+        """Store batches that were made here; all are durable when this returns.
+
+        Raises:
+            FormatError: one of them is refused.
+            StorageError: nothing was stored; try again later.
+        """
+        for reply in await self._stored(raws, sum(map(len, raws)), principal):
+            if reply.code:
+                raise FormatError(reply.text, code=reply.code)
+
+    async def _stored(
+        self, raws: Sequence[bytes], num_bytes: int, principal: Principal, *, asks: bool = False
+    ) -> tuple[IngestReply, ...]:
         turn: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.commits.put(PendingBody(raws, len(body), turn, asks, principal))
+        self.commits.put(PendingBody(raws, num_bytes, turn, asks, principal))
         outcome = await turn
         if isinstance(outcome, Exception):
             raise outcome
-        # Replies have no number that is not whole: nothing is to be looked for in them.
-        return Response(msgspec.json.encode(outcome), media_type="application/json")
+        return outcome
 
     async def _serve(self, scope: Scope, receive: Receive) -> Response:
         self._check_plain(scope)

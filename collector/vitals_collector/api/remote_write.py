@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from trainvitals.clock import Clock
 from trainvitals.errors import ConfigError, MissingDependencyError
 from vitals_collector.alerts.notifiers import AsyncPinnedTransport, check_url, redacted
+from vitals_collector.importers.protobuf import varint
 from vitals_collector.storage.store import IngestCounters
 
 PUSH_SECONDS = 15.0
@@ -255,22 +256,13 @@ def _series(series: Series, value: bytes, unix_ms: int) -> bytes:
     labels = b"".join(
         _field(1, _field(1, name.encode()) + _field(2, text.encode())) for name, text in series
     )
-    sample = b"\x09" + value + b"\x10" + _varint(unix_ms)
+    sample = b"\x09" + value + b"\x10" + varint(unix_ms)
     return labels + _field(2, sample)
 
 
 def _field(number: int, content: bytes) -> bytes:
     """Return a field that holds bytes (protobuf.dev, "Encoding")."""
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _varint(number: int) -> bytes:
-    parts = bytearray()
-    while number > 0x7F:
-        parts.append(number & 0x7F | 0x80)
-        number >>= 7
-    parts.append(number)
-    return bytes(parts)
+    return varint(number << 3 | 2) + varint(len(content)) + content
 
 
 __all__ = ["RemoteWriter", "compressed", "encode", "remote_writer"]

@@ -14,7 +14,7 @@ import typer
 
 from trainvitals.cli.output import moment
 from trainvitals.errors import VitalsError
-from trainvitals.io.client import client_of
+from trainvitals.io.client import CollectorAddress, CollectorClient, client_of
 from trainvitals.io.lookup import DEFAULT_DIR, choose_run, find_collector
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
 from trainvitals.printable import printable
@@ -63,7 +63,7 @@ def follow(
     display = _display(every)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        _opened(run, folder, collector, token_file) as (opened, run_id),
+        opened_run(run, folder, collector, token_file) as (opened, run_id),
     ):
         _follow(ProgressReader(opened.reader, run_id), opened.refresh, display)
 
@@ -127,7 +127,7 @@ class Ending:
 
 
 @contextlib.contextmanager
-def _opened(
+def opened_run(
     run: str, folder: Path | None, collector: str, token_file: Path | None
 ) -> Iterator[tuple[Opened, str]]:
     """Give the run's reader, once there is something to read of it."""
@@ -135,18 +135,9 @@ def _opened(
     address = None if folder is not None else find_collector(collector, token_file)
     if address is not None:
         with client_of(address) as client:
-            opened = Opened(client, lambda: None)
-            waits = f"waiting for a run: the collector at {address.url} has none yet"
-            runs = _wait_for(lambda: client.ask(RunsQuestion()), waits)
-            yield opened, choose_run(runs, run).run_id
+            yield Opened(client, lambda: None), run_of(client, address, run)
         return
-    where = folder or Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
-
-    def find() -> RunDir | None:
-        became_folder, named = as_folder(run, folder)
-        return _run_dir(became_folder or where, named)
-
-    run_dir = _wait_for(find, f"waiting for {f'{run}, or ' if run else ''}a run in {where}")
+    run_dir = run_dir_of(run, folder)
     # This run alone: what others in the folder wrote is not read.
     with open_folder(run_dir.path) as opened:
 
@@ -156,6 +147,23 @@ def _opened(
 
         _wait_for(has_rows, f"waiting for the first rows of run {run_dir.run_id}")
         yield opened, run_dir.run_id
+
+
+def run_of(client: CollectorClient, address: CollectorAddress, run: str) -> str:
+    """Return the id of the run that is meant, as soon as the collector has one."""
+    waits = f"waiting for a run: the collector at {address.url} has none yet"
+    return choose_run(_wait_for(lambda: client.ask(RunsQuestion()), waits), run).run_id
+
+
+def run_dir_of(run: str, folder: Path | None) -> RunDir:
+    """Return the directory of the run that is meant, as soon as it is there."""
+    where = folder or Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
+
+    def find() -> RunDir | None:
+        became_folder, named = as_folder(run, folder)
+        return _run_dir(became_folder or where, named)
+
+    return _wait_for(find, f"waiting for {f'{run}, or ' if run else ''}a run in {where}")
 
 
 def _run_dir(folder: Path, run: str) -> RunDir | None:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,19 +22,13 @@ from trainvitals.printable import printable
 
 if TYPE_CHECKING:
     from trainvitals.policy import JudgeConfig
-    from trainvitals.policy.history import Cadence, JudgedStep
+    from trainvitals.policy.history import JudgedStep
     from trainvitals.records import Decision, StateRead
     from vitals_collector.importers import History
+    from vitals_collector.report.assumptions import Assumed
 
 _EPISODE_ROWS = 20
 """Findings of a kind that lie no further apart are one line of the table."""
-
-_KINDS = {
-    "minimize": "to fall",
-    "rl": "reinforcement learning's, which may rise",
-    "adversarial": "adversarial, which may rise",
-}
-"""What is said of a loss."""
 
 _FILE_ENDINGS = (".csv", ".tsv", ".txt", ".json", ".gz", ".wandb")
 
@@ -159,14 +153,7 @@ def replay(
     )
     is_path = bool(run) and folder is None and data is None and _is_path(Path(run))
     if is_path and not (Path(run).is_dir() and holds_runs(Path(run))):
-        assumed = _Assumed(
-            mode=mode or ModeName.HEAL,
-            config=msgspec.structs.replace(
-                _settings(config), loss_kind=(loss_kind or LossKindName.MINIMIZE).value
-            ),
-            clips=not no_clip,
-            expected=tuple(expect or ()),
-        )
+        assumed = assume(mode, config, loss_kind, no_clip=no_clip, expect=expect)
         _replay_history(read_history(Path(run), column_options), assumed, plot, form)
         return
     given = {
@@ -201,6 +188,27 @@ def _is_path(path: Path) -> bool:
     if len(path.parts) > 1 or path.suffix in _FILE_ENDINGS:
         raise UsageError(f"there is no file or folder {path}", hint="`vitals runs` lists the runs")
     return False
+
+
+def assume(
+    mode: ModeName | None,
+    config: Path | None,
+    loss_kind: LossKindName | None,
+    *,
+    no_clip: bool,
+    expect: Sequence[int] | None,
+) -> "Assumed":
+    """Return what a log is judged by, from the options."""
+    from vitals_collector.report.assumptions import Assumed
+
+    return Assumed(
+        mode=(mode or ModeName.HEAL).value,
+        config=msgspec.structs.replace(
+            _settings(config), loss_kind=(loss_kind or LossKindName.MINIMIZE).value
+        ),
+        clips=not no_clip,
+        expected=tuple(expect or ()),
+    )
 
 
 def _settings(config: Path | None) -> "JudgeConfig":
@@ -269,35 +277,21 @@ def folder_here() -> Path | None:
 # --------------------------------------------------------------------------------------- a log
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Assumed:
-    """What a log does not tell of the loop that wrote it."""
-
-    mode: ModeName
-    config: "JudgeConfig"
-    clips: bool
-    expected: tuple[int, ...]
-
-
-def _replay_history(history: "History", assumed: _Assumed, plot: Path | None, form: Format) -> None:
-    from trainvitals.policy.history import cadence_of, document, judge_history, overflows_of
+def _replay_history(
+    history: "History", assumed: "Assumed", plot: Path | None, form: Format
+) -> None:
+    from trainvitals.policy.history import document, judge_history
+    from vitals_collector.report.assumptions import about, assumptions
     from vitals_collector.report.drawing import Drawing
 
-    cadence = cadence_of(history.steps)
-    for words in (
-        _about(history),
-        *_assumptions(assumed, cadence),
-        *_odd(cadence, len(history.steps)),
-        *_overflows(len(overflows_of(history.steps))),
-        *history.notes,
-    ):
+    for words in (about(history), *assumptions(history, assumed), *history.notes):
         _say(printable(words))
     drawing = None if plot is None else Drawing(len(history.steps), Path(history.source).name)
     judged_steps = []
     for judged in judge_history(
         history.steps,
         config=assumed.config,
-        mode=assumed.mode.value,
+        mode=assumed.mode,
         clips=assumed.clips,
         expected=assumed.expected,
     ):
@@ -310,74 +304,6 @@ def _replay_history(history: "History", assumed: _Assumed, plot: Path | None, fo
         _save(drawing.svg(), plot)
     _write(judged_steps, document(judged_steps), form)
     _say(_counted(judged_steps))
-
-
-def _about(history: "History") -> str:
-    first, last = history.steps[0].step, history.steps[-1].step
-    columns = ", ".join(f"{role} = {name}" for role, name in history.columns.items())
-    return (
-        f"{history.source}: {history.form}, {len(history.steps)} records, steps {first} to {last}; "
-        f"{columns}"
-    )
-
-
-def _assumptions(assumed: _Assumed, cadence: "Cadence") -> list[str]:
-    """Say what a log does not tell and had to be assumed."""
-    from trainvitals.policy.history import CHECKPOINT_EVERY, LAG
-
-    unit = "records" if cadence.counts_records else "steps"
-    words = f"judged as in {assumed.mode.value} with a readback lag of {LAG} step, as live"
-    if assumed.mode is not ModeName.GUARD:
-        words += f", and with a healthy checkpoint assumed every {CHECKPOINT_EVERY} {unit}"
-    kind = assumed.config.loss_kind
-    words += (
-        f"; the loop is assumed {'' if assumed.clips else 'not '}to clip, and its loss is "
-        f"{_KINDS[kind]}; a log cannot answer the probe, so rollbacks that need it are not "
-        "replayed, and the log continues unchanged whatever Vitals would have done"
-    )
-    if assumed.expected:
-        steps = ", ".join(map(str, sorted(assumed.expected)))
-        words += f"; planned changes are assumed to be announced before steps {steps}"
-    if not cadence.counts_records:
-        return [words]
-    usual = " or ".join(str(gap) for gap in cadence.gaps) or "many"
-    coarse = (
-        f"logged every {usual} steps: windows, budgets and step counts in reasons count records"
-    )
-    return [words, coarse]
-
-
-def _odd(cadence: "Cadence", num_records: int) -> list[str]:
-    words = []
-    if 2 * len(cadence.restarts) > num_records:
-        words.append(
-            "nearly all steps go backwards: if the newest record comes first, reverse the log"
-        )
-    elif cadence.restarts:
-        words.append(
-            f"the steps go back {len(cadence.restarts)} times: each is treated as a resumed run, "
-            "with the detectors as they were at that step"
-        )
-    if cadence.num_repeated:
-        words.append(
-            f"{cadence.num_repeated} records repeat the previous step; they are judged too"
-        )
-    if cadence.num_out_of_order:
-        words.append(
-            f"{cadence.num_out_of_order} records are out of order; judged in the log's order"
-        )
-    return words
-
-
-def _overflows(num: int) -> list[str]:
-    """Say what was taken for a loss scaler's own skips."""
-    if not num:
-        return []
-    times = "once" if num == 1 else f"{num} times"
-    return [
-        f"{times} the gradient norm is non-finite while the loss is finite, and finite again soon "
-        "after: treated as overflows of a loss scaler, which skips them itself"
-    ]
 
 
 def _counted(judged_steps: "Sequence[JudgedStep]") -> str:
@@ -473,4 +399,4 @@ def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
-__all__ = ["folder_here", "register"]
+__all__ = ["assume", "folder_here", "register"]

@@ -39,6 +39,15 @@ def fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         yield key >> 3, part if kind == BYTES else int.from_bytes(part, "little")
 
 
+def varint(number: int) -> bytes:
+    """Return a number of at least 0 as protobuf writes it."""
+    parts = bytearray()
+    while number > 0x7F:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*parts, number])
+
+
 def signed(value: int) -> int:
     """Return the number of a varint that is an ``int64``."""
     return value - (1 << 64) if value >> 63 else value

@@ -28,6 +28,8 @@ from vitals_collector.importers.protobuf import double, fields, signed, zigzag
 HEAD = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
 BLOCK = 32_768
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+_BLOCKS_AGAIN = 8
+"""Blocks that are read again: a record that began in one of them may not have ended."""
 FRAME = struct.Struct("<IHB")
 """Before each piece of a record: checksum, length, which piece it is."""
 
@@ -75,13 +77,39 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> History:
     )
 
 
+def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
+    """Return the calls that stand in a file which still grows, each with its ``_step``.
+
+    Args:
+        path: the file; nothing is read of one that is not there yet.
+        at: 0, or what was returned before; the last rows of then may come again.
+
+    Returns:
+        The calls, and the place to read on from.
+    """
+    if not path.exists():
+        return [], 0
+    with reading(path), path.open("rb") as file:
+        file.seek(at)
+        raw = memoryview(file.read())
+    rows = [
+        (int(str(cells.get(_OWN_STEP, 0))), cells)
+        for record in _records(raw, [], at=0 if at else len(HEAD))
+        for cells in _history(record)
+    ]
+    return rows, max(0, (at + len(raw)) // BLOCK - _BLOCKS_AGAIN) * BLOCK
+
+
 # ---------------------------------------------------------------------------- LevelDB's log
 
 
-def _records(raw: memoryview, notes: list[str]) -> Iterator[memoryview]:
-    """Yield the whole records; what a crash or a fault left is passed over and said."""
-    at, pieces, damaged = len(HEAD), bytearray(), 0
-    whole = True
+def _records(raw: memoryview, notes: list[str], at: int = len(HEAD)) -> Iterator[memoryview]:
+    """Yield the whole records; what a crash or a fault left is passed over and said.
+
+    From a block's begin, which is place 0, the rest of a record that began before is no record.
+    """
+    pieces, damaged = bytearray(), 0
+    whole = at > 0
     while at + FRAME.size <= len(raw):
         left = BLOCK - at % BLOCK
         if left < FRAME.size:

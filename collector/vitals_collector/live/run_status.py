@@ -39,6 +39,11 @@ class Liveness:
     """A folder is being read for the first time: its runs' last words may be yet to come."""
 
 
+GUEST = "otlp."
+"""Begins the name of a node that is none: of what sends OpenTelemetry metrics about a run. That it
+goes on says nothing of the run."""
+
+
 class SourceState(NamedTuple):
     """What is known of one incarnation of a source."""
 
@@ -105,7 +110,9 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
     newest = _latest(sources)
     head = newest.get("rank:0")
     ranks = [source for source in newest.values() if _is_rank_of(source, head)]
-    agents = [source for name, source in newest.items() if not name.startswith("rank:")]
+    agents = [
+        source for name, source in newest.items() if not name.startswith(("rank:", f"node:{GUEST}"))
+    ]
     ended = {source.ended_state for source in ranks} & set(_FINAL)
     if head is not None and head.ended_state:
         final_state: RunState = next((state for state in _FINAL if state in ended), "finished")

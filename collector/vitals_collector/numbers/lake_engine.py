@@ -646,9 +646,9 @@ class Engine:
         )
         of_catalogue = ""
         if not catalogue:
-            # Its log lets one read while another writes; who has to wait does, for so long. Set here,
-            # once: DuckDB would set it with each question, which takes a sixth of a commit's time,
-            # and SQLite as it is built there sleeps for a second where a lock is taken just then.
+            # Its log lets one read while another writes; who has to wait does, for so long. DuckDB
+            # would choose it with each question anew, which takes a sixth of a commit's time, and
+            # SQLite as it is built there sleeps for a second where a lock is taken just then.
             with closing(sqlite3.connect(folder / "catalogue.sqlite", timeout=10.0)) as opened:
                 opened.execute("PRAGMA journal_mode = WAL")
             of_catalogue = ", META_BUSY_TIMEOUT 10000"

@@ -6,6 +6,7 @@ non-finite values stay as marks. A program gets the whole curve, its numbers as 
 
 import difflib
 import math
+from collections.abc import Collection
 from typing import Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ from vitals_collector.numbers.interface import (
     Points,
     Span,
 )
-from vitals_collector.storage.schema import RANKS, attempts, measured_columns, names
+from vitals_collector.storage.schema import RANKS, attempts, measured_columns, names, sources
 from vitals_collector.storage.store import UNKNOWN, Moment
 
 # ---------------------------------------------------------------------------------- which there are
@@ -113,7 +114,7 @@ def _curve_of(moment: Moment, run_id: str, metric: str, source: str) -> tuple[st
         Source.parse(source)
     chosen = source or _default_source(moment, run_id, stream)
     if stream in NAMED:
-        return chosen, _by_name(moment.sql, run_id, metric, chosen)
+        return _by_name(moment.sql, run_id, metric, source)
     if not _is_known(moment.sql, run_id, stream, name):
         raise _unknown(moment.sql, run_id, metric)
     if stream == "process":
@@ -129,7 +130,7 @@ def _only(source: str) -> tuple[str, ...]:
     return (source,) if source else ()
 
 
-def _by_name(connection: Connection, run_id: str, metric: str, source: str) -> Curve:
+def _by_name(connection: Connection, run_id: str, metric: str, source: str) -> tuple[str, Curve]:
     stream, _, name = metric.partition(".")
     key_column, column = NAMED[stream]
     layer, _, other = name.rpartition(":")
@@ -141,7 +142,18 @@ def _by_name(connection: Connection, run_id: str, metric: str, source: str) -> C
     keys = {row.incarnation: row.id for row in connection.execute(query)}
     if not keys:
         raise _unknown(connection, run_id, metric)
-    return Curve(Span(run_id, stream, _only(source), keyed=Keyed(key_column, keys)), column)
+    chosen = source or _whose(connection, run_id, keys)
+    span = Span(run_id, stream, _only(chosen), keyed=Keyed(key_column, keys))
+    return chosen, Curve(span, column)
+
+
+def _whose(connection: Connection, run_id: str, incarnations: Collection[str]) -> str:
+    """Return whose a name is, where nobody was asked for: rank 0's, else the first one's."""
+    query = select(sources.c.source).where(
+        sources.c.run_id == run_id, sources.c.incarnation.in_(incarnations)
+    )
+    whose = set(connection.execute(query).scalars())
+    return "rank:0" if "rank:0" in whose or not whose else min(whose)
 
 
 def _default_source(moment: Moment, run_id: str, stream: str) -> str:

@@ -14,7 +14,8 @@ EVENTS = "events.out.tfevents.1700000000.host.1.0"
 
 
 def test_without_tensorboard_it_is_said_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for name in ["tensorboard", *(n for n in sys.modules if n.startswith("tensorboard."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     version = b"\x09" + struct.pack("<d", 1.7e9) + b"\x1a\x0dbrain.Event:2"
     frame = struct.pack("<QI", len(version), 0) + version + struct.pack("<I", 0)
     (tmp_path / EVENTS).write_bytes(frame)

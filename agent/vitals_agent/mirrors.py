@@ -1,0 +1,79 @@
+"""Starts `vitals mirror` beside a run whose rank 0 is here; what it writes to is its own affair.
+
+It is a process of its own in a session of its own, so nothing of a tracker can hold up the agent,
+and it goes on where the agent ends. Of two for one run the later leaves by itself.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from trainvitals.io.private import open_own
+from trainvitals.records import Note
+from vitals_agent.run import ServedRun
+
+_LOG = logging.getLogger("vitals_agent")
+
+
+class MirrorStarter:
+    """Starts one process for each run, once.
+
+    Args:
+        targets: as `vitals mirror --to` takes them; none: nothing is ever started.
+        source: further arguments, where the run is not read from its folder.
+    """
+
+    def __init__(self, targets: Sequence[str], source: Sequence[str] = ()) -> None:
+        self._to = [word for target in targets for word in ("--to", target)]
+        self._source = list(source)
+        self._pids: dict[str, int | None] = {}
+        """By run; None: it has ended."""
+
+    def look(self, run: ServedRun) -> None:
+        """Start it where the run has its rank 0 here, and say it where one failed."""
+        if not self._to:
+            return
+        if run.run_id not in self._pids:
+            if any(tail.identity.rank == 0 for tail in run.tails.values()):
+                self._pids[run.run_id] = None  # where it cannot be started, once is enough
+                self._pids[run.run_id] = self._start(run)
+            return
+        pid = self._pids[run.run_id]
+        if pid is None:
+            return
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            return
+        self._pids[run.run_id] = None
+        code = os.waitstatus_to_exitcode(status)
+        if code:
+            text = (
+                f"the run's mirror ended with exit code {code}; "
+                f"{run.state_dir.path / 'mirror.log'} says why. The training is not affected"
+            )
+            run.node_source.say(Note(code="mirror_ended", text=text, severity="warning"))
+
+    def _start(self, run: ServedRun) -> int:
+        name = [run.run_id, *self._source] if self._source else [str(run.run_dir.path)]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        log = open_own(run.state_dir.path / "mirror.log", flags, mode=0o600)
+        try:
+            pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-m", "trainvitals", "mirror", *name, *self._to],
+                os.environ,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, log, 1),
+                    (os.POSIX_SPAWN_DUP2, log, 2),
+                ],
+                setsid=True,
+            )
+        finally:
+            os.close(log)
+        _LOG.info("mirror started run=%s pid=%d", run.run_id, pid)
+        return pid
+
+
+__all__ = ["MirrorStarter"]

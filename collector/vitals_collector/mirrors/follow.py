@@ -1,0 +1,372 @@
+"""What came of a run since it was looked at before: its steps, its scalars, and what was decided.
+
+A cursor says how far that went. It is plain numbers, so that a process which takes it up again
+reads on where another was killed: each row once, and none left out.
+
+Of one attempt steps come in order, but attempts do not end in order: a node that died may ship its
+last rows when the next attempt is on already. So each attempt has a place of its own.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Sequence, Set
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from trainvitals.metrics import STEP_METRICS
+from trainvitals.printable import printable
+from trainvitals.records import Decision, decision_text
+from trainvitals.views import (
+    AttemptView,
+    CurveQuestion,
+    DecisionsQuestion,
+    RunDetail,
+    RunQuestion,
+    TableQuestion,
+)
+from vitals_collector.queries.open import Reader
+
+PAGE = 2_000
+"""Steps of one batch."""
+_RECENT = 2
+"""The newest attempts, whose scalars are asked for at every look; of all others, at the last."""
+_SLACK = 1_000
+"""Steps by which one scalar may come later than another, but for the last look."""
+_PLUMBING = frozenset(
+    {"verdict", "readback_lag", "culprit_rank", "loss_max_rank", "skipped", "rank_loss"}
+)
+"""Columns that are no curves for people, or that are another one by one's own name."""
+_KEYS = ("step", "attempt", "time_unix_ns", "monotonic_ns")
+_KNOWN = frozenset(metric.column for metric in STEP_METRICS)
+MAX_NAME = 200
+
+ATTEMPT, SKIPPED = "vitals/attempt", "vitals/skipped"
+"""With each step: which attempt trained it, counted from 1, and 1 where its update was not
+applied."""
+
+Level = Literal["info", "warning", "error"]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured at one step."""
+
+    attempt: int
+    """Counts from 1."""
+    step: int
+    time_unix_ns: int
+    values: dict[str, float]
+    discarded: bool = False
+    """A rollback, or a restart from an earlier checkpoint, has left the step behind already."""
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that was done, as a line for people."""
+
+    key: str
+    """Names it for ever within the run."""
+    attempt: int
+    step: int
+    time_unix_ns: int
+    level: Level
+    title: str
+    text: str
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
+    """A new attempt begins at a step that was trained before, or may have been."""
+
+    attempt: int
+    step: int
+    time_unix_ns: int
+    text: str
+
+
+Entry = Row | Note | Fork
+
+
+class Cursor(msgspec.Struct, kw_only=True):
+    """How far a run was read."""
+
+    attempts: dict[int, int] = {}
+    """The next step of each attempt."""
+    scalars: dict[str, dict[int, int]] = {}
+    """Likewise of each scalar."""
+    ledger_seq: int = -1
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """Some entries in their order, and where the next begin."""
+
+    entries: tuple[Entry, ...]
+    cursor: Cursor
+
+
+class Follower:
+    """Reads one run from a cursor on.
+
+    Args:
+        reader: is asked; a collector or a folder.
+        run_id: the run's.
+        cursor: where to begin; it is not changed.
+    """
+
+    def __init__(self, reader: Reader, run_id: str, cursor: Cursor) -> None:
+        self._reader = reader
+        self._run_id = run_id
+        self._cursor = copy.deepcopy(cursor)
+        self._acted: tuple[int, int, str] | None = None
+
+    def detail(self) -> RunDetail:
+        """Return the run as it is now."""
+        return self._reader.ask(RunQuestion(run_id=self._run_id, volume=False))
+
+    def batches(self, detail: RunDetail, *, whole: bool = False) -> Iterator[Batch]:
+        """Yield what is new, in batches of some thousand rows.
+
+        Args:
+            detail: the run as it is.
+            whole: ask for everything that may have come late, too: at the end of a run.
+        """
+        attempts = sorted(detail.attempts, key=lambda attempt: attempt.id)
+        lineage = _Lineage(attempts)
+        for attempt in attempts:
+            yield from self._steps(attempt, lineage)
+        recent = attempts if whole else attempts[-_RECENT:]
+        yield from self._scalars(detail, recent, lineage, whole=whole)
+        yield from self._notes(detail, lineage, whole=whole)
+
+    # ------------------------------------------------------------------------------ steps
+
+    def _steps(self, attempt: AttemptView, lineage: "_Lineage") -> Iterator[Batch]:
+        entries: list[Entry] = []
+        places = self._cursor.attempts
+        if attempt.id not in places:
+            places[attempt.id] = attempt.fork_step
+            if attempt.parent is not None:
+                entries.append(_fork(attempt))
+        # A stretch at a time: a question reads all rows behind its first step. The last step may be
+        # of another rank, so a stretch without rows may yet get some.
+        for first in range(places[attempt.id], attempt.last_step + 1, PAGE):
+            reply = self._reader.ask(
+                TableQuestion(
+                    table="steps",
+                    run_id=self._run_id,
+                    where=(f"attempt = {attempt.id}",),
+                    from_step=first,
+                    to_step=first + PAGE - 1,
+                    limit=PAGE,
+                )
+            )
+            rows = _rows(reply.columns, reply.data, lineage)
+            if not rows:
+                continue
+            places[attempt.id] = rows[-1].step + 1
+            yield self._batch([*entries, *rows])
+            entries = []
+        if entries:
+            yield self._batch(entries)
+
+    def _batch(self, entries: Sequence[Entry]) -> Batch:
+        return Batch(entries=tuple(entries), cursor=copy.deepcopy(self._cursor))
+
+    # ---------------------------------------------------------------------------- scalars
+
+    def _scalars(
+        self,
+        detail: RunDetail,
+        attempts: Sequence[AttemptView],
+        lineage: "_Lineage",
+        *,
+        whole: bool,
+    ) -> Iterator[Batch]:
+        """Yield the scalars of those attempts, a stretch of steps at a time."""
+        names = [name for name in detail.metrics if name.startswith("scalars.")]
+        if not names or not attempts:
+            return
+        attempt_ids = {attempt.id for attempt in attempts}
+        first = min(self._scalars_from(attempt, whole=whole) for attempt in attempts)
+        last = max(attempt.last_step for attempt in attempts)
+        size = PAGE
+        while True:
+            end = first + size - 1 if first + size <= last else None
+            rows: dict[tuple[int, int], Row] = {}
+            for name in names:
+                self._scalar(name, (first, end), attempt_ids, lineage, rows)
+            if rows:
+                yield self._batch([rows[place] for place in sorted(rows)])
+            if end is None:
+                return
+            first, size = end + 1, size if len(rows) * 4 > size else 2 * size
+
+    def _scalars_from(self, attempt: AttemptView, *, whole: bool) -> int:
+        """Return the step from which on the attempt may have scalars that were not read."""
+        begin = attempt.fork_step if attempt.parent is not None else -1  # some are of before step 0
+        if whole:
+            return begin
+        read = [places.get(attempt.id, begin) for places in self._cursor.scalars.values()]
+        return max(begin, max(read, default=begin) - _SLACK)
+
+    def _scalar(
+        self,
+        metric: str,
+        span: tuple[int, int | None],
+        attempts: Set[int],
+        lineage: "_Lineage",
+        rows: dict[tuple[int, int], Row],
+    ) -> None:
+        """Add one scalar's new values to the rows."""
+        reply = self._reader.ask(
+            CurveQuestion(
+                run_id=self._run_id,
+                metric=metric,
+                branch="all",
+                from_step=span[0],
+                to_step=span[1],
+            )
+        )
+        steps, ids, times = (
+            np.frombuffer(raw, "<i8").tolist()
+            for raw in (reply.step, reply.attempt, reply.time_unix_ns)
+        )
+        name = _name(metric.partition(".")[2])
+        places = self._cursor.scalars.setdefault(metric, {})
+        values = np.frombuffer(reply.value, "<f8").tolist()
+        for step, attempt, time_unix_ns, value in sorted(
+            zip(steps, ids, times, values, strict=True), key=lambda point: point[:3]
+        ):
+            # Of a value that was observed twice in a step the last counts, as in a curve.
+            if attempt not in attempts or step < places.get(attempt, step):
+                continue
+            row = rows.get((attempt, step))
+            if row is None:
+                row = rows[attempt, step] = lineage.row(attempt, step, time_unix_ns)
+            row.values[name] = value
+        for step, attempt in zip(steps, ids, strict=True):
+            if attempt in attempts:
+                places[attempt] = max(places.get(attempt, step + 1), step + 1)
+
+    # ------------------------------------------------------------------------------ notes
+
+    def _notes(self, detail: RunDetail, lineage: "_Lineage", *, whole: bool) -> Iterator[Batch]:
+        summary = detail.summary
+        acted = (summary.num_skips, summary.num_rollbacks, summary.last_decision)
+        if acted == self._acted and not whole:
+            return
+        self._acted = acted
+        new = [
+            view
+            for view in self._reader.ask(DecisionsQuestion(run_id=self._run_id))
+            if view.decision.ledger_seq > self._cursor.ledger_seq
+        ]
+        if not new:
+            return
+        self._cursor.ledger_seq = max(view.decision.ledger_seq for view in new)
+        yield self._batch(
+            [
+                _note(view.decision, view.time_unix_ns, lineage)
+                for view in new
+                if view.decision.action != "continue"
+            ]
+        )
+
+
+class _Lineage:
+    """Which steps of which attempts the present one stands on."""
+
+    def __init__(self, attempts: Sequence[AttemptView]) -> None:
+        by_id = {attempt.id: attempt for attempt in attempts}
+        self._ordinals = {attempt.id: attempt.ordinal for attempt in attempts}
+        self._ends: dict[int, float] = {}
+        at, end = (attempts[-1] if attempts else None), math.inf
+        while at is not None and at.id not in self._ends:
+            self._ends[at.id] = end
+            end = min(end, at.fork_step)
+            at = None if at.parent is None else by_id.get(at.parent)
+
+    def ordinal(self, attempt: int) -> int:
+        """Return the attempt's number, from 1; 0 where it is not known yet."""
+        return self._ordinals.get(attempt, 0)
+
+    def row(self, attempt: int, step: int, time_unix_ns: int) -> Row:
+        """Return a row that has only its place."""
+        ordinal = self.ordinal(attempt)
+        return Row(
+            attempt=ordinal,
+            step=step,
+            time_unix_ns=time_unix_ns,
+            values={ATTEMPT: float(ordinal)},
+            discarded=step >= self._ends.get(attempt, -1),
+        )
+
+
+def _rows(columns: Sequence[str], data: Sequence[Sequence[object]], lineage: _Lineage) -> list[Row]:
+    """Return a row for each step of the answer's columns."""
+    by_name = dict(zip(columns, data, strict=True))
+    curves = {
+        f"train/{_name(name)}": cells
+        for name, cells in by_name.items()
+        if name not in _KEYS and name not in _PLUMBING and _is_curve(name)
+    }
+    rows = []
+    for at, step in enumerate(by_name["step"]):
+        attempt, time_unix_ns = by_name["attempt"][at], by_name["time_unix_ns"][at]
+        assert isinstance(step, int) and isinstance(attempt, int) and isinstance(time_unix_ns, int)
+        row = lineage.row(attempt, step, time_unix_ns)
+        for name, cells in curves.items():
+            value = cells[at]
+            if value is not None:
+                row.values[name] = float(str(value)) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+        skipped = by_name.get("skipped")
+        if skipped is not None and skipped[at] is not None:
+            row.values[SKIPPED] = float(skipped[at])  # type: ignore[arg-type]
+        rows.append(row)
+    return rows
+
+
+def _is_curve(name: str) -> bool:
+    return name in _KNOWN or name.partition(".")[0] in _KNOWN
+
+
+def _name(name: str) -> str:
+    return printable(name)[:MAX_NAME]
+
+
+def _fork(attempt: AttemptView) -> Fork:
+    text = f"attempt {attempt.ordinal} begins at step {attempt.fork_step}: {attempt.reason}"
+    return Fork(
+        attempt=attempt.ordinal,
+        step=attempt.fork_step,
+        time_unix_ns=attempt.started_unix_ns,
+        text=printable(text),
+    )
+
+
+_LEVELS: dict[str, Level] = {"halt": "error", "rollback": "warning", "restart": "warning"}
+
+
+def _note(decision: Decision, time_unix_ns: int, lineage: _Lineage) -> Note:
+    level = _LEVELS.get(decision.action, "info") if decision.acted else "info"
+    return Note(
+        key=f"decision-{decision.ledger_seq}",
+        attempt=lineage.ordinal(decision.attempt),
+        step=decision.step,
+        time_unix_ns=time_unix_ns,
+        level=level,
+        title=f"Vitals: {decision.action} at step {decision.step}",
+        text=printable(f"step {decision.step}: {decision_text(decision)}"),
+    )
+
+
+__all__ = [
+    "ATTEMPT",
+    "SKIPPED",
+    "Batch",
+    "Cursor",
+    "Entry",
+    "Follower",
+    "Fork",
+    "Note",
+    "Row",
+]

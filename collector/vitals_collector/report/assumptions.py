@@ -1,0 +1,104 @@
+"""What is said of a log before it is judged: what was read, and what had to be assumed."""
+
+from dataclasses import dataclass
+
+from trainvitals.policy import JudgeConfig, Mode
+from trainvitals.policy.history import CHECKPOINT_EVERY, LAG, Cadence, cadence_of, overflows_of
+from vitals_collector.importers import History
+
+_KINDS = {
+    "minimize": "to fall",
+    "rl": "reinforcement learning's, which may rise",
+    "adversarial": "adversarial, which may rise",
+}
+"""What is said of a loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumed:
+    """What a log does not tell of the loop that wrote it."""
+
+    mode: Mode
+    config: JudgeConfig
+    clips: bool
+    expected: tuple[int, ...]
+
+
+def assumptions(history: History, assumed: Assumed) -> list[str]:
+    """Say what a log does not tell and had to be assumed, and what is odd about it."""
+    cadence = cadence_of(history.steps)
+    return [
+        *_judged(assumed, cadence),
+        *_odd(cadence, len(history.steps)),
+        *_overflows(len(overflows_of(history.steps))),
+    ]
+
+
+def about(history: History) -> str:
+    """Say what was read, and which column was taken for what."""
+    first, last = history.steps[0].step, history.steps[-1].step
+    columns = ", ".join(f"{role} = {name}" for role, name in history.columns.items())
+    return (
+        f"{history.source}: {history.form}, {len(history.steps)} records, steps {first} to {last}; "
+        f"{columns}"
+    )
+
+
+def _judged(assumed: Assumed, cadence: Cadence) -> list[str]:
+    """Say what a log does not tell and had to be assumed."""
+    unit = "records" if cadence.counts_records else "steps"
+    words = f"judged as in {assumed.mode} with a readback lag of {LAG} step, as live"
+    if assumed.mode != "guard":
+        words += f", and with a healthy checkpoint assumed every {CHECKPOINT_EVERY} {unit}"
+    kind = assumed.config.loss_kind
+    words += (
+        f"; the loop is assumed {'' if assumed.clips else 'not '}to clip, and its loss is "
+        f"{_KINDS[kind]}; a log cannot answer the probe, so rollbacks that need it are not "
+        "replayed, and the log continues unchanged whatever Vitals would have done"
+    )
+    if assumed.expected:
+        steps = ", ".join(map(str, sorted(assumed.expected)))
+        words += f"; planned changes are assumed to be announced before steps {steps}"
+    if not cadence.counts_records:
+        return [words]
+    usual = " or ".join(str(gap) for gap in cadence.gaps) or "many"
+    coarse = (
+        f"logged every {usual} steps: windows, budgets and step counts in reasons count records"
+    )
+    return [words, coarse]
+
+
+def _odd(cadence: Cadence, num_records: int) -> list[str]:
+    words = []
+    if 2 * len(cadence.restarts) > num_records:
+        words.append(
+            "nearly all steps go backwards: if the newest record comes first, reverse the log"
+        )
+    elif cadence.restarts:
+        words.append(
+            f"the steps go back {len(cadence.restarts)} times: each is treated as a resumed run, "
+            "with the detectors as they were at that step"
+        )
+    if cadence.num_repeated:
+        words.append(
+            f"{cadence.num_repeated} records repeat the previous step; they are judged too"
+        )
+    if cadence.num_out_of_order:
+        words.append(
+            f"{cadence.num_out_of_order} records are out of order; judged in the log's order"
+        )
+    return words
+
+
+def _overflows(num: int) -> list[str]:
+    """Say what was taken for a loss scaler's own skips."""
+    if not num:
+        return []
+    times = "once" if num == 1 else f"{num} times"
+    return [
+        f"{times} the gradient norm is non-finite while the loss is finite, and finite again soon "
+        "after: treated as overflows of a loss scaler, which skips them itself"
+    ]
+
+
+__all__ = ["Assumed", "about", "assumptions"]
