@@ -335,7 +335,7 @@ def test_a_jump_beside_the_declared_schedule_is_told():
         loop.optimizer.param_groups[0]["lr"] = 0.5
 
     loop = Loop(lambda o: lr_scheduler.ConstantLR(o, 1.0))
-    loop.train(40, at={step: too_high for step in range(25, 40)})
+    loop.train(40, at=dict.fromkeys(range(25, 40), too_high))
     assert [(f.step, f.kind) for f in told(kinds=("lr_jump", "schedule"))] == [
         (25, "lr_jump"),
         (27, "schedule"),
