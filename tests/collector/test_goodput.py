@@ -243,6 +243,74 @@ def test_counters_have_every_bucket_and_never_fall(store: Store):
     assert (after["productive"], after["rolled_back"]) == (70, 30)
 
 
+def test_no_scrape_reads_more_than_a_run_s_newest_row(store: Store, monkeypatch):
+    """The first neither: the counters are there from the next one on."""
+    clock = ManualClock()
+    head = Writer(started=clock.time_ns() - 3_100 * SECOND)
+    ingest(store, begun(head), received_unix_ns=clock.time_ns())
+    ingest(store, trained(head, *range(1, 3_001)), received_unix_ns=clock.time_ns())
+    registry = CollectorRegistry()
+    acting = assemble(store, [LogNotifier()], clock=clock)
+    reader = GoodputReader(store, GoodputCache())
+    registry.register(StoreCollector(store, clock=clock, acting=acting, goodput=reader))
+    rows: list[int] = []
+    scan = type(store.numbers).scan
+
+    def counted(numbers, span, names):
+        columns = scan(numbers, span, names)
+        rows.append(max(len(column.values) for column in columns.values()))
+        return columns
+
+    monkeypatch.setattr(type(store.numbers), "scan", counted)
+    assert buckets(registry) == {}
+    assert sum(rows) <= 1
+    reader.once()
+    assert sum(rows) >= 3_000
+    rows.clear()
+    assert buckets(registry)["productive"] == 3_000
+    assert sum(rows) <= 1
+
+
+def test_what_a_scrape_asked_for_is_read_beside_it(store: Store):
+    head = Writer()
+    ingest(store, begun(head))
+    ingest(store, trained(head, *range(1, 11)))
+    cache, is_read = GoodputCache(), threading.Event()
+    of = cache.of
+
+    def noted(moment, run):
+        view = of(moment, run)
+        is_read.set()
+        return view
+
+    cache.of = noted  # type: ignore[method-assign]
+    reader = GoodputReader(store, cache)
+    reader.start()
+    try:
+        runs = Query(store, clock=ManualClock()).ask(RunsQuestion())
+        assert reader.known(runs) == []
+        assert is_read.wait(20)
+        assert [view.steps for view in reader.known(runs)] == [10]
+    finally:
+        reader.close()
+
+
+def test_a_run_that_cannot_be_read_is_counted_and_the_next_scrape_tries_again(store: Store):
+    head = Writer()
+    ingest(store, begun(head))
+    ingest(store, trained(head, *range(1, 11)))
+    cache = GoodputCache()
+    of, cache.of = cache.of, lambda *_: 1 / 0  # type: ignore[method-assign,assignment]
+    reader = GoodputReader(store, cache)
+    runs = Query(store, clock=ManualClock()).ask(RunsQuestion())
+    reader.known(runs)
+    reader.once()
+    assert store.counters.failures == {"goodput": 1}
+    cache.of = of  # type: ignore[method-assign]
+    reader.once()
+    assert len(reader.known(runs)) == 1
+
+
 # ------------------------------------------------------------------------------- the command line
 
 
@@ -350,69 +418,6 @@ def test_the_command_says_what_a_log_does_not_tell(
     assert "A log does not tell starts" in capsys.readouterr().out
 
 
-def test_no_scrape_reads_more_than_a_run_s_newest_row(store: Store, monkeypatch):
-    """The first neither: the counters are there from the next one on."""
-    clock = ManualClock()
-    head = Writer(started=clock.time_ns() - 3_100 * SECOND)
-    ingest(store, begun(head), received_unix_ns=clock.time_ns())
-    ingest(store, trained(head, *range(1, 3_001)), received_unix_ns=clock.time_ns())
-    registry = CollectorRegistry()
-    acting = assemble(store, [LogNotifier()], clock=clock)
-    reader = GoodputReader(store, GoodputCache())
-    registry.register(StoreCollector(store, clock=clock, acting=acting, goodput=reader))
-    rows: list[int] = []
-    scan = type(store.numbers).scan
-
-    def counted(numbers, span, names):
-        columns = scan(numbers, span, names)
-        rows.append(max(len(column.values) for column in columns.values()))
-        return columns
-
-    monkeypatch.setattr(type(store.numbers), "scan", counted)
-    assert buckets(registry) == {}
-    assert sum(rows) <= 1
-    reader.once()
-    assert sum(rows) >= 3_000
-    rows.clear()
-    assert buckets(registry)["productive"] == 3_000
-    assert sum(rows) <= 1
-
-
-def test_what_a_scrape_asked_for_is_read_beside_it(store: Store):
-    head = Writer()
-    ingest(store, begun(head))
-    ingest(store, trained(head, *range(1, 11)))
-    cache, is_read = GoodputCache(), threading.Event()
-    of = cache.of
-
-    def noted(moment, run):
-        view = of(moment, run)
-        is_read.set()
-        return view
-
-    cache.of = noted  # type: ignore[method-assign]
-    reader = GoodputReader(store, cache)
-    reader.start()
-    try:
-        runs = Query(store, clock=ManualClock()).ask(RunsQuestion())
-        assert reader.known(runs) == []
-        assert is_read.wait(20)
-        assert [view.steps for view in reader.known(runs)] == [10]
-    finally:
-        reader.close()
-
-
-def test_a_run_that_cannot_be_read_is_counted_and_the_next_scrape_tries_again(store: Store):
-    head = Writer()
-    ingest(store, begun(head))
-    ingest(store, trained(head, *range(1, 11)))
-    cache = GoodputCache()
-    of, cache.of = cache.of, lambda *_: 1 / 0  # type: ignore[method-assign,assignment]
-    reader = GoodputReader(store, cache)
-    runs = Query(store, clock=ManualClock()).ask(RunsQuestion())
-    reader.known(runs)
-    reader.once()
-    assert store.counters.failures == {"goodput": 1}
-    cache.of = of  # type: ignore[method-assign]
-    reader.once()
-    assert len(reader.known(runs)) == 1
+def test_what_is_neither_file_nor_folder_is_said(capsys: pytest.CaptureFixture[str]):
+    assert vitals("goodput", "logs/nope.csv") == 2
+    assert "there is no file or folder logs/nope.csv" in capsys.readouterr().err

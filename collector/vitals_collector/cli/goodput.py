@@ -79,6 +79,10 @@ def show_goodput(
         history = read_history(Path(run), choice)
         _write(_of_log(history.source, log_goodput(history)), form)
         return
+    if run and folder is None and Path(run).name != run and not Path(run).exists():
+        raise UsageError(
+            f"there is no file or folder {run}", hint="give a log's file or folder, or a run's id"
+        )
     _refuse([name for name, value in named.items() if value], "a run has these recorded")
     with open_run(run, folder, collector, token_file) as (opened, summary):
         view = opened.reader.ask(GoodputQuestion(run_id=summary.run_id))
