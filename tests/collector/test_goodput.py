@@ -421,3 +421,61 @@ def test_the_command_says_what_a_log_does_not_tell(
 def test_what_is_neither_file_nor_folder_is_said(capsys: pytest.CaptureFixture[str]):
     assert vitals("goodput", "logs/nope.csv") == 2
     assert "there is no file or folder logs/nope.csv" in capsys.readouterr().err
+
+
+def test_evaluations_that_a_log_times_are_evaluation(tmp_path: Path):
+    """Hugging Face's Trainer logs a step, evaluates for a minute and logs how long it took."""
+    lines, now = ["global_step,timestamp,loss,eval_runtime"], 1_700_000_000.0
+    for step in range(10, 110, 10):
+        now += 10
+        lines.append(f"{step},{now},2.0,")
+        if step in (30, 60):
+            now += 62
+            lines.append(f"{step},{now},,60.0")
+    assert read(log(tmp_path, lines)) == {"productive": 91, "evaluation": 120, "unknown": 4}
+
+
+def test_evaluations_count_where_a_log_has_seconds_per_step_alone(tmp_path: Path):
+    lines = ["step,step_time,loss,eval_runtime", *(f"{step},2.0,1.0," for step in range(10))]
+    lines.insert(5, "4,,,30.0")
+    assert read(log(tmp_path, lines)) == {"productive": 20, "evaluation": 30}
+
+
+def trainer_state(tmp_path: Path, *more: dict[str, object]) -> Path:
+    history: list[dict[str, object]] = []
+    for step in range(10, 110, 10):
+        history.append({"step": step, "loss": 2.0, "learning_rate": 1e-4})
+        if step % 50 == 0:
+            history.append({"step": step, "eval_loss": 2.1, "eval_runtime": 12.5})
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": [*history, *more], "logging_steps": 10}))
+    return path
+
+
+def test_of_a_trainer_state_the_whole_and_its_evaluations_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = trainer_state(tmp_path, {"step": 100, "train_runtime": 145.0, "train_loss": 2.0})
+    assert read(path) == {"evaluation": 25, "unknown": 120}
+    assert vitals("goodput", path) == 0
+    shown = capsys.readouterr().out
+    assert "no step's time: evaluations apart, what of it went to steps is unknown" in shown
+    assert "0.0 %" not in shown
+    assert vitals("goodput", path, "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out)["ratio"] is None
+
+
+def test_a_trainer_state_of_a_run_that_goes_on_says_where_times_are(tmp_path: Path):
+    with pytest.raises(UsageError, match="neither times nor seconds") as error:
+        read(trainer_state(tmp_path))
+    assert "its TensorBoard or wandb log has times" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("times", "words"), [([5], "has one step alone"), ([5, 4, 3], "has times that do not rise")]
+)
+def test_times_that_tell_no_duration_are_said(tmp_path: Path, times: list[int], words: str):
+    lines = ["step,time,loss"]
+    lines += [f"{step},{1_700_000_000 + at},2.0" for step, at in enumerate(times)]
+    with pytest.raises(UsageError, match=words):
+        read(log(tmp_path, lines))

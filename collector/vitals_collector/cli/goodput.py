@@ -26,7 +26,7 @@ RunOrLog = Annotated[
     str,
     typer.Argument(
         help="A run: id or its beginning, name, or folder [default: the newest run]. Or a log: "
-        "a CSV file, TensorBoard's or wandb's folder or file."
+        "a CSV file, a trainer_state.json, TensorBoard's or wandb's folder or file."
     ),
 ]
 
@@ -111,7 +111,7 @@ def _of_log(source: str, sums: Goodput) -> GoodputView:
         begin_unix_ns=sums.begin_unix_ns,
         end_unix_ns=sums.end_unix_ns,
         nanoseconds=dict(sums.nanoseconds),
-        ratio=sums.ratio,
+        ratio=sums.ratio if sums.nanoseconds["productive"] else None,
         steps=sums.steps,
         lost_steps=sums.lost_steps,
         notes=sums.notes,
