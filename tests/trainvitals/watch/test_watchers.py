@@ -186,6 +186,10 @@ def test_activations_that_collapse_are_told_once() -> None:
 def test_few_dead_features_and_those_that_always_were_are_not_told() -> None:
     assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0.05x60 0.6x100")
     assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0.95x60 1x100")
+    switched = "mlp:activation_dead_ratio 0x60 1x2 0x3 1x1 0x50 1x9 0x3 1x40"
+    assert [] == watched(ActivationWatcher(), switched)
+    once = "mlp:activation_dead_ratio 0x60 1x2 0x50 1x40"
+    assert {114: ["activation_collapse"]} == causes(watched(ActivationWatcher(), once))
     single = "mlp:activation_dead_ratio 0x60 1x2 0x50; a:activation_rms 1x60 0.01x2 1x50"
     assert [] == watched(ActivationWatcher(), single)
 
