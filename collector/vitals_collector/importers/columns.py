@@ -274,7 +274,7 @@ class Rows:
 
     def __init__(self, source: str, where: str) -> None:
         self.steps: list[LoggedStep] = []
-        self.evaluations: Counter[int] = Counter()
+        self.evaluations: dict[int, float] = {}
         """Seconds by the place of the next step: they follow the step that they are logged at."""
         self._source = source
         self._where = where
@@ -304,7 +304,8 @@ class Rows:
         with contextlib.suppress(ValueError):
             evaluated = number(evaluation_seconds)
             if evaluated is not None and 0 < evaluated < math.inf:
-                self.evaluations[len(self.steps)] += evaluated
+                place = len(self.steps)
+                self.evaluations[place] = self.evaluations.get(place, 0.0) + evaluated
 
     def _add(
         self,

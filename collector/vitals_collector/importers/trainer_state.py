@@ -49,8 +49,9 @@ def _total(log: list[dict[str, Any]]) -> float | None:
     """Return how long the training took, as Trainer logs it at its end: of its last start."""
     totals = [entry["train_runtime"] for entry in log if "train_runtime" in entry]
     last = totals[-1] if totals else None
-    is_number = isinstance(last, int | float) and not isinstance(last, bool)
-    return float(last) if is_number and 0 < last < math.inf else None
+    if not isinstance(last, int | float) or isinstance(last, bool) or not 0 < last < math.inf:
+        return None
+    return float(last)
 
 
 def _habits(state: dict[str, Any]) -> list[str]:
