@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import sys
@@ -336,9 +337,7 @@ def _state_in(path: Path) -> dict[str, Tensor]:
 
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            content: Any = load_file(path)
+            content: Any = importlib.import_module("safetensors.torch").load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except ImportError:
