@@ -326,7 +326,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="notify",
         point=True,
         help="The learning rate changed in a way no schedule does.",
-        to_do="Check the scheduler and its resume.",
+        to_do="Check the scheduler and its resume. If it was meant: watch(schedule=...).",
     ),
     AlertSpec(
         name="LossScaleCollapsed",

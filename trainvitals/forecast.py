@@ -29,6 +29,8 @@ second, only if it is so many times as long as their median: evaluations are lon
 _UNSEEN = 0.04
 """Of the time so far: what a mishap is taken to cost while there was none. It widens the interval
 only."""
+_LONGEST_SECONDS = 1000 * 365.25 * 86_400
+"""A thousand years: of a later date there is nothing to say."""
 _BLOCKS = 16
 _NORMAL_80 = 1.2816
 """Standard errors to each side that hold 80 % of a normal distribution."""
@@ -133,6 +135,8 @@ def finish(
     # What is longer than the usual between two steps is known only once it is over.
     is_waiting = (now_unix_ns - int(time_unix_ns[-1])) / 1e9 > 10 * _LONG * own
     begin = max(int(time_unix_ns[-1]), now_unix_ns if is_waiting else 0)
+    if left * (rate + _NORMAL_80 * spread) > _LONGEST_SECONDS:
+        return f"at {rate:.3g} s a step, {left:,} more steps take over 1,000 years"
 
     def at(per_step: float) -> int:
         return max(now_unix_ns, begin + round(left * max(per_step, 0.0) * 1e9))

@@ -95,8 +95,9 @@ def shape_of(num_params: float, *, vocab: int = 0) -> Shape:
     ``N = 12 L d^2`` without embeddings (Kaplan et al., 2020, table 1), at ``d = 128 L``.
     """
     layers = max(1, round((num_params / (12 * _ASPECT**2)) ** (1 / 3)))
-    width = max(_ASPECT, round(math.sqrt(num_params / (12 * layers)) / _ASPECT) * _ASPECT)
-    return Shape(layers, width, vocab)
+    width = math.sqrt(num_params / (12 * layers))
+    rounded = round(width / _ASPECT) * _ASPECT if width >= _ASPECT else round(width)
+    return Shape(layers, max(1, rounded), vocab)
 
 
 class Memory(NamedTuple):
@@ -237,6 +238,18 @@ def batch(tokens: float, noise_scale: float, batch_tokens: float = 0.0) -> Batch
     return Batch(size, tokens / size, 1 + noise_scale / size, 1 + size / noise_scale)
 
 
+_BOUNDS: Mapping[str, tuple[str, int, float]] = {
+    "num_params": ("the number of parameters is", 1_000, 1e16),
+    "tokens": ("the number of tokens is", 1_000, 1e20),
+    "num_gpus": ("the number of GPUs is", 1, 1e7),
+    "sequence_length": ("the sequence length is", 1, 1e9),
+    "micro_batch": ("the micro-batch is", 1, 1e6),
+}
+"""A thousand times what anybody has trained; below them it is no transformer."""
+_LEANER, _EXPERTS = 4, 1_000
+"""A block may have a quarter of the usual parameters, and with experts a thousand times as many."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInput:
     """What is to be trained, and on what."""
@@ -257,20 +270,34 @@ class PlanInput:
     gpu_hour_price: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("num_params", "tokens", "num_gpus", "sequence_length", "micro_batch"):
+        for name, (words, least, most) in _BOUNDS.items():
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 1):
-                raise UsageError(f"{name} is {value:g}; it must be at least 1")
+            if not least <= value <= most:  # no NaN is
+                raise UsageError(f"{words} {value:.4g}; it must be from {least:,} to {most:.0e}")
         if self.gpu not in GPUS:
             raise UsageError(
                 f"the GPU is {self.gpu!r}, which is not known", hint=f"one of {', '.join(GPUS)}"
             )
         if not 0 < self.mfu <= 1:
             raise UsageError(f"mfu is {self.mfu:g}; it must be above 0 and at most 1")
-        for name in ("noise_scale", "gpu_hour_price"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"{name} is {value:g}; it must be 0 or more")
+        if self.noise_scale and not 1 <= self.noise_scale < math.inf:
+            raise UsageError(
+                f"the noise scale is {self.noise_scale:g} tokens; it must be at least 1",
+                hint="leave it out for an estimate",
+            )
+        if not 0 <= self.gpu_hour_price < math.inf:
+            raise UsageError(f"a GPU-hour's price is {self.gpu_hour_price:g}; it must be 0 or more")
+        shape = self.shape
+        if shape is None:
+            return
+        blocks = 12.0 * shape.layers * shape.width**2
+        own = blocks + 2.0 * shape.vocab * shape.width  # with the embeddings of words
+        if self.num_params < blocks / _LEANER or self.num_params > _EXPERTS * own:
+            raise UsageError(
+                f"layers {shape.layers:,} and width {shape.width:,} make about {blocks:.2g} "
+                f"parameters (12 L d^2), and {self.num_params:.4g} were given",
+                hint="correct one of them, or leave layers and width out",
+            )
 
 
 class Fit(NamedTuple):
@@ -295,6 +322,8 @@ class TrainingPlan:
     fits: tuple[Fit, ...]
     noise_scale: float
     batch: Batch
+    least_batch_tokens: float
+    """One micro-batch on each GPU."""
     days: float
     gpu_hours: float
     price: float | None
@@ -351,6 +380,7 @@ def plan(asked: PlanInput) -> TrainingPlan:
         fits=tuple(fits),
         noise_scale=noise,
         batch=batch(asked.tokens, noise),
+        least_batch_tokens=asked.num_gpus * asked.micro_batch * asked.sequence_length,
         days=seconds / 86_400,
         gpu_hours=hours,
         price=hours * asked.gpu_hour_price if asked.gpu_hour_price else None,

@@ -1,6 +1,7 @@
 """Where a run's time went, asked of a store, a folder and a log; told by the page of counters."""
 
 import json
+import threading
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.collector.lookback import decision, gpu_rows
-from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
+from tests.collector.rows import RUN, SECOND, START, Writer
 from tests.collector.test_cli_read import leave, vitals
 from trainvitals.errors import UsageError
 from trainvitals.records import (
@@ -29,7 +30,7 @@ from vitals_collector.alerts.notifiers import LogNotifier
 from vitals_collector.api.exposition import StoreCollector
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.live.engine import assemble
-from vitals_collector.queries.goodput import GoodputCache
+from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
 
@@ -205,30 +206,14 @@ def test_a_run_that_goes_on_is_read_again_only_now_and_then(store: Store):
     assert query.ask(question).steps == 20
 
 
-def test_of_many_runs_no_more_are_read_at_once_than_there_is_time_for(store: Store):
-    heads = [Writer(run=run) for run in (RUN, OTHER_RUN)]
-    for head in heads:
-        ingest(store, begun(head))
-        ingest(store, trained(head, *range(1, 11)))
-    now = [0.0]
-
-    def stopwatch() -> float:
-        now[0] += 1.0  # each look at it costs a second
-        return now[0]
-
-    cache = GoodputCache(stopwatch=stopwatch)
-    query = Query(store, clock=ManualClock())
-    runs = query.ask(RunsQuestion())
-    with store.read() as connection:
-        moment = store.moment(connection)
-        first = [view.run_id for view in cache.all_of(moment, runs, max_seconds=2.0)]
-        both = [view.run_id for view in cache.all_of(moment, runs, max_seconds=10.0)]
-        known = [view.run_id for view in cache.all_of(moment, runs, max_seconds=0.0)]
-    assert first == both[:1]
-    assert {RUN, OTHER_RUN} == set(both) == set(known)
-
-
 # ---------------------------------------------------------------------------------- the counters
+
+
+def buckets(registry: CollectorRegistry) -> dict[str, float]:
+    """Return what one scrape has of the one run."""
+    families = {family.name: family for family in registry.collect()}
+    samples = families["train_goodput_seconds"].samples
+    return {sample.labels["bucket"]: sample.value for sample in samples}
 
 
 def test_counters_have_every_bucket_and_never_fall(store: Store):
@@ -236,15 +221,13 @@ def test_counters_have_every_bucket_and_never_fall(store: Store):
     now = [0.0]
     registry = CollectorRegistry()
     acting = assemble(store, [LogNotifier()], clock=clock)
-    cache = GoodputCache(stopwatch=lambda: now[0])
-    registry.register(StoreCollector(store, clock=clock, acting=acting, goodput=cache))
+    reader = GoodputReader(store, GoodputCache(stopwatch=lambda: now[0]))
+    registry.register(StoreCollector(store, clock=clock, acting=acting, goodput=reader))
 
     def told() -> dict[str, float]:
-        families = {family.name: family for family in registry.collect()}
-        return {
-            sample.labels["bucket"]: sample.value
-            for sample in families["train_goodput_seconds"].samples
-        }
+        buckets(registry)  # asks for it
+        reader.once()
+        return buckets(registry)
 
     head = Writer(started=clock.time_ns() - 100 * SECOND)
     ingest(store, begun(head), received_unix_ns=clock.time_ns())
@@ -258,6 +241,74 @@ def test_counters_have_every_bucket_and_never_fall(store: Store):
     now[0] += 1.0
     after = told()
     assert (after["productive"], after["rolled_back"]) == (70, 30)
+
+
+def test_no_scrape_reads_more_than_a_run_s_newest_row(store: Store, monkeypatch):
+    """The first neither: the counters are there from the next one on."""
+    clock = ManualClock()
+    head = Writer(started=clock.time_ns() - 3_100 * SECOND)
+    ingest(store, begun(head), received_unix_ns=clock.time_ns())
+    ingest(store, trained(head, *range(1, 3_001)), received_unix_ns=clock.time_ns())
+    registry = CollectorRegistry()
+    acting = assemble(store, [LogNotifier()], clock=clock)
+    reader = GoodputReader(store, GoodputCache())
+    registry.register(StoreCollector(store, clock=clock, acting=acting, goodput=reader))
+    rows: list[int] = []
+    scan = type(store.numbers).scan
+
+    def counted(numbers, span, names):
+        columns = scan(numbers, span, names)
+        rows.append(max(len(column.values) for column in columns.values()))
+        return columns
+
+    monkeypatch.setattr(type(store.numbers), "scan", counted)
+    assert buckets(registry) == {}
+    assert sum(rows) <= 1
+    reader.once()
+    assert sum(rows) >= 3_000
+    rows.clear()
+    assert buckets(registry)["productive"] == 3_000
+    assert sum(rows) <= 1
+
+
+def test_what_a_scrape_asked_for_is_read_beside_it(store: Store):
+    head = Writer()
+    ingest(store, begun(head))
+    ingest(store, trained(head, *range(1, 11)))
+    cache, is_read = GoodputCache(), threading.Event()
+    of = cache.of
+
+    def noted(moment, run):
+        view = of(moment, run)
+        is_read.set()
+        return view
+
+    cache.of = noted  # type: ignore[method-assign]
+    reader = GoodputReader(store, cache)
+    reader.start()
+    try:
+        runs = Query(store, clock=ManualClock()).ask(RunsQuestion())
+        assert reader.known(runs) == []
+        assert is_read.wait(20)
+        assert [view.steps for view in reader.known(runs)] == [10]
+    finally:
+        reader.close()
+
+
+def test_a_run_that_cannot_be_read_is_counted_and_the_next_scrape_tries_again(store: Store):
+    head = Writer()
+    ingest(store, begun(head))
+    ingest(store, trained(head, *range(1, 11)))
+    cache = GoodputCache()
+    of, cache.of = cache.of, lambda *_: 1 / 0  # type: ignore[method-assign,assignment]
+    reader = GoodputReader(store, cache)
+    runs = Query(store, clock=ManualClock()).ask(RunsQuestion())
+    reader.known(runs)
+    reader.once()
+    assert store.counters.failures == {"goodput": 1}
+    cache.of = of  # type: ignore[method-assign]
+    reader.once()
+    assert len(reader.known(runs)) == 1
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -365,3 +416,66 @@ def test_the_command_says_what_a_log_does_not_tell(
     lines += [f"{step},{1_700_000_000 + step},2.0" for step in range(10)]
     assert vitals("goodput", log(tmp_path, lines)) == 0
     assert "A log does not tell starts" in capsys.readouterr().out
+
+
+def test_what_is_neither_file_nor_folder_is_said(capsys: pytest.CaptureFixture[str]):
+    assert vitals("goodput", "logs/nope.csv") == 2
+    assert "there is no file or folder logs/nope.csv" in capsys.readouterr().err
+
+
+def test_evaluations_that_a_log_times_are_evaluation(tmp_path: Path):
+    """Hugging Face's Trainer logs a step, evaluates for a minute and logs how long it took."""
+    lines, now = ["global_step,timestamp,loss,eval_runtime"], 1_700_000_000.0
+    for step in range(10, 110, 10):
+        now += 10
+        lines.append(f"{step},{now},2.0,")
+        if step in (30, 60):
+            now += 62
+            lines.append(f"{step},{now},,60.0")
+    assert read(log(tmp_path, lines)) == {"productive": 91, "evaluation": 120, "unknown": 4}
+
+
+def test_evaluations_count_where_a_log_has_seconds_per_step_alone(tmp_path: Path):
+    lines = ["step,step_time,loss,eval_runtime", *(f"{step},2.0,1.0," for step in range(10))]
+    lines.insert(5, "4,,,30.0")
+    assert read(log(tmp_path, lines)) == {"productive": 20, "evaluation": 30}
+
+
+def trainer_state(tmp_path: Path, *more: dict[str, object]) -> Path:
+    history: list[dict[str, object]] = []
+    for step in range(10, 110, 10):
+        history.append({"step": step, "loss": 2.0, "learning_rate": 1e-4})
+        if step % 50 == 0:
+            history.append({"step": step, "eval_loss": 2.1, "eval_runtime": 12.5})
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": [*history, *more], "logging_steps": 10}))
+    return path
+
+
+def test_of_a_trainer_state_the_whole_and_its_evaluations_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = trainer_state(tmp_path, {"step": 100, "train_runtime": 145.0, "train_loss": 2.0})
+    assert read(path) == {"evaluation": 25, "unknown": 120}
+    assert vitals("goodput", path) == 0
+    shown = capsys.readouterr().out
+    assert "no step's time: evaluations apart, what of it went to steps is unknown" in shown
+    assert "0.0 %" not in shown
+    assert vitals("goodput", path, "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out)["ratio"] is None
+
+
+def test_a_trainer_state_of_a_run_that_goes_on_says_where_times_are(tmp_path: Path):
+    with pytest.raises(UsageError, match="neither times nor seconds") as error:
+        read(trainer_state(tmp_path))
+    assert "its TensorBoard or wandb log has times" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("times", "words"), [([5], "has one step alone"), ([5, 4, 3], "has times that do not rise")]
+)
+def test_times_that_tell_no_duration_are_said(tmp_path: Path, times: list[int], words: str):
+    lines = ["step,time,loss"]
+    lines += [f"{step},{1_700_000_000 + at},2.0" for step, at in enumerate(times)]
+    with pytest.raises(UsageError, match=words):
+        read(log(tmp_path, lines))

@@ -16,7 +16,7 @@ from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from trainer_hooks import CheckpointSettings, LRSchedule
 from trainvitals.errors import UsageError
-from trainvitals.records import Finding, FindingRaised
+from trainvitals.records import RATE_DECLARED, DecisionMade, Finding, FindingRaised
 
 STEPS = 60
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
@@ -77,11 +77,15 @@ class Loop:
         return told()
 
 
-def told() -> list[Finding]:
+def journal() -> Journal:
+    """Return what was written so far."""
+    return Journal(Path(os.environ["VITALS_SHM"]))
+
+
+def told(*, kinds: tuple[str, ...] = ("schedule",)) -> list[Finding]:
     """Return what was said of the schedule."""
-    events = Journal(Path(os.environ["VITALS_SHM"])).events
-    raised = [event for event in events if isinstance(event, FindingRaised)]
-    return [e.finding for e in raised if e.finding.kind == "schedule"]
+    raised = [event for event in journal().events if isinstance(event, FindingRaised)]
+    return [e.finding for e in raised if e.finding.kind in kinds]
 
 
 # --------------------------------------------------------------------------------- healthy runs
@@ -253,6 +257,99 @@ def test_a_schedule_that_a_resume_forgot_is_told():
 
     (finding,) = loop.train(at={30: forget})
     assert finding.onset_step == 30
+
+
+# ------------------------------------------------------------------------------------- jumps
+
+
+def restarts(optimizer) -> lr_scheduler.LRScheduler:
+    """Cosines of 25 steps, each with ten times the peak of the one before."""
+    return lr_scheduler.LambdaLR(
+        optimizer,
+        lambda s: 1e-3 * 10.0 ** (s // 25) * (0.505 + 0.495 * math.cos(math.pi * (s % 25) / 25)),
+    )
+
+
+JUMPS = [25, 50]
+
+
+def classified(declared: bool) -> tuple[list[Finding], list[DecisionMade]]:
+    """Learn to classify with warm restarts at growing peaks; return all that was said and done."""
+    torch.manual_seed(0)
+    model, teacher = (
+        nn.Sequential(nn.Linear(32, 64), between, nn.Linear(64, 10))
+        for between in (nn.ReLU(), nn.Tanh())
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scheduler = lr_scheduler.LambdaLR(
+        optimizer,
+        lambda s: 4.0 ** (s // 150) * (0.5025 + 0.4975 * math.cos(math.pi * (s % 150) / 150)),
+    )
+    schedule = scheduler if declared else None
+    with trainer_hooks.watch(model, optimizer, scheduler, schedule=schedule) as monitor:
+        for _ in range(449):
+            inputs = torch.randn(64, 32)
+            labels = torch.multinomial((3.0 * teacher(inputs)).softmax(-1), 1)[:, 0]
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            monitor.step(loss, max_norm=1.0)
+    events = journal().events
+    found = [event.finding for event in events if isinstance(event, FindingRaised)]
+    return found, [event for event in events if isinstance(event, DecisionMade)]
+
+
+def test_a_healthy_run_with_declared_warm_restarts_names_nothing_and_acts_on_nothing():
+    found, decisions = classified(declared=True)
+    assert ([], []) == (found, decisions)
+
+
+def test_the_same_run_undeclared_is_told_of_each_jump():
+    found, decisions = classified(declared=False)
+    assert [150, 300] == [finding.step for finding in found if finding.kind == "lr_jump"]
+    assert not decisions
+
+
+@pytest.mark.parametrize("owned", [True, False], ids=["stepped by us", "stepped by the loop"])
+def test_a_jump_that_is_declared_is_no_finding_and_one_that_is_not_is(owned):
+    def of(loop: Loop, schedule) -> list[int]:
+        own = loop.scheduler if owned else None
+        monitor = trainer_hooks.watch(loop.model, loop.optimizer, own, schedule=schedule)
+        with monitor:
+            for _ in range(74):
+                loop.step(monitor)
+                if not owned:
+                    loop.scheduler.step()
+        assert monitor.swallowed_errors == {}
+        return [finding.step for finding in told(kinds=("lr_jump", "schedule"))]
+
+    declared = Loop(restarts)
+    assert of(declared, declared.scheduler) == []
+    verdicts = journal().steps("verdict")
+    assert all(verdicts[step] & RATE_DECLARED for step in JUMPS)
+    assert not any(verdicts[step] & RATE_DECLARED for step in range(1, 25))
+    assert of(Loop(restarts), None) == JUMPS
+
+
+def test_a_jump_beside_the_declared_schedule_is_told():
+    def too_high(monitor):
+        loop.optimizer.param_groups[0]["lr"] = 0.5
+
+    loop = Loop(lambda o: lr_scheduler.ConstantLR(o, 1.0))
+    loop.train(40, at=dict.fromkeys(range(25, 40), too_high))
+    assert [(f.step, f.kind) for f in told(kinds=("lr_jump", "schedule"))] == [
+        (25, "lr_jump"),
+        (27, "schedule"),
+    ]
+
+
+def test_a_jump_to_a_declared_rate_of_epochs_is_no_finding():
+    loop = Loop(lambda o: lr_scheduler.LambdaLR(o, lambda epoch: (0.1, 0.01, 1.0, 1.0)[epoch]))
+    loader = torch.utils.data.DataLoader(torch.ones(60, 4), batch_size=4)
+    with loop.watch(scheduler_every="epoch") as monitor:
+        for _ in monitor.batches(loader, epochs=3):
+            loop.step(monitor)
+    assert told(kinds=("lr_jump", "schedule")) == []
+    assert journal().steps("verdict")[30] & RATE_DECLARED
 
 
 def test_a_single_group_that_leaves_it_is_named():

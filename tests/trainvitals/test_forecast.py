@@ -98,6 +98,12 @@ def test_no_end_without_a_pace_or_anything_left():
     assert isinstance(none, str)
 
 
+def test_an_end_beyond_a_thousand_years_is_none():
+    at = times(np.ones(100))
+    words = finish(np.arange(100), at, total_steps=10**20, now_unix_ns=int(at[-1]))
+    assert words == "at 1 s a step, 99,999,999,999,999,999,900 more steps take over 1,000 years"
+
+
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_a_power_law_is_followed_to_its_end(share: float):
     step = np.arange(10_000)

@@ -109,8 +109,11 @@ class Restarts(Schedule):
         return peak * max(0.5 * (1.0 + math.cos(math.pi * since / JUMP)), 1e-3)
 
 
-@pytest.mark.parametrize(("times", "backs"), [(1.0, 0), (0.5, 0), (30.0, 1)])
-def test_a_rate_that_was_trained_with_before_is_no_jump_that_damages(times, backs):
+@pytest.mark.parametrize(
+    ("times", "declared", "backs"),
+    [(1.0, False, 0), (0.5, False, 0), (30.0, False, 1), (30.0, True, 0), (1.0, True, 0)],
+)
+def test_a_rate_trained_with_before_or_declared_is_no_jump_that_damages(times, declared, backs):
     """A warm restart: the loss rises, and what was learnt reads 1.9 times as bad for a while."""
     schedule = Restarts(times)
 
@@ -118,13 +121,18 @@ def test_a_rate_that_was_trained_with_before_is_no_jump_that_damages(times, back
         held = played.judge.facts.lr_cap > 0.0
         rises = JUMP <= step < JUMP + 40 and not held
         loss = (2.4 if rises else 2.0) * (1.0 + 0.01 * (step % 7)) + 2.0 * math.exp(-step / 40.0)
-        rate = schedule.asked(step)
-        return StepRecord(step=step, attempt=1, loss=loss, grad_norm=1.0, learning_rate=rate)
+        return StepRecord(
+            step=step, attempt=1, loss=loss, grad_norm=1.0, learning_rate=schedule.asked(step),
+            rate_declared=declared and step == JUMP,
+        )  # fmt: skip
 
     played = Played(made, checkpoints=(0, 300), probe=reads(1.9))
     played.run(JUMP + 60)
     assert backs == sum(decision.action == "rollback" for decision in played.decisions)
-    assert JUMP in [finding.step for finding in played.told if finding.kind == "lr_jump"]
+    jumps = [finding.step for finding in played.told if finding.kind == "lr_jump"]
+    assert (JUMP not in jumps) == declared
+    if declared:
+        assert not played.told and not played.decisions
 
 
 def test_what_was_trained_with_is_known_after_a_rollback_and_in_a_checkpoint():

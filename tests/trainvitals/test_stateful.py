@@ -178,7 +178,7 @@ IN_STORES = {
     "loss_scale": "place scale count bits rows before episodes",
     "layer_gradient": "place courses episode",
     "update_ratio": "place courses episode",
-    "activation": "place courses episode collapse",
+    "activation": "place courses dead episode collapse",
     "throughput": "place pace measures block blocks best noise low episode",
     "data_bound": "place waits durations of_rank start episode",
     "straggler": "place window optimizer since told",
@@ -202,6 +202,7 @@ def test_what_a_store_of_an_earlier_version_lacks_begins_anew() -> None:
     state = FleetDetectors().state_dict()
     of_now = dict(state["watchers"]["activation"])
     del state["watchers"]["activation"]["collapse"]
+    del state["watchers"]["activation"]["dead"]
     later = FleetDetectors()
     later.load_state_dict(state)
     assert of_now == later.state_dict()["watchers"]["activation"]

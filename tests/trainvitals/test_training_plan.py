@@ -81,11 +81,20 @@ def test_a_batch_as_large_as_the_noise_scale_costs_twice_the_least_of_both():
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"num_params": 0}, "num_params is 0; it must be at least 1"),
-        ({"tokens": float("nan")}, "tokens is nan"),
+        ({"num_params": 1}, "parameters is 1; it must be from 1,000 to 1e.16"),
+        ({"num_params": -7e9}, "parameters is -7e.09; it must be"),
+        ({"tokens": float("nan")}, "the number of tokens is nan"),
+        ({"num_gpus": 10**21}, "the number of GPUs is 1e.21; it must be from 1 to 1e.07"),
+        ({"num_gpus": -1}, "the number of GPUs is -1"),
+        ({"micro_batch": 0}, "the micro-batch is 0"),
+        ({"sequence_length": 10**30}, "the sequence length is 1e.30"),
+        ({"noise_scale": 1e-9}, "the noise scale is 1e-09 tokens; it must be at least 1"),
+        ({"noise_scale": -1}, "the noise scale is -1 tokens"),
+        ({"shape": Shape(100, 100_000)}, "about 1.2e.13 parameters .* 7.5e.09 were given"),
+        ({"shape": Shape(1, 1)}, "layers 1 and width 1 make about 12 parameters"),
         ({"gpu": "h1000"}, "the GPU is 'h1000', which is not known"),
         ({"mfu": 40}, "mfu is 40; it must be above 0 and at most 1"),
-        ({"gpu_hour_price": -1}, "gpu_hour_price is -1; it must be 0 or more"),
+        ({"gpu_hour_price": -1}, "price is -1; it must be 0 or more"),
     ],
 )
 def test_what_cannot_be_planned_is_said(changes: dict[str, object], error: str):
@@ -113,4 +122,13 @@ def test_the_command_names_the_source_of_each_formula(capsys: pytest.CaptureFixt
     assert "--layers and --width go together" in capsys.readouterr().err
     for size in ("nan", "inf", "0"):
         assert 2 == vitals("plan", "--params", size, "--tokens", "1e12")
-        assert f"num_params is {size}; it must be at least 1" in capsys.readouterr().err
+        assert f"the number of parameters is {size}; it must be" in capsys.readouterr().err
+
+
+def test_what_the_estimate_does_not_hold_for_is_said(capsys: pytest.CaptureFixture[str]):
+    assert 0 == vitals("plan", "--params", "1e5", "--tokens", "1e6")
+    shown = capsys.readouterr().out
+    assert "100,000 parameters, 1 block of width 91" in shown
+    assert "the estimate is below one sequence" in shown and "steps [4]" not in shown
+    assert 0 == vitals("plan", "--params", "7e9", "--tokens", "1e12", "--gpus", "8192")
+    assert "8,192 GPUs train on no fewer than 16.78 M a step" in capsys.readouterr().out

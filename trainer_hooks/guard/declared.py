@@ -68,6 +68,10 @@ class DeclaredSchedule:
         self._shape: LRSchedule | None = None
         self._is_ours = False
         self._num_skips = 0
+        self._epoch: int | None = None
+        """Of the newest step that was judged."""
+        self._rate = 0.0
+        """The first group's in the step before."""
         if isinstance(shape, LRSchedule):
             self._shape = shape
             if shape.kind != "constant" and total_steps is None:
@@ -98,18 +102,36 @@ class DeclaredSchedule:
     def judge(self, measured: HostMeasurements, *, skipped: bool) -> Finding | None:
         """Return what is to be told of a step of all optimizers; None where all is as declared."""
         self._num_skips += skipped
+        self._epoch = measured.epoch
         if measured.turn or len(measured.learning_rates) != sum(self._sizes):
             return None
-        return self.follower.update(measured.step, measured.learning_rates, self._bands(measured))
-
-    def _bands(self, measured: HostMeasurements) -> list[Band | None]:
-        if self._shape is not None:
-            factors = self._shape.band(measured.step, self._total_steps or 0)
-            return [factors.times(peak) for peak in self._peaks]
         count = measured.step if self._every == "step" else measured.epoch
+        bands = self._bands(measured.step, count, *self._near())
+        return self.follower.update(measured.step, measured.learning_rates, bands)
+
+    def has_rise(self, step: int, rates: Sequence[float | None]) -> bool:
+        """Return whether the first group's rate rises in this step, to what is declared for it.
+
+        Asked before the step is judged. Whether it begins an epoch is not known by then: a rate of
+        the next one is as declared too.
+        """
+        rate, before = (rates[0] if rates else None), self._rate
+        self._rate = before if rate is None else rate
+        if rate is None or rate <= before or len(rates) != sum(self._sizes):
+            return False
+        by_step = self._every == "step"
+        back, ahead = self._near()
+        count = step if by_step else self._epoch
+        band = self._bands(step, count, back, ahead if by_step else ahead + 1)[0]
+        return band is not None and self.follower.is_declared(rate, band)
+
+    def _bands(self, step: int, count: int | None, back: int, ahead: int) -> list[Band | None]:
+        if self._shape is not None:
+            factors = self._shape.band(step, self._total_steps or 0)
+            return [factors.times(peak) for peak in self._peaks]
         bands: list[Band | None] = []
         for played, size in zip(self._played, self._sizes, strict=True):
-            own = None if played is None or count is None else played.at(count, *self._near())
+            own = None if played is None or count is None else played.at(count, back, ahead)
             bands += own or [None] * size
         return bands
 

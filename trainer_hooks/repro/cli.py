@@ -5,16 +5,13 @@ Only the play needs torch: without it, this still says which steps can be played
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
-from unittest import mock
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainer_hooks.repro.entry import CONTRACT, build
 from trainvitals.cli.output import Format, write_json
 from trainvitals.cli.resume import find_fitting
 from trainvitals.errors import MissingDependencyError, UsageError
@@ -35,10 +32,6 @@ _Run = Annotated[
 _Dir = Annotated[
     Path, typer.Option("--dir", envvar="VITALS_DIR", help="Folder with run directories.")
 ]
-_CONTRACT = (
-    "`build()` returns (model, loss_of), where loss_of(batch) gives the loss that the loop trains "
-    "on, as for monitor.batches(probe=...)"
-)
 
 
 def register(app: typer.Typer) -> None:
@@ -84,7 +77,7 @@ def repro(
     from trainer_hooks.repro.weights import load
 
     capsule = read(file)
-    built = _built(entry)
+    built = build(entry)
     batches = capsule.batches or _loaded(capsule, built.loader)
     weights = load(capsule, run_dir, built.model)
     try:
@@ -92,7 +85,7 @@ def repro(
     except PlayError as error:
         raise UsageError(
             f"{entry}: loss_of raised {error}",
-            hint="it gets the batch as the loader gave it; " + _CONTRACT,
+            hint="it gets the batch as the loader gave it; " + CONTRACT,
         ) from None
     kept_in = keep(verdict, file.path)
     if form is Format.JSON:
@@ -142,80 +135,6 @@ def _capsule(run: str, step: int, rank: int, vitals_dir: Path) -> tuple[RunDir, 
         )
     newest = max(each.attempt for each in of_step)
     return run_dir, min(each for each in of_step if each.attempt == newest)
-
-
-class _Built(NamedTuple):
-    model: Any
-    loss_of: Callable[[Any], Any]
-    loader: Any = None
-
-
-def _built(entry: str) -> _Built:
-    """Return what the user's function builds.
-
-    Raises:
-        UsageError: it cannot be imported, raises, or returns something else.
-    """
-    from torch import nn
-
-    try:
-        # The command line is not the file's own: argparse would take it for that.
-        with mock.patch.object(sys, "argv", [entry.rpartition(":")[0]]):
-            function = _function(entry)
-            built = function()
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        text = f"{entry} raised {type(error).__name__}: {error}"
-        raise UsageError(text[:500], hint=_CONTRACT) from error
-    parts = tuple(built) if isinstance(built, tuple | list) else (built,)
-    is_right = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and callable(parts[1])
-    if not is_right:
-        got = ", ".join(type(part).__name__ for part in parts)
-        raise UsageError(f"{entry} returned ({got})", hint=_CONTRACT)
-    return _Built(*parts)
-
-
-def _function(entry: str) -> Callable[[], Any]:
-    where, _, name = entry.rpartition(":")
-    if not where or not name.isidentifier():
-        raise UsageError(
-            f"--entry is {entry!r}; it must be FILE:FUNCTION or MODULE:FUNCTION",
-            hint="--entry train.py:build",
-        )
-    try:
-        module = _file(Path(where)) if where.endswith(".py") else _module(where)
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        text = f"{where} cannot be imported: {type(error).__name__}: {error}"
-        raise UsageError(
-            text[:500],
-            hint="what trains on import belongs under `if __name__ == '__main__':`",
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UsageError(f"{where} has no function {name}", hint=_CONTRACT)
-    return function  # type: ignore[no-any-return]
-
-
-def _module(name: str) -> Any:
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    return importlib.import_module(name)
-
-
-def _file(path: Path) -> Any:
-    if not path.is_file():
-        raise UsageError(f"{path} is no file", hint="--entry train.py:build, from where it is")
-    sys.path.insert(0, str(path.absolute().parent))  # for what it imports from beside it
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "the name ends in .py"
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # as an import does: dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
 
 
 def _loaded(capsule: Capsule, loader: Any) -> Sequence[Any]:

@@ -84,12 +84,13 @@ class Scene:
     loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        self._slots = list(_slots(self.model))
-        self._kept = [(tensor, tensor.detach().clone()) for _, _, tensor in self._slots]
+        self._slots = list(slots(self.model))
+        self.kept = [(tensor, tensor.detach().clone()) for _, _, tensor in self._slots]
+        """Each tensor of ``slots``, and what it is put back to."""
 
     def keep(self) -> None:
         """Take the present weights for those that every play begins with."""
-        self._kept = [(tensor, tensor.detach().clone()) for tensor, _ in self._kept]
+        self.kept = [(tensor, tensor.detach().clone()) for tensor, _ in self.kept]
 
     def play(
         self,
@@ -123,14 +124,14 @@ class Scene:
                 for number, batch in enumerate(batches):
                     if number < len(rng) and (state := rng[number]) is not None:
                         restore_rng(state)
-                    losses.append(self._one(_copied(batch, dtype), trace, dtype))
+                    losses.append(self._one(copied(batch, dtype), trace, dtype))
                 bad = tuple(self._bad_gradients())
                 return Played(tuple(losses), bad, self._grad_norm(dtype))
         except Exception as error:  # noqa: BLE001 - the user's code, of which anything can come
             text = str(error).partition("\n")[0]
             return Played(error=f"{type(error).__name__}: {text}"[:300])
         finally:
-            self._put_back()
+            self.put_back()
             restore_rng(around)
 
     def differs(
@@ -162,7 +163,9 @@ class Scene:
             trace.begin()
         loss = self.loss_of(batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(f"the loss function returned {_kind(loss)}, not a tensor of one number")
+            raise TypeError(
+                f"the loss function returned {kind_of(loss)}, not a tensor of one number"
+            )
         if trace is not None:
             trace.forwarded(loss)
         if loss.requires_grad:
@@ -182,8 +185,9 @@ class Scene:
         return math.hypot(*norms) / (self.loss_scale if dtype is None else 1.0)
 
     @torch.no_grad()
-    def _put_back(self) -> None:
-        for tensor, kept in self._kept:
+    def put_back(self) -> None:
+        """Have weights and buffers as they were kept, and no gradients."""
+        for tensor, kept in self.kept:
             tensor.copy_(kept)
         for module, name, tensor in self._slots:
             if name in module._buffers:
@@ -207,7 +211,7 @@ class Scene:
                 tensor.data = data
 
 
-def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield the model's parameters and buffers, each once, and where they are held."""
     seen: set[int] = set()
     for module in model.modules():
@@ -217,7 +221,7 @@ def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
                 yield module, name, tensor
 
 
-def _copied(batch: Any, dtype: torch.dtype | None) -> Any:
+def copied(batch: Any, dtype: torch.dtype | None) -> Any:
     """Return the batch as copies: a loss function may write into it."""
 
     def copy(value: Tensor) -> Tensor:
@@ -254,7 +258,8 @@ def _recorded(model: nn.Module, outputs: list[tuple[str, int]]) -> Iterator[None
             handle.remove()
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Return what it is, in words."""
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     return f"a {type(value).__name__}{shape}"
 

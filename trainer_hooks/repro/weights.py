@@ -72,7 +72,12 @@ def load(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Weights:
     return _loaded(folder.path / name, step, capsule, model)
 
 
-def _loaded(folder: Path, step: int, capsule: Capsule, model: nn.Module) -> Weights:
+def read_into(model: nn.Module, folder: Path, *, rank: int = 0) -> dict[str, Tensor]:
+    """Read a checkpoint's parameters and buffers into a model, in place; return them by name.
+
+    Raises:
+        UsageError: the checkpoint is of another model.
+    """
     from trainer_hooks.recovery.checkpoints import payload
     from trainer_hooks.recovery.checkpoints.planner import Box
 
@@ -80,7 +85,7 @@ def _loaded(folder: Path, step: int, capsule: Capsule, model: nn.Module) -> Weig
     live, boxes, missing = _live(model), [], []
     for name, tensor in live.items():
         # A buffer is each rank's own.
-        for key in (name, f"rank.{capsule.rank}.{name}", f"rank.0.{name}"):
+        for key in (name, f"rank.{rank}.{name}", f"rank.0.{name}"):
             if key in stored:
                 if stored[key] != Spec.of(tensor):
                     raise UsageError(
@@ -99,9 +104,17 @@ def _loaded(folder: Path, step: int, capsule: Capsule, model: nn.Module) -> Weig
             hint="the entry must build the model that the run trained",
         )
     payload.read(folder, boxes)
+    return live
+
+
+def _loaded(folder: Path, step: int, capsule: Capsule, model: nn.Module) -> Weights:
+    from trainer_hooks.recovery.checkpoints import payload
+    from trainer_hooks.recovery.checkpoints.planner import Box
+
+    live = read_into(model, folder, rank=capsule.rank)
     moments = {
         name: torch.empty(spec.shape, dtype=spec.dtype)
-        for name, spec in stored.items()
+        for name, spec in payload.specs(folder).items()
         if name.startswith("optim.") and spec.dtype.is_floating_point
     }
     payload.read(folder, [Box.all_of(name, tensor) for name, tensor in moments.items()])

@@ -177,13 +177,20 @@ class StepController:
 
     # ------------------------------------------------------------------------ before a step
 
-    def rank0_values(self, step: int, max_norm: float | None, turn: int = 0) -> Rank0Values | None:
+    def rank0_values(
+        self,
+        step: int,
+        max_norm: float | None,
+        turn: int = 0,
+        rates: Sequence[float | None] = (),
+    ) -> Rank0Values | None:
         """Return rank 0's limits and its verified command; None on the other ranks.
 
         Args:
             step: the step that begins its exchange.
             max_norm: what the loop clips to; None where it does not, or nobody knows.
             turn: whose step it is.
+            rates: what the loop asks for, by parameter group.
         """
         if not self.is_rank0:
             return None
@@ -198,6 +205,10 @@ class StepController:
         evaluation = None
         if self.evaluations is not None:
             evaluation = self.evaluations.root_value(step, self.attempt)
+        rate_declared = False
+        if self.log.schedule is not None and not turn:
+            with self.faults.fail_open("schedule"):
+                rate_declared = self.log.schedule.has_rise(step, rates)
         saved_step, saved_attempt = (0, 0) if recovery is None else recovery.newest_saved
         return Rank0Values(
             loss_limit=limits.loss,
@@ -218,6 +229,7 @@ class StepController:
             evaluation=evaluation,
             evaluation_ratio=ratio,
             stepped_twice=self.stepped_twice is not None,
+            rate_declared=rate_declared,
         )
 
     def _command_words(self, step: int) -> tuple[float, float, float]:

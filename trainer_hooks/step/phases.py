@@ -204,7 +204,7 @@ class StepPhases:
             device.averages.refuse_swapped()
         self._look_at_groups()
         turn, device.norms.part = self.turn, self.turn.part
-        root = controller.rank0_values(step, max_norm, turn.number)
+        root = controller.rank0_values(step, max_norm, turn.number, self._rates)
         device.norms.align()
         if turn.number:
             overflow = overflow_flag(device.scaler, turn.optimizers, device.norms.device)

@@ -42,6 +42,7 @@ from trainvitals.records import (
     NORM_OUTLIER,
     OVERFLOW,
     RANK_FAILED,
+    RATE_DECLARED,
     REPLAYED_ALIKE,
     REPLICAS_DIFFER,
     SETTINGS_DIFFER,
@@ -90,6 +91,7 @@ ROOT_FIELDS = (
     "evaluation",
     "evaluation_ratio",  # an evaluation's loss over the one before; 0: there was none
     "stepped_twice",  # rank 0's loop steps a scheduler that monitor.step() steps too
+    "rate_declared",  # the learning rate rose to what the declared schedule has at this step
 )
 OWN_FIELDS = ("loss", "digest", "replicas")
 """What each rank has a place for where slots are shared."""
@@ -229,6 +231,7 @@ class Rank0Values:
     evaluation: float | None = None
     evaluation_ratio: float = 0.0
     stepped_twice: bool = False
+    rate_declared: bool = False
 
     def words(self) -> list[float]:
         """Return the numbers in the order of ROOT_FIELDS."""
@@ -255,6 +258,7 @@ class Rank0Values:
             0.0 if self.evaluation is None else self.evaluation,
             self.evaluation_ratio,
             float(self.stepped_twice),
+            float(self.rate_declared),
         ]
 
 
@@ -660,6 +664,7 @@ class Derived:
             | (REPLICAS_DIFFER if record.replicas_differ else 0)
             | (SETTINGS_DIFFER if record.settings_differ else 0)
             | (REPLAYED_ALIKE if record.replayed_alike else 0)
+            | (RATE_DECLARED if record.rate_declared else 0)
         )
 
 
@@ -729,6 +734,7 @@ def step_record(
         overflow=bool(derived.bits & OVERFLOW),
         learning_rate=None if learning_rate is None else learning_rate * lr_factor,
         lr_factor=lr_factor,
+        rate_declared=bool(reduced.root["rate_declared"]),
         clips=bool(reduced.root["clips"]),
         turn=turn,
     )

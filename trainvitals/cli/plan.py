@@ -1,6 +1,5 @@
 """`vitals plan`: what a training will take, before it begins."""
 
-import math
 from typing import Annotated, cast, get_args
 
 import typer
@@ -77,7 +76,7 @@ def show_plan(
         )
     if bool(layers) != bool(width):
         raise UsageError("--layers and --width go together", hint="give both, or neither")
-    sized = params if 1 <= params < math.inf else 1  # else the plan says that it is no size
+    sized = min(max(1e3, params), 1e16)  # else the plan says that it is no size
     shape = Shape(layers, width, vocab) if layers else shape_of(sized, vocab=vocab)
     asked = PlanInput(
         num_params=params,
@@ -103,24 +102,36 @@ def _write(asked: PlanInput, made: TrainingPlan, form: Format, *, is_guessed: bo
     notes = ["flops", "attention", "time", "batch", "states", "activations"]
     notes += ["shape"] if is_guessed else []
     mark = {name: f"[{number}]" for number, name in enumerate(notes, 1)}
-    shape = f"{made.shape.layers} blocks of width {made.shape.width:,}"
+    num_blocks = "1 block" if made.shape.layers == 1 else f"{made.shape.layers:,} blocks"
+    shape = f"{num_blocks} of width {made.shape.width:,}"
     batch, half = made.batch, batch_of(asked.tokens, made.noise_scale, made.noise_scale / 2)
     measured = "measured" if asked.noise_scale else "an estimate"
     rows: list[tuple[str, object]] = [
-        ("model", f"{asked.num_params / 1e9:,.4g} billion parameters, {shape}"
+        ("model", f"{_count(asked.num_params)} parameters, {shape}"
          f" {mark['shape'] if is_guessed else ''}".rstrip()),
         ("FLOPs", f"{made.flops:.3g}, of them {made.attention_flops:.2g} of attention "
          f"{mark['flops']}{mark['attention']}"),
         ("days", f"{made.days:.3g} at {100 * asked.mfu:.0f} % utilization {mark['time']}"),
-        ("GPU-hours", f"{made.gpu_hours:,.0f}"),
+        ("GPU-hours", f"{made.gpu_hours:,.{0 if made.gpu_hours >= 10 else 2}f}"),
         ("price", "no price given: --gpu-hour-price" if made.price is None
          else f"{made.price:,.0f} at {asked.gpu_hour_price:g} a GPU-hour"),
-        ("batch", f"at most {humanize(batch.tokens, 'tokens')} tokens ({measured}): "
-         f"{batch.steps:,.0f} steps {mark['batch']}"),
-        ("", f"so large a batch needs {batch.more_steps:.3g} times the least steps and "
-         f"{batch.more_tokens:.3g} times the least tokens; half as large "
-         f"{half.more_steps:.3g} and {half.more_tokens:.3g} times"),
     ]  # fmt: skip
+    if batch.tokens < asked.sequence_length and not asked.noise_scale:
+        rows.append(("batch", "not known: the estimate is below one sequence, so it does not hold "
+                     f"here; measure it: --noise-scale {mark['batch']}"))  # fmt: skip
+    else:
+        rows += [
+            ("batch", f"at most {humanize(batch.tokens, 'tokens')} tokens ({measured}): "
+             f"{batch.steps:,.0f} steps {mark['batch']}"),
+            ("", f"so large a batch needs {batch.more_steps:.3g} times the least steps and "
+             f"{batch.more_tokens:.3g} times the least tokens; half as large "
+             f"{half.more_steps:.3g} and {half.more_tokens:.3g} times"),
+        ]  # fmt: skip
+        if made.least_batch_tokens > batch.tokens:
+            least = batch_of(asked.tokens, made.noise_scale, made.least_batch_tokens)
+            rows.append(("", f"{asked.num_gpus:,} GPUs train on no fewer than "
+                         f"{humanize(least.tokens, 'tokens')} a step, which needs "
+                         f"{least.more_tokens:.3g} times the least tokens"))  # fmt: skip
     is_csv = form is Format.CSV
     if not is_csv:
         write_rows(("plan", "value"), rows, form)
@@ -145,3 +156,11 @@ def _write(asked: PlanInput, made: TrainingPlan, form: Format, *, is_guessed: bo
             f"{mark['states']}, {mark['activations']}: the table; what is other is gathered "
             "blocks, buckets and the output's gradient"
         )
+
+
+def _count(num_params: float) -> str:
+    """Return a number of parameters as people say it."""
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if num_params >= size:
+            return f"{num_params / size:,.4g} {word}"
+    return f"{num_params:,.0f}"

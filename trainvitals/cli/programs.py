@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("sql", "token", "mirror", "audit"),
     ),
     "dashboard": ("dashboard",),
-    "checkpoints": ("checkpoints", "repro"),
+    "checkpoints": ("checkpoints", "repro", "landscape"),
     "deploy": ("deploy",),
 }
 """Command names by who brings them, for the message where that program cannot be loaded."""

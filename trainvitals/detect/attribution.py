@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainvitals.detect.fleet.base import MergedStep, finite, number, step_seconds
+from trainvitals.records import RATE_DECLARED
 
 Floats = npt.NDArray[np.float64]
 Subject = Literal[
@@ -559,9 +560,15 @@ class OnsetTracker:
         before, self._rate = self._rate, asked if asked is not None else self._rate
         if asked is not None:
             peak = self._peak_rate
-            # A schedule may come back to what it had, and may fall in one step.
+            # A schedule may come back to what it had, may fall in one step, and be declared.
+            is_declared = int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED
             is_jump = before is not None and asked > _SETTING * before and asked > 1.02 * peak
-            if is_jump and self._num_steps >= _WARM and self._is_rare("learning_rate"):
+            if (
+                is_jump
+                and not is_declared
+                and self._num_steps >= _WARM
+                and self._is_rare("learning_rate")
+            ):
                 out.append(_Out(merged.step, 0, "lr", "", "learning_rate", rate, before))
             self._peak_rate = max(peak, asked)
         for name in _SETTINGS:

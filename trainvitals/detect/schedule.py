@@ -136,6 +136,10 @@ class ScheduleFollower(Stateful):
         """Take in that a change was announced: what the rates are after it is as declared."""
         self._left = max(self._left, steps)
 
+    def is_declared(self, rate: float, band: Band) -> bool:
+        """Return whether the first group's rate is as declared."""
+        return not self._is_off(rate, band.times(self._scales[0] if self._scales else 1.0))
+
     def update(
         self, step: int, rates: Sequence[float | None], declared: Sequence[Band | None]
     ) -> Finding | None:

@@ -51,7 +51,7 @@ from trainvitals.detect.spike import (
 )
 from trainvitals.detect.user_alerts import Rule, load_rules
 from trainvitals.policy.evidence import Ask, Reading
-from trainvitals.policy.ladder import decide
+from trainvitals.policy.ladder import decide, jumps
 from trainvitals.policy.rungs import Case, Course, Verdict, answer
 from trainvitals.policy.state import (
     CheckpointRef,
@@ -330,7 +330,7 @@ class Judge:
         """
         if record.turn != self._turn:
             self._take_turn(record.turn)
-        own, facts = self._own, self._ladder.facts
+        own, facts, before = self._own, self._ladder.facts, self._ladder.learning_rate
         if facts.attempt == 0 and record.attempt:
             facts = replace(facts, attempt=record.attempt)
             self._ladder = replace(self._ladder, facts=facts)
@@ -370,6 +370,9 @@ class Judge:
             own.detectors.accept(losses, norms)
         elif verdict.decision is not None and verdict.decision.rule == "operator_accepted":
             own.detectors.rebaseline(0)
+        elif record.rate_declared and jumps(record, before, self.config.ladder):
+            # A warm restart that was meant: the loss rises, as it should. What may act stays.
+            own.detectors.rebaseline(self.config.ladder.lr_jump_steps)
         is_done = verdict.ack is not None and verdict.ack.status == "done"
         return Judgement(
             findings + verdict.findings,

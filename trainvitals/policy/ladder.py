@@ -503,14 +503,21 @@ def _has_risen(losses: tuple[float, ...], jump: LrJump, config: LadderConfig) ->
     return rise > max(least)
 
 
+def jumps(record: StepRecord, last: float, config: LadderConfig) -> bool:
+    """Return whether a step's learning rate is many times the rate of the step before."""
+    rate = record.learning_rate
+    return rate is not None and last > 0.0 and rate >= config.lr_jump * last
+
+
 def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
-    """Tell of a learning rate that jumps without having been announced, and ask about it."""
+    """Tell of a learning rate that jumps unannounced and undeclared, and ask about it."""
     record, config, state = case.record, case.config, verdict.state
     rate, last = record.learning_rate, before.learning_rate
-    is_jump = rate is not None and last > 0.0 and rate >= config.lr_jump * last
-    if not is_jump or rate is None or state.facts.clock <= _JUMPS_AFTER or state.rolling_back:
+    if rate is None or not jumps(record, last, config):
         return verdict
-    if record.step <= state.announced_until:
+    if state.facts.clock <= _JUMPS_AFTER or state.rolling_back:
+        return verdict
+    if record.step <= state.announced_until or record.rate_declared:
         return verdict
     course = case.course()
     if rate > state.known_rate:

@@ -50,7 +50,7 @@ from vitals_collector.cluster.leases import UPKEEP, Lease
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.live.engine import Acting, EngineConfig, assemble
-from vitals_collector.queries.goodput import GoodputCache
+from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.upkeep import Upkeep
@@ -128,9 +128,10 @@ def create_app(
             is_mine=lease.is_held,
         )
         goodput = GoodputCache(price=settings.gpu_hour_price)
+        reader = GoodputReader(store, goodput)
         writer = remote_writer(
             settings.notifiers.remote_write,
-            _exposed(store, acting, clock, settings, goodput),
+            _exposed(store, acting, clock, settings, reader),
             store.counters,
             clock=clock,
             leads=lambda: acting.lease.epoch() is not None,
@@ -138,7 +139,7 @@ def create_app(
         owners = _owners(store, settings, clock, place)
         known_tokens = KnownTokens(store, clock=clock)
         # What acts ends while the runs are still owned: what it has in hand is stored.
-        parts: list[_Part] = [known_tokens, *owners, acting, ingest_app, lease, upkeep]
+        parts: list[_Part] = [known_tokens, *owners, acting, ingest_app, lease, upkeep, reader]
         if writer is not None:
             parts.append(writer)
         app = _Gated(
@@ -148,7 +149,7 @@ def create_app(
             redoc_url=None,
             lifespan=_lifespan(store, folder, parts, settings),
         )
-        _add_routes(app, store, acting, clock, settings, goodput)
+        _add_routes(app, store, acting, clock, settings, goodput, reader)
         app.include_router(_ingest_router(store, ingest_app))
         app.include_router(otlp_router(store, ingest_app, clock=clock))
         app.include_router(ack_router(links, acting.inbox))
@@ -229,6 +230,7 @@ def _add_routes(
     clock: Clock,
     settings: CollectorSettings,
     goodput: GoodputCache,
+    reader: GoodputReader,
 ) -> None:
     since, lost_after = clock.time_ns(), settings.lost_after_seconds
     query = Query(
@@ -247,7 +249,7 @@ def _add_routes(
             store, acting.inbox, clock=clock, keys=settings.data, folders=settings.folders
         )
     )
-    app.include_router(metrics_router(_exposed(store, acting, clock, settings, goodput)))
+    app.include_router(metrics_router(_exposed(store, acting, clock, settings, reader)))
     app.include_router(discovery_router(store, liveness=query.liveness))
 
 
@@ -256,7 +258,7 @@ def _exposed(
     acting: Acting,
     clock: Clock,
     settings: CollectorSettings,
-    goodput: GoodputCache,
+    goodput: GoodputReader,
 ) -> StoreCollector:
     return StoreCollector(
         store,

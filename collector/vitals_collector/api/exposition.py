@@ -33,7 +33,7 @@ from vitals_collector.live import overview
 from vitals_collector.live.engine import Acting
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.interface import FULL, STORED_STREAMS, Reason, Span
-from vitals_collector.queries.goodput import GoodputCache
+from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.storage.schema import alerts, decisions, findings, sources, streams
 from vitals_collector.storage.store import LOCKED, PARTS, REMOVAL_REASONS, Moment, Store
 from vitals_collector.storage.tokens import ENDED, LIMITED
@@ -48,8 +48,6 @@ MAX_RUNS = 50
 SHOWN_AFTER_END_SECONDS = 3_600.0
 """How long a run that ended keeps its series, so that rules see how it ended."""
 _OF_RUN = tuple(metric for metric in STEP_METRICS if metric.scope == "run")
-MAX_GOODPUT_SECONDS = 0.5
-"""Of a scrape, for reading runs' rows anew."""
 MAX_ALERTS = 500
 """Series of alerts that page nobody. Those that page have no cap but that of their causes."""
 TOLD_AFTER_END_SECONDS = 86_400.0
@@ -77,10 +75,10 @@ class StoreCollector(Collector):
         acting: Acting,
         lost_after_seconds: float = 60.0,
         up_since_unix_ns: int = 0,
-        goodput: GoodputCache | None = None,
+        goodput: GoodputReader | None = None,
     ) -> None:
         self._store = store
-        self._goodput = goodput or GoodputCache()
+        self._goodput = goodput or GoodputReader(store, GoodputCache())
         self._clock = clock
         self._acting = acting
         self._lost_after_seconds = lost_after_seconds
@@ -106,7 +104,7 @@ class StoreCollector(Collector):
             shown = _shown(overview.summaries(connection, when), now)
             moment = self._store.moment(connection)
             families = _run_families(moment, shown)
-            families["train_goodput_seconds_total"] = self._buckets(moment, shown)
+            families["train_goodput_seconds_total"] = self._buckets(shown)
             families |= _own_families(self._store)
         families["collector_commands_total"] = _born(
             product(get_args(CommandStatus)), _by_one(commands.counts(self._store))
@@ -125,13 +123,13 @@ class StoreCollector(Collector):
         for name, samples in families.items():
             yield _family(spec(name), samples)
 
-    def _buckets(self, moment: Moment, shown: Sequence[RunSummary]) -> Samples:
+    def _buckets(self, shown: Sequence[RunSummary]) -> Samples:
         """Return the runs' time by bucket, as it was trained: a counter does not fall.
 
-        A run whose rows there was no time to read yet is absent: 0 would be told as a fall.
+        A run whose rows were not read yet is absent: 0 would be told as a fall.
         """
         before, self._spent = self._spent, {}
-        for view in self._goodput.all_of(moment, shown, max_seconds=MAX_GOODPUT_SECONDS):
+        for view in self._goodput.known(shown):
             for bucket, taken in view.nanoseconds.items():
                 key = (view.run_id, bucket)
                 seconds = (taken + view.undone.get(bucket, 0)) / 1e9

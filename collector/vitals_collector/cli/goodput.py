@@ -26,7 +26,7 @@ RunOrLog = Annotated[
     str,
     typer.Argument(
         help="A run: id or its beginning, name, or folder [default: the newest run]. Or a log: "
-        "a CSV file, TensorBoard's or wandb's folder or file."
+        "a CSV file, a trainer_state.json, TensorBoard's or wandb's folder or file."
     ),
 ]
 
@@ -79,6 +79,10 @@ def show_goodput(
         history = read_history(Path(run), choice)
         _write(_of_log(history.source, log_goodput(history)), form)
         return
+    if run and folder is None and Path(run).name != run and not Path(run).exists():
+        raise UsageError(
+            f"there is no file or folder {run}", hint="give a log's file or folder, or a run's id"
+        )
     _refuse([name for name, value in named.items() if value], "a run has these recorded")
     with open_run(run, folder, collector, token_file) as (opened, summary):
         view = opened.reader.ask(GoodputQuestion(run_id=summary.run_id))
@@ -107,7 +111,7 @@ def _of_log(source: str, sums: Goodput) -> GoodputView:
         begin_unix_ns=sums.begin_unix_ns,
         end_unix_ns=sums.end_unix_ns,
         nanoseconds=dict(sums.nanoseconds),
-        ratio=sums.ratio,
+        ratio=sums.ratio if sums.nanoseconds["productive"] else None,
         steps=sums.steps,
         lost_steps=sums.lost_steps,
         notes=sums.notes,

@@ -1,5 +1,6 @@
 """Which columns of a log are which: names as the loggers write them, and what a cell may hold."""
 
+import contextlib
 import difflib
 import math
 import re
@@ -15,7 +16,7 @@ from trainvitals.policy.history import LoggedStep
 
 Role = Literal[
     "step", "loss", "grad_norm", "lr", "loss_scale", "step_seconds", "tokens_per_second",
-    "data_seconds", "time",
+    "data_seconds", "time", "evaluation_seconds",
 ]  # fmt: skip
 
 KNOWN: dict[Role, tuple[str, ...]] = {
@@ -51,7 +52,8 @@ KNOWN: dict[Role, tuple[str, ...]] = {
         "data_seconds", "data_wait_seconds", "data_time", "train_data_time", "data_loading_time",
         "dataloader_time", "time_metrics_data_loading_s",
     ),
-    "time": ("timestamp", "wall_time", "walltime", "unix_time", "time_unix", "datetime"),
+    "time": ("timestamp", "wall_time", "walltime", "unix_time", "time_unix", "datetime", "time"),
+    "evaluation_seconds": ("eval_runtime", "evaluation_seconds", "eval_seconds"),
 }  # fmt: skip
 """Names by role, in small letters and with ``_`` for all that is no letter or digit; the first that
 a log has is taken."""
@@ -65,7 +67,7 @@ LARGEST_STEP = 1 << 53
 _EARLIEST, _LATEST = 1e8, 1e10
 """Of a time in seconds: 1973 to 2286."""
 _SHOWN_NAMES = 12
-_ASKED = tuple(role for role in KNOWN if role != "time")
+_ASKED = tuple(role for role in KNOWN if role not in ("time", "evaluation_seconds"))
 """Roles whose cells must be numbers; a time that is none is no time."""
 
 
@@ -82,6 +84,7 @@ class ColumnChoice:
     tokens_per_second: str | None = None
     data_seconds: str | None = None
     time: str | None = None
+    evaluation_seconds: str | None = None
 
     def named(self) -> list[str]:
         """Return the options that were given."""
@@ -109,6 +112,10 @@ class History:
     """Which column was taken for what; a role that the log does not have is absent."""
     notes: list[str] = field(default_factory=list)
     """What a reader should know: one sentence each."""
+    evaluations: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of evaluations before the step at this place of ``steps``, or behind the last."""
+    total_seconds: float | None = None
+    """Of the whole training, where the log says that and not when its steps were."""
 
 
 def choose(names: Sequence[str], column_options: ColumnChoice, source: str) -> dict[Role, str]:
@@ -267,6 +274,8 @@ class Rows:
 
     def __init__(self, source: str, where: str) -> None:
         self.steps: list[LoggedStep] = []
+        self.evaluations: dict[int, float] = {}
+        """Seconds by the place of the next step: they follow the step that they are logged at."""
         self._source = source
         self._where = where
         self._dropped: Counter[str] = Counter()
@@ -283,12 +292,34 @@ class Rows:
         tokens_per_second: object = None,
         data_seconds: object = None,
         time: object = None,
+        evaluation_seconds: object = None,
     ) -> None:
         """Take one record in, in the order of the log; one that says nothing is passed over.
 
         Raises:
             FormatError: a cell is no number.
         """
+        self._add(row, step, loss, grad_norm, lr, loss_scale, step_seconds, tokens_per_second,
+                  data_seconds, time)  # fmt: skip
+        with contextlib.suppress(ValueError):
+            evaluated = number(evaluation_seconds)
+            if evaluated is not None and 0 < evaluated < math.inf:
+                place = len(self.steps)
+                self.evaluations[place] = self.evaluations.get(place, 0.0) + evaluated
+
+    def _add(
+        self,
+        row: int,
+        step: object,
+        loss: object,
+        grad_norm: object,
+        lr: object,
+        loss_scale: object,
+        step_seconds: object,
+        tokens_per_second: object,
+        data_seconds: object,
+        time: object,
+    ) -> None:
         try:
             name, value = "loss", loss
             found_loss = number(loss)

@@ -48,7 +48,12 @@ def _read(
             continue
         rows.add(row, *(_cell(cells, place) for place in places))
     return History(
-        source=str(path), form="CSV", steps=rows.steps, columns=columns, notes=rows.notes()
+        source=str(path),
+        form="CSV",
+        steps=rows.steps,
+        columns=columns,
+        notes=rows.notes(),
+        evaluations=rows.evaluations,
     )
 
 

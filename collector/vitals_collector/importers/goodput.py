@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from trainvitals.errors import UsageError
-from trainvitals.goodput import Floats, Goodput, Ints, Launch, Mask, StepTimes, goodput
+from trainvitals.goodput import BUCKETS, Floats, Goodput, Ints, Launch, Mask, StepTimes, goodput
 from vitals_collector.importers.columns import History
 
 _OWN = 2.0
@@ -21,6 +21,8 @@ def log_goodput(history: History) -> Goodput:
     Raises:
         UsageError: it has neither times nor seconds per step.
     """
+    if not history.steps:
+        raise UsageError(f"{history.source} has no step with a loss or a gradient norm")
     step = np.array([record.step for record in history.steps], np.int64)
     seconds, waited, at = (
         np.array([_or_nan(value) for value in values])
@@ -32,20 +34,34 @@ def log_goodput(history: History) -> Goodput:
     is_back = step <= before
     num = np.where(is_back, 1, step - before)  # steps of a record
     num[0] = 1
+    evaluated = np.zeros(len(step))
+    for place, lasted in history.evaluations.items():
+        if place < len(step):  # what follows the last step is in no interval
+            evaluated[place] = lasted
+    unseen = "" if history.evaluations else "evaluations, "
     notes = [
-        "A log does not tell starts, compilation, checkpoints, evaluations, hangs, or waits for "
+        f"A log does not tell starts, compilation, checkpoints, {unseen}hangs, or waits for "
         "other ranks: what is longer than a usual step is unknown.",
     ]
-    if np.isfinite(at).all() and len(at) > 1:
-        ends, taken = _by_times(at, seconds, num, is_back)
+    if np.isfinite(at).all() and not np.isfinite(seconds).any() and at[-1] <= at[0]:
+        words = "has one step alone" if len(at) == 1 else "has times that do not rise"
+        raise UsageError(
+            f"{history.source} {words}, which tells no duration",
+            hint="name another column: --time or --step-seconds",
+        )
+    if np.isfinite(at).all() and at[-1] > at[0]:
+        ends, taken = _by_times(at, seconds, num, is_back, evaluated)
     elif np.isfinite(seconds).any():
         notes.append("It has no times: what lay between its steps is not in it at all.")
-        taken = np.nan_to_num(seconds * num, nan=float(np.nanmedian(seconds * num)))
+        taken = np.nan_to_num(seconds * num, nan=float(np.nanmedian(seconds * num))) + evaluated
         ends = np.rint(np.cumsum(taken) * 1e9).astype(np.int64)
+    elif history.total_seconds is not None:
+        return _of_whole(history, int(step.max()))
     else:
         raise UsageError(
             f"{history.source} has neither times nor seconds per step",
-            hint="name a column: --time or --step-seconds; `vitals replay` needs neither",
+            hint="name a column: --time or --step-seconds; of Hugging Face's Trainer, its "
+            "TensorBoard or wandb log has times; `vitals replay` needs neither",
         )
     none = np.zeros(len(step))
     rows = StepTimes(
@@ -55,7 +71,7 @@ def log_goodput(history: History) -> Goodput:
         seconds=taken,
         data_wait=np.nan_to_num(waited * num),
         checkpoint=none,
-        evaluation=none,
+        evaluation=evaluated,
         wait=none,
         least_wait=none,
         is_undone=_undone(step, np.flatnonzero(is_back)),
@@ -66,15 +82,40 @@ def log_goodput(history: History) -> Goodput:
     return replace(sums, notes=tuple(notes + history.notes))
 
 
-def _by_times(at: Floats, seconds: Floats, num: Ints, is_back: Mask) -> tuple[Ints, Floats]:
-    """Return when each record ended, and how long its steps took: their own word, or the usual."""
+def _of_whole(history: History, last_step: int) -> Goodput:
+    """Return what a log tells that has the whole's duration, and no step's."""
+    assert history.total_seconds is not None
+    wall = round(history.total_seconds * 1e9)
+    evaluation = min(wall, round(sum(history.evaluations.values()) * 1e9))
+    nanoseconds = dict.fromkeys(BUCKETS, 0)
+    nanoseconds |= {"evaluation": evaluation, "unknown": wall - evaluation}
+    note = (
+        "The log says how long the whole training took, of its last start, and no step's time: "
+        f"{'evaluations apart, ' if evaluation else ''}what of it went to steps is unknown."
+    )
+    return Goodput(
+        begin_unix_ns=0,
+        end_unix_ns=wall,
+        nanoseconds=nanoseconds,
+        steps=last_step,
+        notes=(note, *history.notes),
+    )
+
+
+def _by_times(
+    at: Floats, seconds: Floats, num: Ints, is_back: Mask, evaluated: Floats
+) -> tuple[Ints, Floats]:
+    """Return when each record ended, and how long its steps took: their own word, or the usual.
+
+    With the evaluations between them.
+    """
     ends = np.rint(at * 1e9).astype(np.int64)
     gaps = np.diff(at, prepend=at[:1])
     paces = (gaps / num)[1:][~is_back[1:]]
     usual = float(np.median(paces[paces > 0])) if (paces > 0).any() else 0.0
     own = np.where(np.isfinite(seconds), seconds * num, usual * num)
     is_own = ~np.isfinite(seconds) & (gaps <= _OWN * usual * num) & ~is_back
-    own = np.where(is_own, gaps, own)
+    own = np.where(is_own, gaps, np.minimum(own + evaluated, np.maximum(gaps, own)))
     own[0] = seconds[0] if np.isfinite(seconds[0]) else usual
     return ends, own
 

@@ -60,6 +60,7 @@ def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnCh
         steps=rows.steps,
         columns=columns,
         notes=rows.notes() + notes,
+        evaluations=rows.evaluations,
     )
 
 

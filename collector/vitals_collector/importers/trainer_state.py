@@ -1,6 +1,7 @@
 """Reads the log that Hugging Face's Trainer keeps in ``trainer_state.json``."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,18 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
         steps=rows.steps,
         columns=columns,
         notes=rows.notes() + _habits(state),
+        evaluations=rows.evaluations,
+        total_seconds=_total(log),
     )
+
+
+def _total(log: list[dict[str, Any]]) -> float | None:
+    """Return how long the training took, as Trainer logs it at its end: of its last start."""
+    totals = [entry["train_runtime"] for entry in log if "train_runtime" in entry]
+    last = totals[-1] if totals else None
+    if not isinstance(last, int | float) or isinstance(last, bool) or not 0 < last < math.inf:
+        return None
+    return float(last)
 
 
 def _habits(state: dict[str, Any]) -> list[str]:

@@ -74,6 +74,7 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> History:
         steps=rows.steps,
         columns=columns,
         notes=rows.notes() + notes,
+        evaluations=rows.evaluations,
     )
 
 

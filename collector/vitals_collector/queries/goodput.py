@@ -1,9 +1,10 @@
 """Where a run's time went, from what is stored: gathers what ``trainvitals.goodput`` hands out."""
 
+import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,13 +29,14 @@ from vitals_collector.numbers.interface import Span as Rows
 from vitals_collector.queries.cost import hours_and_money
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.storage.schema import events, findings, sources
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import Moment, Store
 
 MAX_RANKS = 32
 """Ranks whose waits are read: of more, so many, evenly chosen."""
 _PARTS = ("data_wait_seconds", "checkpoint_seconds", "evaluation_seconds")
 _WAITS = ("gradient_wait_seconds", "communication_seconds")
 _ALL_ROWS = (0, 2**63 - 1)
+_LOG = logging.getLogger("vitals.collector.goodput")
 _decode_rank = msgspec.msgpack.Decoder(RankStarted).decode
 _decode_pause = msgspec.msgpack.Decoder(TrainingPaused).decode
 _decode_finding = msgspec.msgpack.Decoder(Finding).decode
@@ -436,16 +438,11 @@ class GoodputCache:
         self._kept: dict[str, _Kept] = {}
         self._lock = threading.Lock()
 
-    def all_of(
-        self, moment: Moment, runs: Sequence[RunSummary], *, max_seconds: float
-    ) -> Iterator[GoodputView]:
-        """Yield what is known of each run; after so many seconds only what was known before."""
-        until = self._stopwatch() + max_seconds
-        for run in runs:
-            if self._stopwatch() < until:
-                yield self.of(moment, run)
-            elif (kept := self._kept.get(run.run_id)) is not None:
-                yield kept.view
+    def known(self, runs: Sequence[RunSummary]) -> list[GoodputView]:
+        """Return what was read of these runs before, and read nothing."""
+        with self._lock:
+            kept = [self._kept.get(run.run_id) for run in runs]
+        return [each.view for each in kept if each is not None]
 
     def of(self, moment: Moment, run: RunSummary) -> GoodputView:
         """Return where the run's time went, by what is stored now or was a short while ago."""
@@ -467,4 +464,56 @@ class GoodputCache:
         return view
 
 
-__all__ = ["GoodputCache", "run_goodput"]
+class GoodputReader:
+    """The thread ``vitals-goodput``: reads the runs that a scrape asked for, so that none waits.
+
+    A run of a million steps takes seconds. Until it was read once, a scrape has nothing of it.
+    """
+
+    def __init__(self, store: Store, cache: GoodputCache) -> None:
+        self._store = store
+        self._cache = cache
+        self._asked: tuple[RunSummary, ...] = ()
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="vitals-goodput", daemon=True)
+
+    def start(self) -> None:
+        """Begin; it sleeps until somebody asks."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End behind the run that is being read."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def known(self, runs: Sequence[RunSummary]) -> list[GoodputView]:
+        """Return what was read of these runs, and have them read for the next time."""
+        self._asked = tuple(runs)
+        self._wake.set()
+        return self._cache.known(runs)
+
+    def once(self) -> None:
+        """Read the runs that were asked for last; an error is logged, counted, and ends it."""
+        try:
+            for run in self._asked:
+                if self._stop.is_set():
+                    return
+                with self._store.read() as connection:  # a short one each: it holds back removals
+                    self._cache.of(self._store.moment(connection), run)
+        except Exception:  # noqa: BLE001 - the thread must not end
+            self._store.counters.fail("goodput")
+            _LOG.exception("goodput_failed")
+
+    def _work(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            if self._stop.is_set():
+                return
+            self.once()
+
+
+__all__ = ["GoodputCache", "GoodputReader", "run_goodput"]

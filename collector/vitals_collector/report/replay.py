@@ -30,6 +30,7 @@ from trainvitals.records import (
     NONFINITE_STATE,
     OVERFLOW,
     RANK_FAILED,
+    RATE_DECLARED,
     REPLAYED_ALIKE,
     REPLICAS_DIFFER,
     SETTINGS_DIFFER,
@@ -572,6 +573,7 @@ def step_record(
         overflow=bool(bits & OVERFLOW),
         learning_rate=_float(row, "learning_rate"),
         lr_factor=1.0 if factor is None else factor,
+        rate_declared=bool(bits & RATE_DECLARED),
         clips=bool(bits & CLIPS),
         turn=turn,
     )

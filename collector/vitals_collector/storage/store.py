@@ -57,6 +57,7 @@ Part = Literal[
     "after_ingest",
     "engine",
     "folder",
+    "goodput",
     "ingest",
     "leases",
     "remote_write",

@@ -9,6 +9,7 @@ from trainvitals.detect.fleet.layers import ActivationWatcher, LayerGradientWatc
 from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWatcher
 from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher
 from trainvitals.detect.fleet.speed import Pace, ThroughputWatcher
+from trainvitals.records import RATE_DECLARED
 from trainvitals.testing.merged import causes, merged_series, watched
 
 # -------------------------------------------------------------------------- learning rate
@@ -46,6 +47,11 @@ def test_a_jump_that_the_policy_holds_is_told_once_and_not_as_a_forgotten_schedu
 
 def test_a_fall_by_ten_is_a_schedule() -> None:
     assert [] == watched(LearningRateWatcher(), "learning_rate 0.1x50 0.01x50 0.001x50")
+
+
+def test_a_jump_that_the_run_declared_is_told_nothing_of_and_the_next_one_is() -> None:
+    course = f"learning_rate 1x50 10x100 100x50; verdict 0x50 {RATE_DECLARED} 0x149"
+    assert {150: ["lr_jump"]} == causes(watched(LearningRateWatcher(), course))
 
 
 def test_a_cycle_that_is_told_once_is_told_no_more() -> None:
@@ -180,6 +186,10 @@ def test_activations_that_collapse_are_told_once() -> None:
 def test_few_dead_features_and_those_that_always_were_are_not_told() -> None:
     assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0.05x60 0.6x100")
     assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0.95x60 1x100")
+    switched = "mlp:activation_dead_ratio 0x60 1x2 0x3 1x1 0x50 1x9 0x3 1x40"
+    assert [] == watched(ActivationWatcher(), switched)
+    once = "mlp:activation_dead_ratio 0x60 1x2 0x50 1x40"
+    assert {114: ["activation_collapse"]} == causes(watched(ActivationWatcher(), once))
     single = "mlp:activation_dead_ratio 0x60 1x2 0x50; a:activation_rms 1x60 0.01x2 1x50"
     assert [] == watched(ActivationWatcher(), single)
 

@@ -5,32 +5,27 @@ seeing, proving or setting aside a checkpoint.
 """
 
 import math
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 import typer
 
+from trainer_hooks.landscape.cli import register as register_landscape
 from trainer_hooks.recovery.checkpoints import manifest as manifests
+from trainer_hooks.recovery.checkpoints.find import RUNS, find_checkpoints, newest_of
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
-from trainer_hooks.recovery.checkpoints.index import INDEX, IndexEntry
+from trainer_hooks.recovery.checkpoints.index import IndexEntry
 from trainer_hooks.recovery.checkpoints.manifest import Manifest
 from trainer_hooks.repro.cli import register as register_repro
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.output import Format, moment, write_json, write_rows
-from trainvitals.cli.resume import find_fitting
 from trainvitals.errors import (
     CheckpointCorruptError,
     FormatError,
     InsecurePathError,
-    StorageError,
-    UsageError,
     VitalsError,
 )
-from trainvitals.io.rundir import RunDir
 
 _Run = Annotated[
     str,
@@ -44,12 +39,11 @@ _Dir = Annotated[
     Path, typer.Option("--dir", envvar="VITALS_DIR", help="Folder with run directories.")
 ]
 _Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
-_RUNS = Path("vitals_runs")
 _LATER = "a running job of this run picks it up at its next start"
 
 
 def register(app: typer.Typer) -> None:
-    """Add the ``checkpoints`` commands, and ``repro``, which loads one."""
+    """Add the ``checkpoints`` commands, and ``repro`` and ``landscape``, which load one."""
     arguments = "my-run step-00000120-1763712486000123"
     commands: Commands = {
         "list": (show, "vitals checkpoints list my-run --format json"),
@@ -63,14 +57,15 @@ def register(app: typer.Typer) -> None:
     about = "Show a run's checkpoints; verify, promote or quarantine one."
     add_group(app, "checkpoints", commands, about=about, example="vitals checkpoints list my-run")
     register_repro(app)
+    register_landscape(app)
 
 
 # ------------------------------------------------------------------------------------- commands
 
 
-def show(run: _Run, directory: _Dir = _RUNS, form: _Form = Format.TABLE) -> None:
+def show(run: _Run, directory: _Dir = RUNS, form: _Form = Format.TABLE) -> None:
     """List checkpoints with their status, including removed and quarantined ones."""
-    checkpoints = _find(run, directory)
+    checkpoints = find_checkpoints(run, directory)
     entries = checkpoints.entries()
     if form is Format.JSON:
         write_json(entries)
@@ -96,7 +91,7 @@ def verify(
     checkpoint: Annotated[
         str, typer.Argument(metavar="[ID]", help="Only this one [default: all].")
     ] = "",
-    directory: _Dir = _RUNS,
+    directory: _Dir = RUNS,
     form: _Form = Format.TABLE,
 ) -> None:
     """Read checkpoints back: verify checksums and that all tensors are finite.
@@ -104,7 +99,7 @@ def verify(
     Changes nothing: training quarantines a damaged one when it meets it, and so does `vitals
     checkpoints quarantine`. Without torch, only checksums are verified.
     """
-    checkpoints = _find(run, directory)
+    checkpoints = find_checkpoints(run, directory)
     names = [entry.id for entry in checkpoints.entries() if entry.state in ("verified", "healthy")]
     if checkpoint:
         checkpoints.require(checkpoint)
@@ -120,12 +115,12 @@ def verify(
         raise typer.Exit(1)
 
 
-def promote(run: _Run, checkpoint: _Id, directory: _Dir = _RUNS) -> None:
+def promote(run: _Run, checkpoint: _Id, directory: _Dir = RUNS) -> None:
     """Verify a checkpoint and mark it healthy, so that a rollback may use it.
 
     Rotation keeps only the newest healthy one, so an older one may be removed afterwards.
     """
-    checkpoints = _find(run, directory)
+    checkpoints = find_checkpoints(run, directory)
     entry = checkpoints.require(checkpoint)
     if entry.state == "healthy":
         typer.echo(f"{checkpoint} is already marked healthy")
@@ -140,100 +135,15 @@ def quarantine(
     reason: Annotated[
         str, typer.Option(help="Reason, kept with the checkpoint.")
     ] = "quarantined by hand",
-    directory: _Dir = _RUNS,
+    directory: _Dir = RUNS,
 ) -> None:
     """Quarantine a checkpoint: it is never loaded and never deleted."""
-    checkpoints = _find(run, directory)
+    checkpoints = find_checkpoints(run, directory)
     checkpoints.require(checkpoint)
     checkpoints.folder(checkpoint).quarantine(checkpoint, reason)
     healthy = [entry.id for entry in checkpoints.entries() if entry.state == "healthy"]
     left = f"the newest healthy one is {healthy[-1]}" if healthy else "no healthy one is left"
     typer.echo(f"{checkpoint} is quarantined in {checkpoints.path}; {left}; {_LATER}")
-
-
-# -------------------------------------------------------------------------------------- finding
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A folder of checkpoints, and the run that is meant; every run in it where that is empty."""
-
-    path: Path
-    run_id: str = ""
-    vitals_dir: Path = _RUNS
-
-    def entries(self) -> list[IndexEntry]:
-        """Return what is known of the checkpoints that are meant, oldest first."""
-        every = CheckpointFolder(self.path, run_id=self.run_id).index().entries
-        return [entry for entry in every if not self.run_id or entry.run_id in (self.run_id, "")]
-
-    def require(self, checkpoint_id: str) -> IndexEntry:
-        """Return what is known of one that is there."""
-        manifests.parse_id(checkpoint_id)
-        there = [entry for entry in self.entries() if entry.state in ("verified", "healthy")]
-        for entry in there:
-            if entry.id == checkpoint_id:
-                return entry
-        raise UsageError(
-            f"there is no checkpoint {checkpoint_id} in {self.path}",
-            hint=f"there are: {', '.join(entry.id for entry in there[-8:]) or 'none'}",
-        )
-
-    def folder(self, checkpoint_id: str) -> CheckpointFolder:
-        """Return the folder as the run sees it that the checkpoint belongs to."""
-        run_id = manifests.peek(self.path / checkpoint_id).run_id
-        run_id = self.run_id or run_id
-        return CheckpointFolder(self.path, run_id=run_id, key=self._key(run_id))
-
-    def _key(self, run_id: str) -> bytes:
-        """Return the key that signs the run's checkpoints; empty where it is not at hand."""
-        for run_dir in (self.path.parent, self.vitals_dir / run_id):
-            with suppress(VitalsError, OSError):  # no run directory, or another user's
-                return RunDir.open(run_dir).file_key()
-        return b""
-
-
-def _find(run: str, vitals_dir: Path) -> _Found:
-    """Return the folder that is meant.
-
-    Raises:
-        UsageError: there is none, or it is not clear which.
-    """
-    folder = Path(run).expanduser()
-    if run and _holds_checkpoints(folder):
-        return _Found(folder, vitals_dir=vitals_dir)
-    fitting = find_fitting(run, vitals_dir)
-    saved = [run_dir for run_dir in fitting if _holds_checkpoints(run_dir.path / "checkpoints")]
-    if len(saved) == 1:
-        return _Found(saved[0].path / "checkpoints", saved[0].run_id)
-    if not saved:
-        raise UsageError(
-            f"{fitting[-1].path} holds no checkpoints",
-            hint="if the training sets its own folder, watch(..., checkpoints=FOLDER), give that "
-            "folder",
-        )
-    ids = _some(run_dir.run_id for run_dir in saved)
-    raise UsageError(
-        f"{len(saved)} matching runs have checkpoints: {ids}",
-        hint="give the id of one",
-    )
-
-
-def _holds_checkpoints(folder: Path) -> bool:
-    if not folder.is_dir():
-        return False
-    try:
-        names = [path.name for path in folder.iterdir()]
-    except OSError as error:
-        raise StorageError(
-            f"{folder} cannot be read: {error.strerror}",
-            hint="check its owner and permissions: ls -ld",
-        ) from error
-    return any(name == INDEX or manifests.is_id(name.removeprefix("bad-")) for name in names)
-
-
-def _some(names: Iterable[str]) -> str:
-    return ", ".join(list(names)[-3:])
 
 
 # ------------------------------------------------------------------------------------ verifying
@@ -267,7 +177,7 @@ def _verified(folder: CheckpointFolder, name: str) -> _Result:
         wrong = _nonfinite(path / name, content)
         if wrong:
             finite = "wrong"
-            notes.append(f"not finite: {_some(wrong)}")
+            notes.append(f"not finite: {newest_of(wrong)}")
     except ModuleNotFoundError as error:
         finite = "unknown"
         notes.append(f"tensors were not checked: {error.name} is not installed")

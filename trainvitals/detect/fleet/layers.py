@@ -243,6 +243,30 @@ def _update_ratios(layers: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[
 
 COLLAPSE = "activation_collapse"
 """Kind of the findings about activations that collapse."""
+_GATED = 2
+"""Times that a module was dead and came back, from which on it is taken to be switched: an expert
+that no token of the batch was routed to, or a block that is left out at random (stochastic depth).
+How large its output is then tells how much came to it, and that it is 0 tells nothing."""
+
+
+class DeadCourse(StatefulRow):
+    """A module's own share of dead features."""
+
+    __slots__ = ("count", "level", "returns", "streak")
+    STATE = ("count", "level", "streak", "returns")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.level = 0.0
+        """The share after warm-up."""
+        self.streak = 0
+        """Samples in a row in which it is dead."""
+        self.returns = 0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether it comes and goes."""
+        return self.returns >= _GATED
 
 
 class ActivationConfig(Settings, frozen=True, kw_only=True):
@@ -272,11 +296,17 @@ class ActivationWatcher(Watcher):
 
     They collapse where the root mean square falls as far as it may grow, or nearly all features
     become dead: 0 for every element of the batch. Once reported, the level reached becomes the new
-    baseline.
+    baseline. Of a module that is dead in some batches and not in others (an expert, stochastic
+    depth) only the largest magnitude is judged.
     """
 
     name = "activation"
-    STATE = (table("_courses", lambda _: Course()), "_episode", "_collapse")
+    STATE = (
+        table("_courses", lambda _: Course()),
+        table("_dead", lambda _: DeadCourse()),
+        "_episode",
+        "_collapse",
+    )
     MAY_LACK = True
     """Stores of an earlier version know no collapse."""
 
@@ -289,6 +319,8 @@ class ActivationWatcher(Watcher):
         )
         self._courses: dict[str, Course] = {}
         """By layer and column, with a colon between."""
+        self._dead: dict[str, DeadCourse] = {}
+        """By layer."""
         self._episode = Episode(self._config.clear_after)
         self._collapse = Episode(self._config.clear_after)
 
@@ -297,23 +329,25 @@ class ActivationWatcher(Watcher):
             return ()
         is_judged, grown, fallen, dead = False, [], [], []
         for layer, values in merged.layers.items():
+            share = values.get("activation_dead_ratio")
+            if share is not None and 0.0 <= share <= 1.0:
+                before = self._died(layer, share)
+                is_judged = is_judged or before is not None
+                if before is not None and before >= 0.0:
+                    dead.append((share, layer, before))
+            course = self._dead.get(layer)
+            is_gated = course is not None and course.is_gated
             for column, label, limit in self._columns:
-                value = values.get(column)
-                if value is None or not 0.0 < value < INFINITY:
+                value, falls = values.get(column), column == "activation_rms"
+                if value is None or not 0.0 < value < INFINITY or (falls and is_gated):
                     continue
-                key, falls = f"{layer}:{column}", column == "activation_rms"
+                key = f"{layer}:{column}"
                 growth = self._growth(key, math.log(value), limit, falls=falls)
                 is_judged = is_judged or growth is not None
                 if growth and growth > 0:
                     grown.append((growth, label, layer, value))
                 elif growth:
                     fallen.append((-growth, layer, value))
-            share = values.get("activation_dead_ratio")
-            if share is not None and 0.0 <= share <= 1.0:
-                before = self._died(f"{layer}:activation_dead_ratio", share)
-                is_judged = is_judged or before is not None
-                if before is not None and before >= 0.0:
-                    dead.append((share, layer, before))
         if not is_judged:
             return ()
         return (*self._grew(merged.step, grown), *self._collapsed(merged.step, fallen, dead))
@@ -381,26 +415,36 @@ class ActivationWatcher(Watcher):
     def _course(self, key: str, value: float) -> Course | None:
         """Return the course; None where it only begins, or there are too many."""
         course = self._courses.get(key)
-        if course is None and len(self._courses) < 3 * MOST_LAYERS:
+        if course is None and len(self._courses) < len(self._columns) * MOST_LAYERS:
             self._courses[key] = begun = Course()
             begun.begin(value)
         return course
 
-    def _died(self, key: str, share: float) -> float | None:
+    def _died(self, layer: str, share: float) -> float | None:
         """Take a share of dead features in; return the share before where it is told, else -1.
 
         None where it is not known yet.
         """
-        course = self._course(key, share)
+        course = self._dead.get(layer)
         if course is None:
-            return None
+            if len(self._dead) >= MOST_LAYERS:
+                return None
+            course = self._dead[layer] = DeadCourse()
         config = self._config
-        if course.count <= config.warm_up:
-            course.push(0.0, share - course.center, config.rate)
-            course.level = course.center
+        is_dead = share >= config.dead_ratio
+        is_warm = course.count >= config.warm_up
+        if course.streak and not is_dead:
+            # While a run is new nothing has died yet: there a single return is enough.
+            course.returns = min(course.returns + 1, _GATED) if is_warm else _GATED
+        course.streak = course.streak + 1 if is_dead else 0
+        if not is_warm:
+            course.count += 1
+            course.level += max(1.0 / course.count, config.rate) * (share - course.level)
+            if is_dead and course.count == config.warm_up:
+                course.level = share  # it is dead already
             return None
-        course.streak = course.streak + 1 if share >= config.dead_ratio else 0
-        if course.streak < config.persistence or course.level > config.dead_ratio / 2:
+        is_told = course.streak >= config.persistence and not course.is_gated
+        if not is_told or course.level > config.dead_ratio / 2:
             return -1.0
         before, course.level, course.streak = course.level, share, 0
         return before

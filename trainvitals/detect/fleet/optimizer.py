@@ -21,7 +21,7 @@ from trainvitals.detect.fleet.base import (
     number,
     tell,
 )
-from trainvitals.records import OVERFLOW, Finding
+from trainvitals.records import OVERFLOW, RATE_DECLARED, Finding
 from trainvitals.stateful import hexadecimal, row
 
 _NEWEST = 512
@@ -121,7 +121,8 @@ class LearningRateWatcher(Watcher):
         findings = [*self._forgotten(merged.step, rate)] if self._is_resumed else []
         last, gap = self._last, merged.step - self._last_step
         self._last_step = merged.step
-        is_jump = self._is_jump(rate, gap)
+        is_declared = bool(int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED)
+        is_jump = not is_declared and self._is_jump(rate, gap)
         if self._jumps.begins(is_jump) and last is not None:
             findings.append(self._told_jump(merged.step, last, rate))
         if not is_jump:  # one that stays is the course of the next step

@@ -1,0 +1,97 @@
+"""The function of a user's own that builds the model, its loss, and the loader: ``--entry``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from trainvitals.errors import UsageError
+
+CONTRACT = (
+    "`build()` returns (model, loss_of), where loss_of(batch) gives the loss that the loop trains "
+    "on, as for monitor.batches(probe=...)"
+)
+
+
+class Built(NamedTuple):
+    """What the function returned."""
+
+    model: Any
+    loss_of: Callable[[Any], Any]
+    loader: Any = None
+
+
+def build(entry: str) -> Built:
+    """Return what the user's function builds.
+
+    Raises:
+        UsageError: it cannot be imported, raises, or returns something else.
+    """
+    from torch import nn
+
+    try:
+        # The command line is not the file's own: argparse would take it for that.
+        with mock.patch.object(sys, "argv", [entry.rpartition(":")[0]]):
+            function = _function(entry)
+            built = function()
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"{entry} raised {type(error).__name__}: {error}"
+        raise UsageError(text[:500], hint=CONTRACT) from error
+    parts = tuple(built) if isinstance(built, tuple | list) else (built,)
+    is_right = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and callable(parts[1])
+    if not is_right:
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise UsageError(f"{entry} returned ({got})", hint=CONTRACT)
+    return Built(*parts)
+
+
+def _function(entry: str) -> Callable[[], Any]:
+    where, _, name = entry.rpartition(":")
+    if not where or not name.isidentifier():
+        raise UsageError(
+            f"--entry is {entry!r}; it must be FILE:FUNCTION or MODULE:FUNCTION",
+            hint="--entry train.py:build",
+        )
+    try:
+        module = _file(Path(where)) if where.endswith(".py") else _module(where)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"{where} cannot be imported: {type(error).__name__}: {error}"
+        raise UsageError(
+            text[:500],
+            hint="what trains on import belongs under `if __name__ == '__main__':`",
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"{where} has no function {name}", hint=CONTRACT)
+    return function  # type: ignore[no-any-return]
+
+
+def _module(name: str) -> Any:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    return importlib.import_module(name)
+
+
+def _file(path: Path) -> Any:
+    if not path.is_file():
+        raise UsageError(f"{path} is no file", hint="--entry train.py:build, from where it is")
+    sys.path.insert(0, str(path.absolute().parent))  # for what it imports from beside it
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "the name ends in .py"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # as an import does: dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+__all__ = ["CONTRACT", "Built", "build"]
