@@ -296,7 +296,8 @@ ENTRIES = (
         name="activation",
         title="Activations",
         owner=layers.ActivationWatcher,
-        needs="`activation_rms`, `activation_max` or `activation_dead_ratio` of a layer, `warm_up` rows of it.",
+        needs="`activation_rms`, `activation_max` or `activation_dead_ratio` of a layer, `warm_up`"
+        " rows of it.",
         examples=activation,
         config=layers.ActivationConfig,
     ),
