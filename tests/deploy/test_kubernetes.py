@@ -21,6 +21,7 @@ from tests.house.pages import block
 from trainvitals import __version__
 from trainvitals.cli.main import main
 from trainvitals.io.client import read_tokens
+from trainvitals.io.control_key import control_folder
 from vitals_collector.api.auth import OPEN_PATHS
 from vitals_deploy import prometheus
 
@@ -48,16 +49,7 @@ WITH_PODS = ("StatefulSet", "DaemonSet", "Job")
 
 def rendered(variant: str, folder: Path, *more: object) -> Path:
     """Return what Helm makes of the chart."""
-    helm = (
-        "helm",
-        "template",
-        "vitals",
-        CHART,
-        "--namespace",
-        "training",
-        *VARIANTS[variant],
-        *more,
-    )
+    helm = ("helm", "template", "vitals", CHART, "--namespace", "training", *VARIANTS[variant])
     helm += more
     # It would keep a cache in the home.
     home = {name: str(folder) for name in ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")}
@@ -218,13 +210,27 @@ class TestChart:
             ("collector.replica=2", "additional properties 'replica' not allowed"),
             ("collector.replicas=none", "got string, want integer"),
             ("collector.replicas=2", "each collector would have a store of its own"),
-            ("networkPolicy.from=", "got string, want array"),
+            ('collector.env=[{"name":"A","value":5}]', "got number, want string"),
+            ("agent.nodeSelector.gpu=true", "got boolean, want string"),
+            ('networkPolicy.from=""', "got string, want array"),
+            # An empty list of who may come in lets everybody in.
+            ("networkPolicy.from=null", "missing property 'from'"),
+            ("networkPolicy.from=[{}]", "minProperties"),
+            ("monitoring=null", "missing property 'monitoring'"),
         ],
     )
     def test_what_cannot_be_meant_is_refused_in_words(self, setting, words):
-        refused = run("helm", "template", "vitals", CHART, "--set", setting)
+        how = "--set-json" if setting.endswith(("]", "null", '"')) else "--set"
+        refused = run("helm", "template", "vitals", CHART, how, setting)
         assert 0 != refused.returncode
         assert words in refused.stderr
+
+    def test_a_value_stays_one_word_whatever_is_in_it(self, tmp_path):
+        named = 'a: "b" #c\n            - --allow-plain'
+        path = rendered("plain", tmp_path, "--set-json", f"collector.hosts={json.dumps([named])}")
+        (container,) = objects(path)["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+        assert f"--allow-host={named}" in container["args"]
+        assert "--allow-plain" not in container["args"]
 
     def test_the_values_of_the_guide_are_taken(self, tmp_path):
         values = block(GUIDE, "test: values").body
@@ -244,7 +250,8 @@ class TestChart:
         chart = objects(rendered("plain", tmp_path))
         collector, agent = f"127.0.0.2:{free_port()}", f"127.0.0.3:{free_port()}"
         here = {
-            "$(POD_IP):8765": collector,
+            "0.0.0.0:8765": f"0.0.0.0:{collector.rpartition(':')[2]}",
+            "$(POD_IP)": "127.0.0.2",
             "vitals-collector.training.svc:8765": collector,
             "$(HOST_IP):8766": agent,
             "/identity": str(tmp_path / "identity"),
@@ -292,6 +299,8 @@ class TestChart:
             for name in ("127.0.0.2", "vitals-collector.training.svc", "vitals-collector"):
                 assert 200 == asked(f"{url}/v1/runs", made["read"], Host=f"{name}:8765")
             assert 200 != asked(f"{url}/v1/runs", made["read"], Host="elsewhere.example")
+            forwarded = url.replace("127.0.0.2", "localhost")  # as by `kubectl port-forward`
+            assert 200 == asked(f"{forwarded}/v1/runs", made["read"])
             assert not (data / "control.key").exists(), "commands are signed elsewhere"
             assert (data / "tls.pem").read_bytes() == (tmp_path / "identity/tls.pem").read_bytes()
 
@@ -316,6 +325,16 @@ class TestExamples:
         (pod,) = pods(path)
         mounted = {mount["name"] for c in containers(pod) for mount in c["volumeMounts"]}
         assert {volume["name"] for volume in pod["volumes"]} == mounted
+
+    def test_a_run_finds_what_verifies_its_commands(self, path):
+        """It lies beside the token file, which an init container puts where the training sees it."""
+        (pod,) = pods(path)
+        (train,) = pod["containers"]
+        environ = {each["name"]: each["value"] for each in train["env"]}
+        (folder,) = {m["mountPath"] for m in train["volumeMounts"] if m["name"] == "vitals"}
+        first, *_ = pod["initContainers"]
+        assert control_folder(environ) == Path(folder)
+        assert first["command"][-1].endswith(f" {folder}/")
 
     def test_torchrun_takes_the_line(self, path):
         found = objects(path)
