@@ -327,7 +327,7 @@ class TestExamples:
         assert {volume["name"] for volume in pod["volumes"]} == mounted
 
     def test_a_run_finds_what_verifies_its_commands(self, path):
-        """It lies beside the token file, which an init container puts where the training sees it."""
+        """It lies beside the token file: an init container puts it where the training sees it."""
         (pod,) = pods(path)
         (train,) = pod["containers"]
         environ = {each["name"]: each["value"] for each in train["env"]}
