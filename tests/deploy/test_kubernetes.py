@@ -352,6 +352,16 @@ class TestExamples:
         assert control_folder(environ) == Path(folder)
         assert first["command"][-1].endswith(f" {folder}/")
 
+    def test_kubernetes_starts_no_halted_training_anew(self, path):
+        """A pod without the run's id would begin at step 0."""
+        found = objects(path)
+        if "Job" in found:
+            job = found["Job"]["spec"]
+        else:
+            (replicated,) = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+            job = replicated["template"]["spec"]
+        assert 0 == job["backoffLimit"]
+
     def test_torchrun_takes_the_line(self, path):
         found = objects(path)
         (pod,) = pods(path)
