@@ -172,7 +172,10 @@ class TestContainer:
         assert all((ROOT / name).exists() for name in kept)
         built = tomllib.loads((ROOT / "pyproject.toml").read_text())
         packages = built["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-        assert {name.partition("/")[0] for name in packages} <= kept
+        needed = {*packages, *re.findall(r"^COPY (deploy\S+/)", DOCKERFILE, re.M)}
+        assert all(kept & {name.rstrip("/"), name.partition("/")[0]} for name in needed)
+        secret = "deploy/compose/secrets/s3_secret_key"
+        assert not [name for name in kept if secret.startswith(f"{name}/")]
 
     def test_secrets_come_from_files(self, tmp_path):
         (tmp_path / "vitals").write_text('#!/bin/sh\necho "$@"; env\n')
@@ -193,6 +196,20 @@ class TestContainer:
         assert 0 != done.returncode
         assert "none" in done.stderr
 
+    def test_a_secret_that_is_empty_is_an_error_and_nothing_starts(self, tmp_path):
+        (tmp_path / "secret").write_text("\n")
+        environ = {
+            "PATH": "/usr/bin:/bin",
+            "VITALS_COLLECTOR_DATABASE_FILE": str(tmp_path / "secret"),
+        }
+        start = ["sh", CONTAINER / "vitals-entrypoint", "collector"]
+        done = subprocess.run(start, env=environ, capture_output=True, text=True, check=False)
+        assert 1 == done.returncode
+        assert (
+            f"VITALS_COLLECTOR_DATABASE_FILE is {tmp_path / 'secret'}, which is empty"
+            in done.stderr
+        )
+
     @pytest.mark.parametrize("status", [200, 503])
     def test_healthy_is_who_says_so_whatever_its_certificate(self, status, tmp_path):
         class Server(BaseHTTPRequestHandler):
@@ -208,7 +225,10 @@ class TestContainer:
         with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
             server.socket = context.wrap_socket(server.socket, server_side=True)
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-            environ = {"HEALTH_URL": f"https://127.0.0.1:{server.server_port}/healthz"}
+            environ = {
+                "HEALTH_URL": f"https://127.0.0.1:{server.server_port}/healthz",
+                "https_proxy": "http://127.0.0.1:1",
+            }
             ask = [sys.executable, CONTAINER / "vitals-healthy"]
             code = subprocess.run(ask, env=environ, capture_output=True, check=False).returncode
             server.shutdown()

@@ -3,8 +3,8 @@
 import json
 import os
 import re
-import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.e2e.lab import Lab, free_port, open_lab, until
 from tests.house.pages import block
 from trainvitals import __version__
 from trainvitals.cli.main import main
-from trainvitals.io.client import read_tokens
+from trainvitals.io.control_key import control_folder
 from vitals_collector.api.auth import OPEN_PATHS
 from vitals_deploy import prometheus
 
@@ -48,16 +48,7 @@ WITH_PODS = ("StatefulSet", "DaemonSet", "Job")
 
 def rendered(variant: str, folder: Path, *more: object) -> Path:
     """Return what Helm makes of the chart."""
-    helm = (
-        "helm",
-        "template",
-        "vitals",
-        CHART,
-        "--namespace",
-        "training",
-        *VARIANTS[variant],
-        *more,
-    )
+    helm = ("helm", "template", "vitals", CHART, "--namespace", "training", *VARIANTS[variant])
     helm += more
     # It would keep a cache in the home.
     home = {name: str(folder) for name in ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")}
@@ -85,6 +76,29 @@ def pods(path: Path) -> Iterator[dict[str, Any]]:
 
 def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
     return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def secrets_of_the_guide(folder: Path, lab: Lab) -> None:
+    """Run the guide's lines; what they make with kubectl lies in ``secrets``, as it is mounted."""
+    (folder / "vitals").write_text(f'#!/bin/sh\nexec {sys.executable} -m trainvitals "$@"\n')
+    (folder / "vitals").chmod(0o755)
+    asked = (
+        'kubectl() { for w; do printf "%s\\n" "$w"; done >>calls; echo >>calls; }; helm() { :; }\n'
+    )
+    lines = asked + block(GUIDE, "test: secrets").body.replace("timeout 20", "timeout 8")
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(["sh", "-c", lines], cwd=folder, env=lab.environ(PATH=path), check=True)
+    for call in (folder / "calls").read_text().split("\n\n"):
+        words = call.split("\n")
+        if "secret" in words:
+            mounted = folder / "secrets" / words[words.index("generic") + 1]
+            mounted.mkdir(parents=True)
+            for word in words:
+                if word.startswith("--from-file="):
+                    *name, source = word.split("=")[1:]
+                    content = (folder / source).read_bytes()
+                    (mounted / (name[0] if name else Path(source).name)).write_bytes(content)
+    assert [] == [p.name for p in folder.glob("*.json") if p.stat().st_mode & 0o077]
 
 
 def test_the_rules_in_the_chart_are_those_of_prometheus():
@@ -218,13 +232,27 @@ class TestChart:
             ("collector.replica=2", "additional properties 'replica' not allowed"),
             ("collector.replicas=none", "got string, want integer"),
             ("collector.replicas=2", "each collector would have a store of its own"),
-            ("networkPolicy.from=", "got string, want array"),
+            ('collector.env=[{"name":"A","value":5}]', "got number, want string"),
+            ("agent.nodeSelector.gpu=true", "got boolean, want string"),
+            ('networkPolicy.from=""', "got string, want array"),
+            # An empty list of who may come in lets everybody in.
+            ("networkPolicy.from=null", "missing property 'from'"),
+            ("networkPolicy.from=[{}]", "minProperties"),
+            ("monitoring=null", "missing property 'monitoring'"),
         ],
     )
     def test_what_cannot_be_meant_is_refused_in_words(self, setting, words):
-        refused = run("helm", "template", "vitals", CHART, "--set", setting)
+        how = "--set-json" if setting.endswith(("]", "null", '"')) else "--set"
+        refused = run("helm", "template", "vitals", CHART, how, setting)
         assert 0 != refused.returncode
         assert words in refused.stderr
+
+    def test_a_value_stays_one_word_whatever_is_in_it(self, tmp_path):
+        named = 'a: "b" #c\n            - --allow-plain'
+        path = rendered("plain", tmp_path, "--set-json", f"collector.hosts={json.dumps([named])}")
+        (container,) = objects(path)["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+        assert f"--allow-host={named}" in container["args"]
+        assert "--allow-plain" not in container["args"]
 
     def test_the_values_of_the_guide_are_taken(self, tmp_path):
         values = block(GUIDE, "test: values").body
@@ -244,11 +272,12 @@ class TestChart:
         chart = objects(rendered("plain", tmp_path))
         collector, agent = f"127.0.0.2:{free_port()}", f"127.0.0.3:{free_port()}"
         here = {
-            "$(POD_IP):8765": collector,
+            "0.0.0.0:8765": f"0.0.0.0:{collector.rpartition(':')[2]}",
+            "$(POD_IP)": "127.0.0.2",
             "vitals-collector.training.svc:8765": collector,
             "$(HOST_IP):8766": agent,
-            "/identity": str(tmp_path / "identity"),
-            "/tokens/": f"{tmp_path / 'agents'}/",
+            "/identity": str(tmp_path / "secrets/vitals-identity"),
+            "/tokens/": f"{tmp_path / 'secrets/vitals-agents'}/",
         }
 
         def start(kind: str, lab: Lab) -> Path:
@@ -275,16 +304,8 @@ class TestChart:
                 return 0
 
         with open_lab(tmp_path) as lab:
-            lab.data = tmp_path / "first"
-            lab.collector(free_port()).send_signal(signal.SIGTERM)
-            lab.processes[-1].wait(30)
-            made = json.loads((lab.data / "tokens.json").read_text())
-            for name in ("identity", "agents"):
-                (tmp_path / name).mkdir()
-            for name in ("tokens.json", "tls.pem", "control.pub"):
-                (tmp_path / "identity" / name).write_bytes((lab.data / name).read_bytes())
-            of_agents = {key: made[key] for key in ("read", "ingest", "tls")}
-            (tmp_path / "agents" / "tokens.json").write_text(json.dumps(of_agents))
+            secrets_of_the_guide(tmp_path, lab)
+            made = json.loads((tmp_path / "identity/tokens.json").read_text())
 
             data = start("StatefulSet", lab) / "collector"
             url = f"https://{collector}"
@@ -292,12 +313,16 @@ class TestChart:
             for name in ("127.0.0.2", "vitals-collector.training.svc", "vitals-collector"):
                 assert 200 == asked(f"{url}/v1/runs", made["read"], Host=f"{name}:8765")
             assert 200 != asked(f"{url}/v1/runs", made["read"], Host="elsewhere.example")
+            forwarded = url.replace("127.0.0.2", "localhost")  # as by `kubectl port-forward`
+            assert 200 == asked(f"{forwarded}/v1/runs", made["read"])
             assert not (data / "control.key").exists(), "commands are signed elsewhere"
             assert (data / "tls.pem").read_bytes() == (tmp_path / "identity/tls.pem").read_bytes()
+            training = json.loads((tmp_path / "secrets/vitals-training/tokens.json").read_text())
+            assert training.keys() == {"ingest", "tls"}
 
             start("DaemonSet", lab)
             until(lambda: 200 == asked(f"http://{agent}/healthz"), "the agent's probe is answered")
-            scrape = read_tokens(lab.data / "tokens.json").scrape
+            scrape = (tmp_path / "secrets/vitals-scrape/vitals-agents.token").read_text()
             assert 200 == asked(f"http://{agent}/metrics", scrape)
             assert 401 == asked(f"http://{agent}/metrics", made["read"])
 
@@ -316,6 +341,26 @@ class TestExamples:
         (pod,) = pods(path)
         mounted = {mount["name"] for c in containers(pod) for mount in c["volumeMounts"]}
         assert {volume["name"] for volume in pod["volumes"]} == mounted
+
+    def test_a_run_finds_what_verifies_its_commands(self, path):
+        """It lies beside the token file: an init container puts it where the training sees it."""
+        (pod,) = pods(path)
+        (train,) = pod["containers"]
+        environ = {each["name"]: each.get("value", "") for each in train["env"]}
+        (folder,) = {m["mountPath"] for m in train["volumeMounts"] if m["name"] == "vitals"}
+        first, *_ = pod["initContainers"]
+        assert control_folder(environ) == Path(folder)
+        assert first["command"][-1].endswith(f" {folder}/")
+
+    def test_kubernetes_starts_no_halted_training_anew(self, path):
+        """A pod without the run's id would begin at step 0."""
+        found = objects(path)
+        if "Job" in found:
+            job = found["Job"]["spec"]
+        else:
+            (replicated,) = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+            job = replicated["template"]["spec"]
+        assert 0 == job["backoffLimit"]
 
     def test_torchrun_takes_the_line(self, path):
         found = objects(path)
