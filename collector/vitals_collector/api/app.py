@@ -17,7 +17,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from trainvitals import __version__
 from trainvitals.clock import Clock, SystemClock
@@ -31,6 +30,7 @@ from vitals_collector.alerts.worker import build_notifiers
 from vitals_collector.api.ack_page import ack_router
 from vitals_collector.api.auth import (
     Gate,
+    GatedApi,
     access_config,
     bug,
     load_or_create_tokens,
@@ -142,7 +142,7 @@ def create_app(
         parts: list[_Part] = [known_tokens, *owners, acting, ingest_app, lease, upkeep, reader]
         if writer is not None:
             parts.append(writer)
-        app = _Gated(
+        app = GatedApi(
             title="Vitals collector",
             version=__version__,
             docs_url=None,  # their pages load scripts from elsewhere
@@ -169,20 +169,6 @@ def create_app(
         store.close()
         raise
     return app
-
-
-class _Gated(FastAPI):
-    """The API behind its gate, in front of FastAPI's own layers: agents' posts pass by those."""
-
-    gate: Gate
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection."""
-        await self.gate(scope, receive, send)
-
-    async def behind(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle what the gate let through."""
-        await super().__call__(scope, receive, send)
 
 
 class _Part(Protocol):

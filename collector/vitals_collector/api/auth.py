@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import httptools
 import msgspec
+from fastapi import FastAPI
 from sqlalchemy import select
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -330,6 +331,21 @@ class Gate:
             return self._config.find(token.strip())
         except UnauthorizedError as error:
             raise Refused(401, error) from None
+
+
+class GatedApi(FastAPI):
+    """The API behind its gate, in front of FastAPI's own layers: agents' posts pass by those."""
+
+    gate: Gate
+    """Set before the first request."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        await self.gate(scope, receive, send)
+
+    async def behind(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle what the gate let through."""
+        await super().__call__(scope, receive, send)
 
 
 def require(*scopes: TokenScope) -> Callable[[Request], None]:
