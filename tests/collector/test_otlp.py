@@ -262,6 +262,21 @@ def test_a_service_that_goes_on_sending_keeps_no_run_alive():
     assert "running" == run_status.run_state([rank, agent], when)
 
 
+@pytest.mark.parametrize("time", [1, 2**63 - 1])
+def test_a_service_does_not_change_when_the_run_was_heard_of(collector: Served, time: int):
+    with collector.client() as reader:
+        before = reader.ask(RunQuestion(run_id=RUN)).summary
+        assert 200 == send(collector, request(gauge("d", point(1, time=time)))).status_code
+        detail = reader.ask(RunQuestion(run_id=RUN))
+    after = detail.summary
+    assert (before.last_seen_unix_ns, before.last_step) == (
+        after.last_seen_unix_ns,
+        after.last_step,
+    )
+    (guest,) = [source for source in detail.sources if source.source == "node:otlp.loader"]
+    assert guest.last_seen_unix_ns < 2**62  # no clock that is ahead says that it is of the future
+
+
 def test_secrets_in_labels_are_taken_out():
     body = json.dumps(request(gauge("d", point(1, url="https://me:hunter2@host/")))).encode()
     (made,) = decode(body, is_json=True).points

@@ -122,6 +122,13 @@ def test_runs_that_ended_long_ago_are_removed_but_not_pinned_ones(store: Store):
     assert {"age": 2} == store.counters.removed_runs
 
 
+def test_a_service_that_goes_on_sending_does_not_keep_a_run(store: Store):
+    a_run(store)
+    guest = Writer("node:otlp.loader", node="otlp.loader", started=LATER.now_unix_ns)
+    ingest(store, guest.scalars(0, {1: 1.0}))
+    assert [RUN] == [gone.run_id for gone in delete_old(store, 39, LATER)]
+
+
 def test_the_engine_goes_on_after_a_lost_run_was_removed(store: Store):
     place = Place(store)
     writer = Writer(started=place.clock.time_ns(), world_size=1)

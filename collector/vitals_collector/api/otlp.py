@@ -268,7 +268,9 @@ class _Writer:
         rows = [
             [
                 newest if point.step is None else point.step,
-                *(attempt, point.time_unix_ns, 0, self.names[point.name], point.value),
+                # A clock that is ahead must not say that the run was heard of in the future.
+                *(attempt, min(point.time_unix_ns, now_ns), 0),
+                *(self.names[point.name], point.value),
             ]
             for point in points
         ]

@@ -12,7 +12,7 @@ from trainvitals.alerting import ABSENCE_ALERTS
 from trainvitals.records import Decision, RunInfo, is_skip
 from trainvitals.views import RunSummary
 from vitals_collector.ingest.ingest import is_being_removed
-from vitals_collector.live.run_status import Liveness, SourceState, health, run_state
+from vitals_collector.live.run_status import Liveness, SourceState, health, last_seen, run_state
 from vitals_collector.storage.schema import alerts, attempts, decisions, findings, runs, sources
 
 RECENT_STEPS = 50
@@ -170,7 +170,8 @@ def _summary(
     when: Liveness,
 ) -> RunSummary:
     run_id = row.run_id
-    state = run_state([_state_of(source) for source in of_run], when)
+    states = [_state_of(source) for source in of_run]
+    state = run_state(states, when)
     head = _head(of_run)
     loss = None if head is None else _float(head.loss)
     last = decided.get(run_id)
@@ -197,7 +198,7 @@ def _summary(
         ),
         world_size=row.world_size or max((source.world_size for source in of_run), default=0),
         started_unix_ns=row.started_unix_ns,
-        last_seen_unix_ns=max((source.last_seen_unix_ns for source in of_run), default=0),
+        last_seen_unix_ns=last_seen(states),
         last_step=-1 if head is None else head.last_step,
         loss=loss,
         grad_norm=None if head is None else _float(head.grad_norm),

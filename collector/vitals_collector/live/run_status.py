@@ -100,6 +100,12 @@ def _number_of(source: str) -> int:
     return int(number) if kind == "rank" else -1
 
 
+def last_seen(sources: Iterable[SourceState]) -> int:
+    """Return when the run's own sources were heard of last: what sends beside it is none."""
+    own = (one for one in sources if not one.source.startswith(f"node:{GUEST}"))
+    return max((one.last_seen_unix_ns for one in own), default=0)
+
+
 def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
     """Return the run's state from the incarnation of each source that was heard of last.
 
@@ -595,7 +601,7 @@ def _status_of(
         last_step=last_step,
         step=last_step,
         last_trouble=decided.last_trouble,
-        last_seen_unix_ns=max((part.last_seen_unix_ns for part in parts), default=0),
+        last_seen_unix_ns=last_seen(parts),
         # An agent may outlive its ranks by hours.
         ended_unix_ns=max(
             (part.last_seen_unix_ns for part in parts if part.source.startswith("rank:")), default=0
@@ -788,5 +794,6 @@ __all__ = [
     "behind",
     "hang_of",
     "health",
+    "last_seen",
     "run_state",
 ]

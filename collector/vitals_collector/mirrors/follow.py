@@ -206,7 +206,9 @@ class Follower:
         if whole:
             return begin
         read = [places.get(attempt.id, begin) for places in self._cursor.scalars.values()]
-        return max(begin, max(read, default=begin) - _SLACK)
+        # No further than the run is: what came from elsewhere may name a step far ahead.
+        newest = min(max(read, default=begin), attempt.last_step + 1)
+        return max(begin, newest - _SLACK)
 
     def _scalar(
         self,
@@ -230,7 +232,7 @@ class Follower:
             np.frombuffer(raw, "<i8").tolist()
             for raw in (reply.step, reply.attempt, reply.time_unix_ns)
         )
-        name = _name(metric.partition(".")[2])
+        name = _scalar_name(metric.partition(".")[2])
         places = self._cursor.scalars.setdefault(metric, {})
         values = np.frombuffer(reply.value, "<f8").tolist()
         for step, attempt, time_unix_ns, value in sorted(
@@ -331,6 +333,13 @@ def _is_curve(name: str) -> bool:
 
 def _name(name: str) -> str:
     return printable(name)[:MAX_NAME]
+
+
+def _scalar_name(name: str) -> str:
+    """Return a scalar's name in a tracker: its own, but where Vitals' own curves have that name."""
+    head, _, curve = name.partition("/")
+    is_taken = head == "vitals" or (head == "train" and _is_curve(curve))
+    return _name(f"scalars/{name}" if is_taken else name)
 
 
 def _fork(attempt: AttemptView) -> Fork:

@@ -18,7 +18,7 @@ from vitals_collector.cluster.reports import forget_reports
 from vitals_collector.ingest.ingest import is_being_removed, lock_runs
 from vitals_collector.live import overview
 from vitals_collector.live.live_monitor import forget_progress
-from vitals_collector.live.run_status import Liveness
+from vitals_collector.live.run_status import GUEST, Liveness
 from vitals_collector.storage.schema import (
     audit,
     forgotten,
@@ -94,7 +94,11 @@ def delete_old(store: Store, keep_days: float, when: Liveness) -> list[Deleted]:
     query = (
         select(runs.c.run_id, runs.c.info)
         .join(sources, sources.c.run_id == runs.c.run_id)
-        .where(runs.c.pinned_unix_ns == 0)
+        .where(
+            runs.c.pinned_unix_ns == 0,
+            # What goes on sending beside a run that is over does not keep it.
+            ~sources.c.source.startswith(f"node:{GUEST}"),
+        )
         .group_by(runs.c.run_id, runs.c.info)
         .having(*(func.max(column) < before for column in seen))
     )

@@ -17,6 +17,7 @@ from tests.collector.conftest import Served
 from tests.collector.mirrors.scene import FORK, SECRET, Scene, same
 from tests.collector.rows import RUN
 from trainvitals.errors import FormatError, MissingDependencyError, UsageError
+from trainvitals.records import NamesDefined
 from vitals_collector.cli.mirror import MAX_POLL_SECONDS, Pause
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.mirrors import supervise as supervising
@@ -175,6 +176,45 @@ def test_rows_of_an_attempt_that_come_when_the_next_is_on_are_not_missed(
 
     played(scene, tracker, restart, ship_late, scene.end, states=tmp_path / "states")
     assert dict.fromkeys(scene.values, 1) == Counter(point for point, _ in tracker.values())
+
+
+def test_a_value_far_ahead_of_the_run_hides_no_other_scalar(scene: Scene, tmp_path: Path):
+    """What came over OTLP may name any step."""
+    tracker = Notebook(tmp_path / "out")
+    scene.first()
+    seen_live: list[int] = []
+
+    def ahead() -> None:
+        scene.scalars({1_000_000: 1.0}, name=1)
+
+    def later() -> None:
+        scene.steps(41, 50)
+        scene.scalars({45: 0.5})
+
+    def end() -> None:
+        seen_live.extend(step for (_, step, name), _ in tracker.values() if name == "val_loss")
+        scene.end()
+
+    played(scene, tracker, ahead, later, end, states=tmp_path / "states")
+    assert 45 in seen_live
+
+
+def test_a_scalar_that_is_called_as_a_curve_of_vitals_stands_beside_it(
+    scene: Scene, tmp_path: Path
+):
+    taken = {7: "train/loss", 8: "vitals/attempt", 9: "train/accuracy"}
+    tracker = Notebook(tmp_path / "out")
+    scene.steps(0, 3)
+    scene.write(scene.rank.events(NamesDefined(stream="scalars", names=taken)))
+    for number in taken:
+        scene.write(scene.rank.scalars(number, {1: 77.0}))
+    scene.end()
+    played(scene, tracker, states=tmp_path / "states")
+    rows = [entry for entry in tracker.entries() if isinstance(entry, Row)]
+    own = {name for row in rows for name, value in row.values.items() if value == 77.0}
+    assert {"scalars/train/loss", "scalars/vitals/attempt", "train/accuracy"} == own
+    curves = ("train/loss", "train/grad_norm")
+    assert same(scene.values, {key: v for key, v in tracker.values() if key[2] in curves})
 
 
 def test_many_steps_come_in_pages(scene: Scene, tmp_path: Path):
