@@ -782,10 +782,9 @@ class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
 
     def cost(self) -> list[tuple[str, str]]:
         """Return what the time cost, and how often the run failed, in words for people."""
-        facts = [
-            ("steps", f"{self.steps:,}, {self.lost_steps:,} of them lost"),
-            ("failures", f"{self.num_failures:,}"),
-        ]
+        facts = [("steps", f"{self.steps:,}, {self.lost_steps:,} of them lost")]
+        if self.run_id:  # somebody's log does not tell failures
+            facts.append(("failures", f"{self.num_failures:,}"))
         if self.mttf_seconds is not None:
             facts.append(("mean time to failure", humanize_seconds(self.mttf_seconds)))
         if self.mttr_seconds is not None:
