@@ -861,7 +861,8 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
     def end_text(self) -> str:
         """Return when the run ends, or why that is not known."""
         if not self.finish_unix_ns:
-            return f"not known: {self.no_finish}"
+            is_over = 0 < self.total_steps <= self.last_step + 1
+            return self.no_finish if is_over else f"not known: {self.no_finish}"
 
         def left(unix_ns: int) -> str:
             return humanize_seconds(max(unix_ns - self.asked_unix_ns, 0) // 10**9)

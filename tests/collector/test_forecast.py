@@ -67,7 +67,7 @@ def test_without_a_plan_or_a_run_that_goes_on_that_is_said(store: Store):
     ingest(store, writer.events(RunEnded(state="halted"), step=50))
     view = ask(store, at=51, total_steps=100)
     assert view.no_finish == "the run has stopped (halted)"
-    assert ask(store, at=51, total_steps=50).no_finish == "all 50 planned steps are done"
+    assert ask(store, at=51, total_steps=50).end_text() == "all 50 planned steps are done"
     with pytest.raises(UsageError, match="at least 1"):
         ask(store, at=51, total_steps=-1)
 
