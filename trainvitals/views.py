@@ -782,10 +782,9 @@ class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
 
     def cost(self) -> list[tuple[str, str]]:
         """Return what the time cost, and how often the run failed, in words for people."""
-        facts = [
-            ("steps", f"{self.steps:,}, {self.lost_steps:,} of them lost"),
-            ("failures", f"{self.num_failures:,}"),
-        ]
+        facts = [("steps", f"{self.steps:,}, {self.lost_steps:,} of them lost")]
+        if self.run_id:  # somebody's log does not tell failures
+            facts.append(("failures", f"{self.num_failures:,}"))
         if self.mttf_seconds is not None:
             facts.append(("mean time to failure", humanize_seconds(self.mttf_seconds)))
         if self.mttr_seconds is not None:
@@ -862,7 +861,8 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
     def end_text(self) -> str:
         """Return when the run ends, or why that is not known."""
         if not self.finish_unix_ns:
-            return f"not known: {self.no_finish}"
+            is_over = 0 < self.total_steps <= self.last_step + 1
+            return self.no_finish if is_over else f"not known: {self.no_finish}"
 
         def left(unix_ns: int) -> str:
             return humanize_seconds(max(unix_ns - self.asked_unix_ns, 0) // 10**9)

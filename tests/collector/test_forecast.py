@@ -66,7 +66,8 @@ def test_without_a_plan_or_a_run_that_goes_on_that_is_said(store: Store):
     assert "watch(total_steps=...)" in view.loss_text()
     ingest(store, writer.events(RunEnded(state="halted"), step=50))
     view = ask(store, at=51, total_steps=100)
-    assert view.no_finish == "the run is not running: halted"
+    assert view.no_finish == "the run has stopped (halted)"
+    assert ask(store, at=51, total_steps=50).end_text() == "all 50 planned steps are done"
     with pytest.raises(UsageError, match="at least 1"):
         ask(store, at=51, total_steps=-1)
 
@@ -126,5 +127,5 @@ def test_a_folder_is_asked_by_the_command(tmp_path: Path, capsys: pytest.Capture
     assert view["final_loss"] == pytest.approx(4.0 * (0.975 * TOTAL) ** -0.1, rel=0.01)
     assert 0 == vitals("forecast", "--dir", tmp_path, "--total-steps", TOTAL)
     shown = capsys.readouterr().out
-    assert "final loss" in shown and "the run is not running: interrupted" in shown
+    assert "final loss" in shown and "the run has stopped (interrupted)" in shown
     assert np.isfinite(view["final_loss_low"])

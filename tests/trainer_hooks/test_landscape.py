@@ -357,6 +357,7 @@ ENTRIES = {
     "empty": ("*built, []", "the loader gave no batch"),
     "wrong batch": ("*built, [3]", "loss_of raised TypeError"),
     "raises": ("*built, (1 / 0 for _ in 'a')", "the loader raised ZeroDivisionError"),
+    "meta": ("built[0].to('meta'), built[1], [3]", "a model on the device meta"),
 }
 
 

@@ -49,6 +49,13 @@ def build(entry: str) -> Built:
     if not is_right:
         got = ", ".join(type(part).__name__ for part in parts)
         raise UsageError(f"{entry} returned ({got})", hint=CONTRACT)
+    model = parts[0]
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise UsageError(
+            f"{entry} returned a model on the device meta, which holds no weights",
+            hint="build it on the CPU or a GPU, or call model.to_empty(device='cpu') first: the "
+            "weights come from the checkpoint",
+        )
     return Built(*parts)
 
 

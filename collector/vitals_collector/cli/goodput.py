@@ -160,7 +160,8 @@ def _write(view: GoodputView, form: Format) -> None:
     total = [("wall time", humanize_seconds(wall / 1e9), "100 %")] if wall else []
     write_rows(("where the time went", "time", "share"), [*shares, *total], form)
     typer.echo("")
-    facts = [("run", view.run_id or view.name), ("goodput", _share(view.ratio, False))]
+    ratio = "not known" if view.ratio is None else _share(view.ratio, False)
+    facts = [("run" if view.run_id else "log", view.run_id or view.name), ("goodput", ratio)]
     write_rows(("field", "value"), [*facts, *view.cost()], form)
     for note in view.notes:
         typer.echo(f"\n{note}")

@@ -57,8 +57,9 @@ _NO_TOTAL = (
 def _end(timed: Points | None, run: RunSummary, total: int, now_unix_ns: int) -> dict[str, object]:
     if not total:
         return {"no_finish": _NO_TOTAL}
-    if run.state != "running":
-        return {"no_finish": f"the run is not running: {run.state}"}
+    is_over = timed is not None and int(timed.step[-1]) + 1 >= total
+    if run.state != "running" and not is_over:
+        return {"no_finish": f"the run has stopped ({run.state})"}
     if timed is None:
         return {"no_finish": "no step has ended yet"}
     foreseen = finish(
