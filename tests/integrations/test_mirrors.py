@@ -411,6 +411,7 @@ def test_a_real_tracker_whose_server_never_answers_is_ended_and_told(tmp_path: P
             ],
             say=say,
             hang_seconds=4.0,
+            start_seconds=0.0,
         )
     assert all("shows no sign of life for 4 s; the training is not affected" in t for t in told)
     assert ["1 s", "2 s"] == [text.split("Next try in ")[1].split(",")[0] for text in told]

@@ -19,7 +19,7 @@ from vitals_collector.mirrors.worker import Target
 HANG_SECONDS = 180.0
 """Without a sign of life for so long a tracker hangs; W&B itself gives a login 90 s."""
 START_SECONDS = 900.0
-"""Until the first sign: a long run's folder is read before a tracker is asked anything."""
+"""More until the first sign: a long run's folder is read, and the tracker opened."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 300.0
 STOP_SECONDS = 5.0
 HELD, USAGE = 3, 2
@@ -44,15 +44,15 @@ class _Child:
         self.exit_code: int | None = None
         """How it ended for good; None while it goes on."""
 
-    def look(self, now: float, hang_seconds: float) -> None:
+    def look(self, now: float, hang_seconds: float, start_seconds: float) -> None:
         """Start it where it is due, end it where it hangs."""
         if self._process is None:
             if now >= self._due:
-                self._start(now)
+                self._start(now, start_seconds)
         elif now - self._seen > hang_seconds:
             self._failed(f"shows no sign of life for {hang_seconds:g} s", now)
 
-    def _start(self, now: float) -> None:
+    def _start(self, now: float, start_seconds: float) -> None:
         self.pipe, theirs = os.pipe()
         self._process = subprocess.Popen(
             self._command_of(self.target, theirs),
@@ -61,7 +61,7 @@ class _Child:
             start_new_session=True,
         )
         os.close(theirs)
-        self._seen = now + START_SECONDS
+        self._seen = now + start_seconds
 
     def read(self, now: float) -> None:
         """Take its signs of life, or its end."""
@@ -119,6 +119,7 @@ def supervise(
     *,
     say: Callable[[str], None],
     hang_seconds: float = HANG_SECONDS,
+    start_seconds: float = START_SECONDS,
 ) -> dict[Target, int]:
     """Keep a process for each target going until all have ended for good; return how each did.
 
@@ -130,7 +131,7 @@ def supervise(
         while alive := [child for child in children if child.exit_code is None]:
             now = time.monotonic()
             for child in alive:
-                child.look(now, hang_seconds)
+                child.look(now, hang_seconds, start_seconds)
             pipes = {child.pipe: child for child in alive if child.pipe >= 0}
             readable, _, _ = select.select(list(pipes), [], [], min(0.5, hang_seconds / 4))
             for pipe in readable:

@@ -252,8 +252,8 @@ def mirror(
         state: how far it is.
         open_tracker: opens the run in the tracker.
         is_over: whether the run has ended for good.
-        alive: is called when the run was read, and after each call of the tracker's, with the rows
-            that it wrote.
+        alive: is called once the tracker is open, and after each of its calls, with the rows that
+            it wrote.
         sleep: waits until the next look.
         say: tells people.
     """
@@ -261,7 +261,7 @@ def mirror(
         saved = state.load()
         follower = Follower(opened.reader, run_id, saved.cursor)
         detail = follower.detail()
-        alive(0)
+        # No sign before it is open: some make a database, and one that is half made stays broken.
         tracker = open_tracker(target, About.of(detail), saved.kept, saved.is_writing)
         alive(0)
         verb = "resumes" if saved.num_rows else "begins"

@@ -349,7 +349,6 @@ def supervised(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, list[str], list[float]]:
     monkeypatch.setattr(supervising, "FIRST_PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(supervising, "START_SECONDS", 0.0)
     said: list[str] = []
     log = tmp_path / "starts"
     codes = supervise(
@@ -357,6 +356,7 @@ def supervised(
         lambda target, pipe: [sys.executable, "-c", CHILD, str(pipe), str(log), kind],
         say=said.append,
         hang_seconds=1.5,
+        start_seconds=0.0,
     )
     return codes[TARGET], said, [float(word) for word in log.read_text().split()]
 
