@@ -20,6 +20,8 @@ FINAL_SHARE = 0.05
 COVERS = 0.8
 """How often an interval holds what came of it."""
 
+_SHORTEST_WAIT = 15.0
+"""Seconds: so long rows may be on their way."""
 _MIN_PACE_ROWS = 20
 _LONG = 3.0
 """From this multiple of the usual step on, a gap between two steps held something else as well."""
@@ -133,7 +135,8 @@ def finish(
     spread = float(np.hypot(_spread(usual, num, left), of_mishaps))
     in_steps = np.where(is_long, np.minimum(own * num, seconds), seconds)
     # What is longer than the usual between two steps is known only once it is over.
-    is_waiting = (now_unix_ns - int(time_unix_ns[-1])) / 1e9 > 10 * _LONG * own
+    silent = (now_unix_ns - int(time_unix_ns[-1])) / 1e9
+    is_waiting = silent > max(_SHORTEST_WAIT, 10 * _LONG * own)
     begin = max(int(time_unix_ns[-1]), now_unix_ns if is_waiting else 0)
     if left * (rate + _NORMAL_80 * spread) > _LONGEST_SECONDS:
         return f"at {rate:.3g} s a step, {left:,} more steps take over 1,000 years"

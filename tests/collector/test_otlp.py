@@ -16,6 +16,7 @@ from tests.collector.rows import OTHER_RUN, RUN, START
 from tests.collector.test_tokens import token as make_token
 from trainvitals.errors import FormatError
 from trainvitals.views import CurveQuestion, RunQuestion
+from vitals_collector.api import otlp
 from vitals_collector.api.otlp import MAX_NAMES, PROTOBUF, decode
 from vitals_collector.live import run_status
 from vitals_collector.queries.open import Reader
@@ -247,6 +248,16 @@ def test_a_label_with_a_value_of_its_own_each_time_ends_at_a_bound(collector: Se
         assert 200 == answer.status_code
         num_told += int(answer.json().get("partialSuccess", {}).get("rejectedDataPoints", "0"))
     assert 600 - MAX_NAMES == num_told
+
+
+def test_services_of_a_run_end_at_a_bound(collector: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(otlp, "MAX_SERVICES", 2)
+    told = [
+        send(collector, request(gauge("d", point(1, step=1)), service=f"s{n}")).json()
+        for n in (0, 1, 2, 0)
+    ]
+    refused = [answer.get("partialSuccess", {}).get("rejectedDataPoints", "0") for answer in told]
+    assert ["0", "0", "1", "0"] == [str(num) for num in refused]
 
 
 def test_a_service_that_goes_on_sending_keeps_no_run_alive():

@@ -65,6 +65,11 @@ def test_one_night_of_standing_still_is_not_expected_every_night():
     assert left == pytest.approx(6_000 * SECOND, rel=0.01)
 
 
+@pytest.mark.parametrize(("waits", "is_waiting"), [(5.0, False), (60.0, True)])
+def test_rows_of_a_fast_run_that_are_on_their_way_are_no_standing_still(waits, is_waiting):
+    assert is_waiting == end_of(np.full(4_000, 0.016), 1_000, waits=waits).is_waiting
+
+
 def test_while_a_run_stands_still_its_end_moves_on():
     seconds = np.ones(4_000)
     waiting = end_of(seconds, 1_000, waits=600.0)

@@ -38,6 +38,8 @@ from vitals_collector.storage.tokens import Principal
 MAX_NAMES = 500
 """Series of one service and run: a label with a value of its own in each point is no series."""
 MAX_NAME = 200
+MAX_SERVICES = 50
+"""Of one run: each is a source of its own, which is kept as long as the run."""
 MAX_WRITERS = 1_000
 _MAX_STEP = 2**53
 _MAX_TIME = 2**63 - 1
@@ -328,6 +330,9 @@ class OtlpIntake:
         at = await asyncio.to_thread(self._newest, run_id)
         now_ns = self._clock.time_ns()
         if key not in self._writers:
+            if sum(of_run == run_id for of_run, _, _ in self._writers) >= MAX_SERVICES:
+                taken.refuse(len(points), f"the run has more than {MAX_SERVICES} services")
+                return
             if len(self._writers) >= MAX_WRITERS:
                 self._writers.pop(next(iter(self._writers)))
             self._writers[key] = _Writer(run_id, service, now_ns)
