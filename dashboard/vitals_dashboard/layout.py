@@ -70,8 +70,13 @@ def live_toggle(every: float = REFRESH_SECONDS, *, value: bool = True) -> bool:
 def refreshing(
     draw: Callable[[Source], None], *, live: bool, key: str, every: float = REFRESH_SECONDS
 ) -> None:
-    """Draw now and, while ``live``, again every few seconds; only this part of the page."""
-    st.fragment(guarded, run_every=every if live else None, key=key)(_allowed(draw))
+    """Draw now and, while ``live``, again every few seconds; only this part of the page.
+
+    What cannot be drawn is tried again, live or not.
+    """
+    part = st.fragment(guarded, run_every=every if live else None, key=key)
+    if part(_allowed(draw)) is False and not live:
+        _try_again(f"{key}_again")
 
 
 def _allowed(draw: Callable[[Source], None]) -> Callable[[Source], None]:
@@ -85,10 +90,14 @@ def _allowed(draw: Callable[[Source], None]) -> Callable[[Source], None]:
     return allowed
 
 
-def page_with_live_part(draw: Callable[[Source], None], *, live: bool) -> None:
+def page_with_live_part(draw: Callable[[Source], None]) -> None:
     """Draw a page that calls ``live_part``; where it cannot be drawn, it is tried again."""
     if not guarded(_allowed(draw)):
-        live_part(lambda: None, lambda _: False, live=live, key="page_again")
+        _try_again("page_again")
+
+
+def _try_again(key: str) -> None:
+    live_part(lambda: None, lambda _: False, live=True, key=key)
 
 
 def live_part(

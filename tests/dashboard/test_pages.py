@@ -13,6 +13,7 @@ from tests.dashboard.conftest import texts, write_tokens
 from tests.dashboard.look_back import with_look_back
 from tests.dashboard.stub import Stub, StubServer
 from trainvitals.views import TableReply
+from vitals_dashboard import layout
 from vitals_dashboard import page as served
 from vitals_dashboard.layout import RUN_PAGES
 
@@ -36,6 +37,23 @@ def each_page(open_page: Open, pages: tuple[str, ...] = PAGES, **how: str) -> di
     for page in pages:
         said[page] = shown(app.switch_page(f"vitals_page_{page}.py").run())
     return said
+
+
+def test_what_cannot_be_drawn_is_tried_again_though_its_run_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: dict[str, float | None] = {}
+
+    def fragment(draw: Callable[..., object], *, run_every: float | None, key: str) -> object:
+        started[key] = run_every
+        return draw
+
+    monkeypatch.setattr(layout.st, "fragment", fragment)
+    monkeypatch.setattr(layout, "guarded", lambda draw: False)
+    layout.refreshing(lambda _: None, live=False, key="body")
+    layout.page_with_live_part(lambda _: None)
+    every = layout.REFRESH_SECONDS
+    assert {"body": None, "body_again": every, "page_again": every} == started
 
 
 def test_every_page_says_that_the_collector_is_down(stub: Stub, open_page: Open) -> None:

@@ -47,7 +47,7 @@ def render() -> None:
         st.space("stretch")
         chosen = controls.draw()
     live = layout.goes_on(layout.run_in_address(), live=chosen.live)
-    layout.page_with_live_part(lambda source: _page(source, chosen, live), live=live)
+    layout.page_with_live_part(lambda source: _page(source, chosen, live))
 
 
 def _page(source: Source, chosen: Controls, live: bool) -> None:
