@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import click
 import msgspec
@@ -123,43 +123,19 @@ def landscape(
     if not (math.isfinite(within) and within > 0):
         raise UsageError(f"--within is {within:g}; it must be a share above 0, such as 0.1")
     files = [output.with_name(f"{output.name}.{kind}") for kind in ("json", "svg")]
-    try:
-        import torch
-    except ImportError:
-        raise MissingDependencyError(
-            "a loss landscape needs torch", hint="pip install 'trainvitals[torch]'"
-        ) from None
-    from trainer_hooks.landscape.surface import losses_along, random_directions, surface, towards
-    from trainer_hooks.landscape.surface import values as values_of
-
-    torch.manual_seed(seed)
-    built = build(entry)
-    chosen = _batches(built, batches, entry, seed)
-    end = ""
-    if to:
-        end = _load_end(to, checkpoint, directory, built.model)
-        other = values_of(built.model)
-    begin = _load(checkpoint, step, directory, built.model)
-    directions = (
-        [towards(built.model, other)] if to else random_directions(built.model, dimensions, seed)
+    scene = _Scene(checkpoint, entry, step, to, directory)
+    begin, end, num_batches, losses = _measured(
+        scene, places, dimensions=dimensions, batches=batches, seed=seed, mode=mode
     )
-    num_points = len(places) ** len(directions)
-    with (
-        surface(built.model, built.loss_of, chosen, mode=mode, seed=seed) as around,  # type: ignore[arg-type]
-        click.progressbar(
-            length=num_points, label="losses", file=sys.stderr, hidden=not sys.stderr.isatty()
-        ) as bar,
-    ):
-        losses = losses_along(around, directions, places, lambda: bar.update(1))
     sentences = list(
         path_sentences(places, losses) if to else landscape_sentences(places, losses, within)
     )
-    how = f"mean of {len(chosen)} batch{'es' if len(chosen) > 1 else ''} in {mode} mode"
+    how = f"mean of {num_batches} batch{'es' if num_batches > 1 else ''} in {mode} mode"
     body = {
         "checkpoint": begin,
         **({"to": end} if to else {"seed": seed, "within": within}),
         "mode": mode,
-        "batches": len(chosen),
+        "batches": num_batches,
         "places": places,
         "losses": losses,
         "nonfinite": num_nonfinite(losses),
@@ -181,6 +157,58 @@ def landscape(
         for sentence in sentences:
             typer.echo(sentence)
         typer.echo(f"Written: {files[0]}, {files[1]}")
+
+
+class _Scene(NamedTuple):
+    """What is looked at: see ``landscape``."""
+
+    checkpoint: str
+    entry: str
+    step: int
+    to: str
+    directory: Path
+
+
+def _measured(
+    scene: _Scene,
+    places: Sequence[float],
+    *,
+    dimensions: int,
+    batches: int,
+    seed: int,
+    mode: str,
+) -> tuple[str, str, int, Losses]:
+    """Return what it begins and ends at, how many batches there were, and the losses."""
+    try:
+        import torch
+    except ImportError:
+        raise MissingDependencyError(
+            "a loss landscape needs torch", hint="pip install 'trainvitals[torch]'"
+        ) from None
+    from trainer_hooks.landscape.surface import losses_along, random_directions, surface, towards
+    from trainer_hooks.landscape.surface import values as values_of
+
+    checkpoint, entry, step, to, directory = scene
+    torch.manual_seed(seed)
+    built = build(entry)
+    chosen = _batches(built, batches, entry, seed)
+    end = ""
+    if to:
+        end = _load_end(to, checkpoint, directory, built.model)
+        other = values_of(built.model)
+    begin = _load(checkpoint, step, directory, built.model)
+    directions = (
+        [towards(built.model, other)] if to else random_directions(built.model, dimensions, seed)
+    )
+    num_points = len(places) ** len(directions)
+    with (
+        surface(built.model, built.loss_of, chosen, mode=mode, seed=seed) as around,  # type: ignore[arg-type]
+        click.progressbar(
+            length=num_points, label="losses", file=sys.stderr, hidden=not sys.stderr.isatty()
+        ) as bar,
+    ):
+        losses = losses_along(around, directions, places, lambda: bar.update(1))
+    return begin, end, len(chosen), losses
 
 
 def _places(dimensions: int, radius: float, points: int, *, is_path: bool) -> list[float]:
