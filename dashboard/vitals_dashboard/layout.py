@@ -20,7 +20,7 @@ from vitals_dashboard.theme import (
     palette,
 )
 
-REFRESH_SECONDS = 4.0
+REFRESH_SECONDS = 5.0
 SLOW_SECONDS = 10.0
 """Of pages that draw thousands of cells."""
 

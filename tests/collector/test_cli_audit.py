@@ -252,3 +252,28 @@ def test_no_option_of_the_columns_is_missing():
     told_of_time_alone = {"time", "evaluation_seconds"}
     names = ColumnChoice.__dataclass_fields__.keys() - told_of_time_alone
     assert names <= set(signature(audit).parameters) & set(signature(replay).parameters)
+
+
+def test_of_a_log_too_short_to_be_judged_it_says_so(tmp_path: Path, capsys):
+    path = tmp_path / "one.csv"
+    path.write_text("step,loss\n5,2.0\n")
+    said = audited(capsys, path)
+    assert "1 record, steps 5 to 5." in said
+    assert "of 1 record little can be said: spikes are judged once 10 clean ones are known" in said
+    assert "little can be said" not in audited(capsys, csv(tmp_path, "healthy"))
+
+
+def test_a_log_whose_newest_record_comes_first_is_read_from_its_end(tmp_path: Path, capsys):
+    path = csv(tmp_path, "nan")
+    forwards = audited(capsys, path)
+    head, *rows = path.read_text().splitlines()
+    path.write_text("\n".join([head, *rows[::-1]]))
+    backwards = audited(capsys, path)
+    assert alarms_of(forwards) == alarms_of(backwards)
+    assert "| 400 to " in alarms_of(backwards)
+    assert "newest record comes first: it was read from the end" in backwards
+    assert "newest record" not in forwards
+
+
+def alarms_of(said: str) -> str:
+    return said.partition("## Alarms")[2].partition("##")[0]

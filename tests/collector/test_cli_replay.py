@@ -218,7 +218,7 @@ def test_steps_that_start_again_are_a_restart_and_its_forgotten_schedule_is_told
     rates = {"lr": lambda row: 3e-4 * (1.0 - (row if row < 400 else row - 400) / 600)}
     assert 0 == run_cli("replay", str(written(tmp_path / "log.csv", steps=steps)))
     said = capsys.readouterr()
-    assert "the steps go back 1 times: each is treated as a resumed run" in said.err
+    assert "the steps go back once: each is treated as a resumed run" in said.err
     assert "" == said.out
     forgotten = written(tmp_path / "forgotten.csv", steps=steps, **rates)
     assert 0 == run_cli("replay", str(forgotten), "--format", "json")
@@ -339,8 +339,8 @@ def test_what_a_log_has_of_odd_things_is_said(tmp_path: Path, capsys):
     assert (
         "logged every 10 steps: windows, budgets and step counts in reasons count records" in said
     )
-    assert "the steps go back 1 times: each is treated as a resumed run" in said
-    assert "1 records repeat the previous step" in said
+    assert "the steps go back once: each is treated as a resumed run" in said
+    assert "1 record of the step before: judged too" in said
 
 
 def test_a_log_with_the_newest_record_first_is_told_to_be_one(tmp_path: Path, capsys):

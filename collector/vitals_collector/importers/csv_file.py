@@ -2,9 +2,12 @@
 
 import csv
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from trainvitals.errors import FormatError
+from trainvitals.policy.history import LoggedStep
 from vitals_collector.importers.columns import KNOWN, ColumnChoice, History, Rows, choose
 from vitals_collector.importers.files import lines_of, open_text, reading
 
@@ -47,13 +50,30 @@ def _read(
             rows.pass_over("that repeat the head")
             continue
         rows.add(row, *(_cell(cells, place) for place in places))
-    return History(
+    history = History(
         source=str(path),
         form="CSV",
         steps=rows.steps,
         columns=columns,
         notes=rows.notes(),
         evaluations=rows.evaluations,
+    )
+    return _turned(history) if _newest_first(history.steps) else history
+
+
+def _newest_first(steps: Sequence[LoggedStep]) -> bool:
+    return len(steps) > 2 and all(b.step < a.step for a, b in pairwise(steps))
+
+
+def _turned(history: History) -> History:
+    """Return the history with its last record first."""
+    return replace(
+        history,
+        steps=history.steps[::-1],
+        notes=[*history.notes, "Its newest record comes first: it was read from the end."],
+        evaluations={
+            len(history.steps) - place: seconds for place, seconds in history.evaluations.items()
+        },
     )
 
 

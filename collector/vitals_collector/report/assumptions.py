@@ -29,6 +29,7 @@ def assumptions(history: History, assumed: Assumed) -> list[str]:
     cadence = cadence_of(history.steps)
     return [
         *_judged(assumed, cadence),
+        *_short(assumed.config, len(history.steps)),
         *_odd(cadence, len(history.steps)),
         *_overflows(len(overflows_of(history.steps))),
     ]
@@ -39,7 +40,7 @@ def about(history: History) -> str:
     first, last = history.steps[0].step, history.steps[-1].step
     columns = ", ".join(f"{role} = {name}" for role, name in history.columns.items())
     return (
-        f"{history.source}: {history.form}, {len(history.steps)} records, steps {first} to {last}; "
+        f"{history.source}: {history.form}, {_num(len(history.steps))}, steps {first} to {last}; "
         f"{columns}"
     )
 
@@ -68,6 +69,16 @@ def _judged(assumed: Assumed, cadence: Cadence) -> list[str]:
     return [words, coarse]
 
 
+def _short(config: JudgeConfig, num_records: int) -> list[str]:
+    spikes, outliers = config.detect.loss.warm_up, config.outlier.warm_up
+    if num_records >= outliers:
+        return []
+    return [
+        f"of {_num(num_records)} little can be said: spikes are judged once {spikes} clean ones are "
+        f"known, steps to be skipped once {outliers} are, unless they are not finite"
+    ]
+
+
 def _odd(cadence: Cadence, num_records: int) -> list[str]:
     words = []
     if 2 * len(cadence.restarts) > num_records:
@@ -76,16 +87,16 @@ def _odd(cadence: Cadence, num_records: int) -> list[str]:
         )
     elif cadence.restarts:
         words.append(
-            f"the steps go back {len(cadence.restarts)} times: each is treated as a resumed run, "
+            f"the steps go back {_times(len(cadence.restarts))}: each is treated as a resumed run, "
             "with the detectors as they were at that step"
         )
     if cadence.num_repeated:
         words.append(
-            f"{cadence.num_repeated} records repeat the previous step; they are judged too"
+            f"{_num(cadence.num_repeated)} of the step before: judged too"
         )
     if cadence.num_out_of_order:
         words.append(
-            f"{cadence.num_out_of_order} records are out of order; judged in the log's order"
+            f"{_num(cadence.num_out_of_order)} out of order: judged in the log's order"
         )
     return words
 
@@ -94,11 +105,18 @@ def _overflows(num: int) -> list[str]:
     """Say what was taken for a loss scaler's own skips."""
     if not num:
         return []
-    times = "once" if num == 1 else f"{num} times"
     return [
-        f"{times} the gradient norm is non-finite while the loss is finite, and finite again soon "
+        f"{_times(num)} the gradient norm is non-finite while the loss is finite, and finite again soon "
         "after: treated as overflows of a loss scaler, which skips them itself"
     ]
+
+
+def _num(records: int) -> str:
+    return f"{records} record" + ("" if records == 1 else "s")
+
+
+def _times(num: int) -> str:
+    return "once" if num == 1 else f"{num} times"
 
 
 __all__ = ["Assumed", "about", "assumptions"]

@@ -313,7 +313,7 @@ def tell(made: Audit, title: str) -> list[Block]:
 
 def _in_short(made: Audit) -> str:
     log, alarms = made.history.steps, made.alarms
-    words = f"{len(log):,} records, steps {log[0].step:,} to {log[-1].step:,}. "
+    words = f"{_num(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
     skips = sum(alarm.actions.get("skip_step", 0) for alarm in alarms)
     backs = sum(alarm.actions.get("rollback", 0) for alarm in alarms)
     halts = sum(alarm.actions.get("halt", 0) for alarm in alarms)

@@ -23,7 +23,6 @@ from trainvitals.views import (
     GoodputQuestion,
     RunDetail,
     RunQuestion,
-    RunVerdict,
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
 from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts, load_charts
@@ -55,24 +54,16 @@ def _page(source: Source, chosen: Controls, live: bool) -> None:
     run = layout.chosen_run(source)
     if run is None:
         return
-    # All is asked for before anything but the curves is drawn: what comes in parts a browser draws
-    # in parts, each as long as all of it. The collector answers several questions at once.
     with meanwhile() as ask:
-        judged = ask(lambda: verdict_of(source, run, is_exact=True))
         happened = ask(lambda: _happened(source, run.run_id))
         detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
-        values = ask(lambda: curves.last_values(source, detail))
         seen = happened.result()
-        readings = ask(lambda: _readings(source, detail, seen.decisions))
-        shown = _Shown(chosen, detail, seen, _own_metrics(detail))
-        layout.live_part(
-            lambda: shown.draw(source, detail, values.result, judged.result),
-            shown.again,
-            live=live,
-            key="run_live",
-        )
+    shown = _Shown(chosen, detail, seen, _own_metrics(detail))
+    layout.live_part(
+        lambda: shown.draw(source, detail), shown.again, live=live, key="run_live"
+    )
     _tools(source, detail, seen.decisions)
-    _below(detail, seen.decisions, seen.checkpoints, readings.result())
+    _below(detail, seen.decisions, seen.checkpoints, _readings(source, detail, seen.decisions))
     _where_time_went(source, detail)
 
 
@@ -90,21 +81,15 @@ class _Shown:
         self._run = detail.summary
         self._until = time.monotonic() + REST_SECONDS
 
-    def draw(
-        self,
-        source: Source,
-        detail: RunDetail,
-        values: Callable[[], curves.LastValues],
-        judged: Callable[[], RunVerdict],
-    ) -> None:
+    def draw(self, source: Source, detail: RunDetail) -> None:
         """Draw it."""
         verdict = st.container(key="run_verdict")
-        # The curves are what people come for: a browser draws what it gets first.
+        # The curves are what people come for: nothing else is asked for until the browser has them.
         with st.container(key="run_charts"):
             _charts(_view(source, detail, self._chosen, self._happened), self._own)
         with verdict:
-            verdicts.strip(detail.summary, judged())
-        _numbers(detail, values())
+            verdicts.strip(detail.summary, verdict_of(source, detail.summary, is_exact=True))
+        _numbers(detail, curves.last_values(source, detail))
         _facts(detail, source.clock.time_ns())
 
     def again(self, source: Source) -> bool:
@@ -114,10 +99,7 @@ class _Shown:
         detail = source.client.ask(RunQuestion(run_id=self._run.run_id, volume=False))
         if what_happened(detail.summary) != what_happened(self._run):
             return False
-        with meanwhile() as ask:
-            judged = ask(lambda: verdict_of(source, detail.summary, is_exact=True))
-            values = ask(lambda: curves.last_values(source, detail))
-            self.draw(source, detail, values.result, judged.result)
+        self.draw(source, detail)
         return True
 
 
