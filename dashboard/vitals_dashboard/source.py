@@ -36,7 +36,8 @@ from vitals_dashboard import states
 from vitals_dashboard.settings import load_settings
 
 A = TypeVar("A")
-TIMEOUT_SECONDS = 3.0
+TIMEOUT_SECONDS = 10.0
+"""Beside a training a collector may get little of the processor: slow is not down."""
 POINTS = 1000
 """Points asked for a curve: about what a laptop's width can show."""
 
