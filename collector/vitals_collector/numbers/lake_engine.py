@@ -33,6 +33,7 @@ from vitals_collector.numbers.interface import TAKEN, full_error, is_full
 # ---------------------------------------------------------------------------------------- the place
 
 META = "__ducklake_metadata_lake.ducklake"
+CATALOGUE = "catalogue.sqlite"
 S3 = "s3://"
 _SLASH = "--"
 _BUCKET = re.compile(r"s3://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._=-]+)*/?")
@@ -509,6 +510,11 @@ class Files:
             if is_live and path in listed
         }
 
+    def summed(self) -> set[str]:
+        """Return the files whose checksums are known, in the lake or beside it."""
+        stored = self._ask(f"SELECT path FROM {CHECKSUMS}")["path"].to_pylist()
+        return {*stored, *(path for path, _ in self._place.aside())}
+
     def forget(self, paths: Iterable[str]) -> None:
         """Take files as gone."""
         with self._lock:
@@ -609,7 +615,7 @@ class Engine:
         """Whether a commit ended without an answer: what is remembered may not hold any more."""
         self._statements: list[str] = []
         """Of the transaction under way."""
-        bucket = bucket or ("" if catalogue else known_bucket(folder / "catalogue.sqlite"))
+        bucket = bucket or ("" if catalogue else known_bucket(folder / CATALOGUE))
         self._place: Place = Bucket(bucket, self.ask) if bucket else Folder(folder)
         self._readers: list[tuple[duckdb.DuckDBPyConnection, duckdb.DuckDBPyConnection]] = []
         """Each with the connection that it came from."""
@@ -642,14 +648,14 @@ class Engine:
         uri = (
             f"postgres:{escaped(catalogue)}"
             if catalogue
-            else f"sqlite:{folder / 'catalogue.sqlite'}"
+            else f"sqlite:{folder / CATALOGUE}"
         )
         of_catalogue = ""
         if not catalogue:
             # Its log lets one read while another writes; who has to wait does, for so long. DuckDB
             # would choose it with each question anew, which takes a sixth of a commit's time, and
             # SQLite as it is built there sleeps for a second where a lock is taken just then.
-            with closing(sqlite3.connect(folder / "catalogue.sqlite", timeout=10.0)) as opened:
+            with closing(sqlite3.connect(folder / CATALOGUE, timeout=10.0)) as opened:
                 opened.execute("PRAGMA journal_mode = WAL")
             of_catalogue = ", META_BUSY_TIMEOUT 10000"
         # A folder may be moved with the catalogue in it; one beside it must be the lake's own, or
