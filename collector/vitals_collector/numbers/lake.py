@@ -51,8 +51,8 @@ _OPTIONS = {
     "parquet_version": "2",
     # What is skipped at once where a window or a rank is asked for.
     "parquet_row_group_size": "32768",
-    # A commit waits while one file of this size is merged.
-    "target_file_size": "32MB",
+    # A commit waits while so much is merged into one file.
+    "target_file_size": "16MB",
 }
 
 
