@@ -65,6 +65,24 @@ def part_of(raw: bytes, first: int, last: int) -> bytes:
     return encode_batch(header, batch.rows[first * size : last * size])
 
 
+def test_what_another_process_stored_counts_and_not_what_is_remembered(store: Store):
+    url = store.engine.url.render_as_string(hide_password=False)
+    other = Store(open_store(url).engine, store.numbers)
+    writer, agent = Writer(), Writer("node:node-a")
+    first, second, third = (agent.events(Note(code="x", text=text)) for text in "abc")
+    rows = [writer.steps(range(start, start + 3)) for start in (0, 3, 6)]
+    assert [1, 3] == [reply.num_new for reply in ingest_all(store, [first, rows[0]], 5)]
+    assert [1, 3] == [reply.num_new for reply in ingest_all(other, [second, rows[1]], 5)]
+    replies = ingest_all(store, [second, third, rows[1], rows[2]], 5)
+    assert [0, 1, 0, 3] == [reply.num_new for reply in replies]
+    assert [1, 0, 3, 0] == [reply.num_duplicate for reply in replies]
+    assert [("events", seq) for seq in range(3)] + [("steps", seq) for seq in range(9)] == (
+        stored_rows(store)
+    )
+    assert 0 == store.counters.num_lost
+    other.engine.dispose()
+
+
 def test_a_batch_sent_twice_is_stored_once(store: Store):
     raw = Writer().steps(range(10))
     first, second = ingest(store, raw), ingest(store, raw)

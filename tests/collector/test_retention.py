@@ -77,6 +77,14 @@ def test_an_agent_that_comes_late_does_not_bring_half_of_a_forgotten_run_back(st
     assert 30 == store.counters.num_forgotten
 
 
+def test_who_remembers_how_far_a_stream_was_stored_meets_the_removal(store: Store):
+    late = a_run(store)[1].steps(range(80, 90))
+    delete_run(store, RUN, by="ann", when=LATER)
+    reply = ingest(store, late)
+    assert (89, 0) == (reply.durable_seq, reply.num_new)
+    assert {"forgotten"} == tables_with(store, RUN)
+
+
 def test_a_start_after_the_removal_is_a_run_again(store: Store):
     a_run(store)
     delete_run(store, RUN, by="ann", when=LATER)

@@ -159,7 +159,7 @@ class FolderIngest:
             self._log_once(f"{spool}: {next(iter(elsewhere.values()))}")
             return [], True
         with self._store.write_rows() as connection:
-            stored = store_batches(connection, self._store.numbers, checked)
+            stored = store_batches(connection, self._store, checked)
             _remember(connection, spool, group[len(checked) - 1][0])
         for outcome in stored:
             if outcome.error is not None:

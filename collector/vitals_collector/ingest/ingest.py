@@ -19,8 +19,7 @@ database each run has one owner (``cluster.owners``); SQLite has one writer at a
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import repeat
+from itertools import groupby, repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -59,7 +58,7 @@ from trainvitals.records import EVENT_SCHEMA, EventRow, RunStarted, decode_event
 from trainvitals.rows import Schema, column_of, rows_of
 from trainvitals.wire import AskingBatch, Batch, IngestReply, decode_batch
 from vitals_collector.ingest import projections
-from vitals_collector.numbers.interface import Numbers, StreamKey
+from vitals_collector.numbers.interface import StreamKey
 from vitals_collector.storage.schema import (
     forgotten,
     measured_columns,
@@ -67,7 +66,7 @@ from vitals_collector.storage.schema import (
     sources,
     streams,
 )
-from vitals_collector.storage.store import Prepared, Store, clean, insert
+from vitals_collector.storage.store import Prepared, Store, StreamOffset, clean, insert
 from vitals_collector.storage.tokens import OWN, Principal
 
 _FOREIGN_KEY = "23503"
@@ -109,25 +108,6 @@ class Summary(NamedTuple):
 
 
 LAST = ("last_step", "last_attempt", "last_step_unix_ns", "loss", "grad_norm")
-
-
-@dataclass(slots=True)
-class StreamOffset:
-    """How far one stream is stored."""
-
-    key: StreamKey
-    source: str
-    last_seq: int = -1
-    last_unix_ns: int = 0
-    """When its newest row was made; 0 where that is not known."""
-    started_unix_ns: int = 0
-    """When its writer started."""
-    token_id: str = ""
-    """Of the token that began its writer."""
-    num_lost: int = 0
-    """New in this transaction."""
-    expected_seq: int = -1
-    """Up to there, what is missing was counted already."""
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -231,7 +211,7 @@ def store_bodies(
     # Events wait for no merge of files: people may be waiting for what they say.
     of_rows = any(isinstance(batch, Batch) and batch.header.stream != EVENTS for batch in every)
     with store.write_rows() if of_rows else store.write() as connection:
-        stored = store_batches(connection, store.numbers, every, received_unix_ns, named)
+        stored = store_batches(connection, store, every, received_unix_ns, named)
     announce(store, stored)
     outcomes = iter(stored)
     return [
@@ -259,7 +239,7 @@ def check_bodies(bodies: Sequence[Sequence[bytes]], asking: Sequence[bool] = ())
 
 def store_batches(
     connection: Connection,
-    numbers: Numbers,
+    store: Store,
     checked: Sequence[Checked],
     received_unix_ns: int = 0,
     named: Named = MappingProxyType({}),
@@ -272,7 +252,7 @@ def store_batches(
     """
     good = [batch for batch in checked if isinstance(batch, Batch)]
     lock_runs(connection, {batch.header.identity.run_id for batch in good})
-    written = _Written(connection, numbers, received_unix_ns, named)
+    written = _Written(connection, store, received_unix_ns, named)
     stored = iter(_store_or_halve(written, good) if good else ())
     return [
         _refused(batch_or_error) if isinstance(batch_or_error, FormatError) else next(stored)
@@ -328,7 +308,7 @@ class _Written(NamedTuple):
     """Into what batches are written, and with what is known of all of them."""
 
     connection: Connection
-    numbers: Numbers
+    store: Store
     received_unix_ns: int
     """0: they were found in a folder."""
     named: Named
@@ -340,6 +320,9 @@ def _store_or_halve(written: _Written, batches: Sequence[Batch]) -> list[Stored]
         # A savepoint: what a refused batch began must go, and the transaction is everybody's.
         with written.connection.begin_nested():
             return _store(written, batches)
+    except _MovedError:
+        written.store.offsets.clear()
+        return _store_or_halve(written, batches)
     except (OverflowError, DataError) as error:
         if len(batches) == 1:
             text = f"the batch holds a value that no database stores: {error}"
@@ -369,16 +352,17 @@ def _is_of_a_batch(error: Exception) -> bool:
 
 
 def _store(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
-    connection, numbers, received_unix_ns, named = written
+    connection, store, received_unix_ns, named = written
+    numbers = store.numbers
     keys = [key_of(batch) for batch in batches]
-    offsets = _read_offsets(connection, numbers, keys)
+    offsets = _take_offsets(connection, store, keys)
     # Whether the run was removed is asked of new streams alone: its removal took the known ones.
     unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
     removed = _forgotten_runs(connection, unknown)
     unknown = _without_forgotten(unknown, removed)
     foreign = _foreign(connection, unknown, named)
     unknown = [batch for batch in unknown if id(batch) not in foreign]
-    _register_streams(connection, numbers, offsets, unknown, named)
+    _register_streams(connection, store, offsets, unknown, named)
     run_ids = {run_id for run_id, _, stream in keys if stream != EVENTS}
     damaged = {run_id for run_id in run_ids if numbers.has_holes(run_id)}
     stored, rows = list[Stored](), list[Batch]()
@@ -423,6 +407,7 @@ def _store(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
             projections.apply(connection, told)
     if rows:
         numbers.append(rows)  # at last: what refuses a batch has refused it by now
+    _remember(store, [offset for _, offset in accepted])
     return stored
 
 
@@ -505,16 +490,37 @@ def key_of(batch: Batch) -> StreamKey:
     return identity.run_id, identity.incarnation, header.stream_schema.stream
 
 
-def _read_offsets(
-    connection: Connection, numbers: Numbers, keys: Iterable[StreamKey]
+class _MovedError(Exception):
+    """A stream is not stored as far as was remembered: somebody else wrote to it, or removed it."""
+
+
+_MOST_REMEMBERED = 1 << 15
+"""Streams, some 300 bytes each; then all are forgotten."""
+
+
+def _take_offsets(
+    connection: Connection, store: Store, keys: Iterable[StreamKey]
 ) -> dict[StreamKey, StreamOffset]:
-    """Return the offsets of these streams; one that is not known has none."""
+    """Return the offsets of these streams; one that is not known has none.
+
+    What is remembered of them is no more, until ``_remember``: whatever goes wrong before that, the
+    database is asked next time.
+    """
     wanted = list(dict.fromkeys(keys))
     run_ids = {run_id for run_id, _, stream in wanted if stream != EVENTS}
-    marks = numbers.marks(run_ids) if run_ids else {}
-    # All in one parameter: a statement with a place for each costs more than the rows.
-    query, words = _OFFSETS[connection.dialect.name], msgspec.json.encode(wanted).decode()
+    marks = store.numbers.marks(run_ids) if run_ids else {}
     offsets: dict[StreamKey, StreamOffset] = {}
+    for key in wanted:
+        offset = store.offsets.pop(key, None)
+        if offset is not None and (
+            key[2] == EVENTS or marks[key[0]].get(key[1:]) == offset.last_seq
+        ):
+            offsets[key] = offset
+    if len(offsets) == len(wanted):
+        return offsets
+    # All in one parameter: a statement with a place for each costs more than the rows.
+    asked = [key for key in wanted if key not in offsets]
+    query, words = _OFFSETS[connection.dialect.name], msgspec.json.encode(asked).decode()
     for *own, last_seq, promised, last_ns, source, started_ns, token_id in connection.execute(
         query, {"keys": words}
     ).all():
@@ -524,10 +530,20 @@ def _read_offsets(
         mark = last_seq
         if stream != EVENTS:
             mark = min(last_seq, marks[run_id].get((incarnation, stream), -1))
+        newest_ns = last_ns if mark == last_seq else 0
         offsets[key] = StreamOffset(
-            key, source, mark, last_ns if mark == last_seq else 0, started_ns, token_id, 0, promised
+            key, source, mark, newest_ns, started_ns, token_id, 0, promised, last_seq
         )
     return offsets
+
+
+def _remember(store: Store, offsets: Iterable[StreamOffset]) -> None:
+    """Remember how far streams are stored, so that the next rows of them ask nobody."""
+    if len(store.offsets) > _MOST_REMEMBERED:
+        store.offsets.clear()
+    for offset in offsets:
+        offset.noted_seq, offset.num_lost = offset.last_seq, 0
+        store.offsets[offset.key] = offset
 
 
 def lock_runs(connection: Connection, run_ids: Iterable[str]) -> None:
@@ -544,7 +560,7 @@ def lock_runs(connection: Connection, run_ids: Iterable[str]) -> None:
 
 def _register_streams(
     connection: Connection,
-    numbers: Numbers,
+    store: Store,
     offsets: dict[StreamKey, StreamOffset],
     new: Sequence[Batch],
     named: Named,
@@ -586,7 +602,7 @@ def _register_streams(
         insert(connection, streams).on_conflict_do_nothing(),
         [{"run_id": run, "incarnation": inc, "stream": stream} for run, inc, stream in keys],
     )
-    offsets.update(_read_offsets(connection, numbers, keys))
+    offsets.update(_take_offsets(connection, store, keys))
 
 
 def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principal) -> StreamOffset:
@@ -841,8 +857,9 @@ def summarize(batches: Sequence[Batch]) -> list[Summary]:
 def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
     """Yield every schema with the positions of its batches."""
     places_by_schema: dict[int, list[int]] = {}
-    for i, batch in enumerate(batches):
-        places_by_schema.setdefault(id(batch.header.stream_schema), []).append(i)
+    schemas = [id(batch.header.stream_schema) for batch in batches]
+    for schema, places in groupby(range(len(schemas)), schemas.__getitem__):
+        places_by_schema.setdefault(schema, []).extend(places)
     for which in places_by_schema.values():
         yield batches[which[0]].header.stream_schema, which
 
@@ -953,12 +970,13 @@ def _note(
     batches = [batch for batch, _ in accepted]
     offsets = [offset for _, offset in accepted]
     summaries = summarize(batches)
-    _note_columns(connection, batches, summaries)
     for offset, summary in zip(offsets, summaries, strict=True):
         newest = min(summary.newest_unix_ns, received_unix_ns or summary.newest_unix_ns)
         offset.last_unix_ns = max(newest, offset.last_unix_ns)
     moved = {id(offset): offset for offset in offsets}  # a stream's batches share one: moved once
-    _MOVE.execute(connection, [_moved(offset) for offset in moved.values()])
+    if len(moved) != _MOVE.execute(connection, [_moved(offset) for offset in moved.values()]):
+        raise _MovedError  # before anything hangs on a run that was removed
+    _note_columns(connection, batches, summaries)
     _note_sources(connection, offsets, summaries, received_unix_ns)
     processes = [
         (header.identity.run_id, schema, rows_of(schema, batch.rows))
@@ -996,7 +1014,8 @@ def _note_columns(
 
 
 def _moved(offset: StreamOffset) -> tuple[Any, ...]:
-    return (*offset.key, offset.last_seq, offset.num_lost, offset.last_unix_ns)
+    words = offset.last_seq, offset.num_lost, offset.last_unix_ns
+    return (*offset.key, *words, offset.noted_seq, offset.expected_seq)
 
 
 def _note_sources(
@@ -1031,6 +1050,8 @@ _MOVE = Prepared(
         streams.c.run_id == bindparam("of_run"),
         streams.c.incarnation == bindparam("of_writer"),
         streams.c.stream == bindparam("of_stream"),
+        streams.c.last_seq == bindparam("noted_seq"),
+        streams.c.expected_seq == bindparam("noted_expected_seq"),
     )
     .values(
         last_seq=bindparam("new_last_seq"),
@@ -1042,7 +1063,10 @@ _MOVE = Prepared(
         - bindparam("new_lost")
         + literal_column("1"),
     ),
-    ("of_run", "of_writer", "of_stream", "new_last_seq", "new_lost", "new_last_unix_ns"),
+    (
+        *("of_run", "of_writer", "of_stream", "new_last_seq", "new_lost", "new_last_unix_ns"),
+        *("noted_seq", "noted_expected_seq"),
+    ),
 )
 # A spool may arrive late: an old batch must not make its writer look silent.
 _HEAR = (
@@ -1066,7 +1090,6 @@ _STEPPED = Prepared(_STEP, (*_HEARD_NAMES, *(f"new_{name}" for name in LAST)))
 __all__ = [
     "Answer",
     "Stored",
-    "StreamOffset",
     "announce",
     "answer_of",
     "check_batches",

@@ -51,8 +51,8 @@ _OPTIONS = {
     "parquet_version": "2",
     # What is skipped at once where a window or a rank is asked for.
     "parquet_row_group_size": "32768",
-    # A commit waits while one file of this size is merged.
-    "target_file_size": "32MB",
+    # A commit waits while so much is merged into one file.
+    "target_file_size": "16MB",
 }
 
 
@@ -188,16 +188,16 @@ class Lake(OpenLake):
     ) -> tuple[list[int], list[Part], dict[StreamKey, "_Taken"]]:
         """Return how many rows of each batch are new, which, and each stream's state afterwards."""
         taken: dict[StreamKey, _Taken] = {}
-        states = self.catalogue.states({_key(batch)[0] for batch in batches})
+        states = self.catalogue.states({batch.header.identity.run_id for batch in batches})
         num_new, parts = [], list[Part]()
         for batch in batches:
             header, key = batch.header, _key(batch)
+            first, end = header.first_seq, header.first_seq + header.num_rows
             stream = taken.get(key)
             if stream is None:
-                state = states[key[0]]
-                holes = state.holes.get(key[1:], [])
-                stream = _Taken(header.identity.source, state.marks.get(key[1:], -1), holes)
-            first, end = header.first_seq, header.first_seq + header.num_rows
+                state, writer = states[key[0]], key[1:]
+                holes = state.holes.get(writer, []) if state.holes else []
+                stream = _Taken(header.identity.source, state.marks.get(writer, -1), holes)
             if not stream.holes and first == stream.mark + 1:  # nearly always
                 parts.append(Part(batch, 0, header.num_rows))
                 num_new.append(header.num_rows)

@@ -17,7 +17,7 @@ from vitals_collector.numbers.lake_catalogue import (
     newest_marks,
     table_of,
 )
-from vitals_collector.numbers.lake_engine import META, Engine
+from vitals_collector.numbers.lake_engine import CHECKSUMS, META, Engine
 
 _HOLE = ("run", "incarnation", "stream", "first_seq", "end_seq")
 _Hole = tuple[int, str, str, int, int]
@@ -71,6 +71,18 @@ _DATA_FILE = (
     f"SELECT data_file_id FROM {META}_data_file WHERE path = ? UNION ALL"
     f" SELECT data_file_id FROM {META}_delete_file WHERE path = ?"
 )
+
+
+def unsummed(engine: Engine) -> list[str]:
+    """Return the files of the newest state without a checksum: nobody could read them."""
+    live = " UNION ALL ".join(
+        f"SELECT t.table_name || '/' || d.path AS path FROM {META}_{kind}_file d"
+        f" JOIN {META}_table t USING (table_id)"
+        f" WHERE d.end_snapshot IS NULL AND t.table_name <> '{CHECKSUMS}'"
+        for kind in ("data", "delete")
+    )
+    paths = set(engine.ask(live)["path"].to_pylist())
+    return sorted(paths - engine.files.summed())
 
 
 def forget_damaged(engine: Engine, catalogue: Catalogue) -> list[DamagedFile]:

@@ -33,6 +33,7 @@ from vitals_collector.numbers.interface import TAKEN, full_error, is_full
 # ---------------------------------------------------------------------------------------- the place
 
 META = "__ducklake_metadata_lake.ducklake"
+CATALOGUE = "catalogue.sqlite"
 S3 = "s3://"
 _SLASH = "--"
 _BUCKET = re.compile(r"s3://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._=-]+)*/?")
@@ -509,6 +510,11 @@ class Files:
             if is_live and path in listed
         }
 
+    def summed(self) -> set[str]:
+        """Return the files whose checksums are known, in the lake or beside it."""
+        stored = self._ask(f"SELECT path FROM {CHECKSUMS}")["path"].to_pylist()
+        return {*stored, *(path for path, _ in self._place.aside())}
+
     def forget(self, paths: Iterable[str]) -> None:
         """Take files as gone."""
         with self._lock:
@@ -609,7 +615,7 @@ class Engine:
         """Whether a commit ended without an answer: what is remembered may not hold any more."""
         self._statements: list[str] = []
         """Of the transaction under way."""
-        bucket = bucket or ("" if catalogue else known_bucket(folder / "catalogue.sqlite"))
+        bucket = bucket or ("" if catalogue else known_bucket(folder / CATALOGUE))
         self._place: Place = Bucket(bucket, self.ask) if bucket else Folder(folder)
         self._readers: list[tuple[duckdb.DuckDBPyConnection, duckdb.DuckDBPyConnection]] = []
         """Each with the connection that it came from."""
@@ -619,6 +625,7 @@ class Engine:
         self._is_closed = False
         self._catalogue, self._memory_limit = catalogue, memory_limit
         self._num_commits = 0
+        self._holder: duckdb.DuckDBPyConnection | None = None
         self._kept_checksums: list[tuple[str, int]] = []
         self.files = Files(self._place, self.ask)
         with translated():
@@ -639,19 +646,9 @@ class Engine:
         )
         catalogue, folder = self._catalogue, self.folder
         scanner = "postgres_scanner" if catalogue else "sqlite_scanner"
-        uri = (
-            f"postgres:{escaped(catalogue)}"
-            if catalogue
-            else f"sqlite:{folder / 'catalogue.sqlite'}"
-        )
-        of_catalogue = ""
-        if not catalogue:
-            # Its log lets one read while another writes; who has to wait does, for so long. DuckDB
-            # would choose it with each question anew, which takes a sixth of a commit's time, and
-            # SQLite as it is built there sleeps for a second where a lock is taken just then.
-            with closing(sqlite3.connect(folder / "catalogue.sqlite", timeout=10.0)) as opened:
-                opened.execute("PRAGMA journal_mode = WAL")
-            of_catalogue = ", META_BUSY_TIMEOUT 10000"
+        uri = f"postgres:{escaped(catalogue)}" if catalogue else f"sqlite:{folder / CATALOGUE}"
+        # Who has to wait does, for so long.
+        of_catalogue = "" if catalogue else ", META_BUSY_TIMEOUT 10000"
         # A folder may be moved with the catalogue in it; one beside it must be the lake's own, or
         # what another collector has stored there would be missing.
         if not catalogue and isinstance(self._place, Folder):
@@ -664,6 +661,8 @@ class Engine:
         root.execute(f"SET temp_directory = '{folder / 'spill'}'")
         # Several collectors commit at once: a conflict is tried again.
         root.execute("SET ducklake_max_retry_count = 100")
+        if not catalogue:
+            self._holder = _held_open(root, folder / CATALOGUE)
         try:
             root.execute(
                 f"ATTACH 'ducklake:{uri}' AS lake"
@@ -690,6 +689,7 @@ class Engine:
             with self.lock, translated():
                 # Never by close(): that closes the cursors too, in the middle of what another
                 # thread asks, which fails or ends the process. The last reference does it.
+                self._let_go()
                 self._root = self._attached()
                 self._num_commits = 0
                 self._readers.clear()
@@ -705,8 +705,15 @@ class Engine:
         """
         with self.lock:
             if self._all_answered():
+                self._let_go()
                 for connection in (*(reader for _, reader in self._readers), self._root):
                     connection.close()
+
+    def _let_go(self) -> None:
+        """Let the catalogue's log be written into the catalogue and begin anew."""
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
 
     def _all_answered(self) -> bool:
         """Interrupt all questions until none is left; False where one goes on all the same."""
@@ -893,6 +900,27 @@ class Engine:
             reader = root.cursor()
             reader.execute("USE lake")
         return reader
+
+
+def _held_open(root: duckdb.DuckDBPyConnection, catalogue: Path) -> duckdb.DuckDBPyConnection:
+    """Hold a SQLite catalogue open, as it is now, until what this returns is closed.
+
+    It keeps a log, which lets one read while another writes. Each question and each commit opens it
+    and closes it again. Who is the last to close it takes the log down under a lock; who comes just
+    then waits, and SQLite as it is built into DuckDB sleeps for a whole second: so did one question
+    of thirty beside ten commits a second. While it is held, the log grows: by some 40 kB a commit.
+
+    No other library of this process may open it to write meanwhile: who closes a file lets go of
+    all locks that the process has on it, and would take the log down.
+    """
+    holder = root.cursor()
+    options = "TYPE sqlite, BUSY_TIMEOUT 10000, JOURNAL_MODE 'WAL'"
+    holder.execute(f"ATTACH '{escaped(str(catalogue))}' AS held ({options})")
+    holder.execute("BEGIN")
+    # To begin opens nothing yet.
+    holder.execute("SELECT * FROM sqlite_query('held', 'SELECT count(*) FROM sqlite_master')")
+    holder.fetchall()
+    return holder
 
 
 def extension(name: str) -> Path:

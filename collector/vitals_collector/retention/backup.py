@@ -14,6 +14,8 @@ import errno
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +23,22 @@ from typing import NamedTuple
 
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.numbers.interface import FULL, is_full
-from vitals_collector.numbers.lake_engine import known_bucket, sync_path
+from vitals_collector.numbers.lake_damage import unsummed
+from vitals_collector.numbers.lake_engine import CATALOGUE, Engine, known_bucket, sync_path
 from vitals_collector.storage.store import DATABASE_FILE, LAKE_FOLDER
 
 # ----------------------------------------------------------------------------------------- the lake
 
-CATALOGUE = "catalogue.sqlite"
 _DATA = "data"
 _ASIDE = "checksums"
 _MOST_TRIES = 10
 """Upkeep removes files that were replaced for some time: then the catalogue is newer as well."""
+_COPY = """
+import contextlib, sqlite3, sys
+with contextlib.closing(sqlite3.connect(sys.argv[1], timeout=30.0)) as reading:
+    with contextlib.closing(sqlite3.connect(sys.argv[2])) as writing:
+        reading.backup(writing)
+"""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 """What file systems say that have no second names for a file, or not for this one."""
 _FILES = (
@@ -62,12 +70,6 @@ def copy_lake(folder: Path, target: Path) -> Copied:
             f"{folder / CATALOGUE} does not exist; a lake with a SQLite catalogue is expected",
             hint="of PostgreSQL, make a dump first (pg_dump) and then copy the folder",
         )
-    if bucket := known_bucket(folder / CATALOGUE):
-        raise UsageError(
-            f"the rows of {folder} lie in {bucket}, where files have no second names",
-            hint="let the bucket keep versions of its objects, and copy the files of the data"
-            " folder while the collector is stopped (docs/scale.md)",
-        )
     if target.exists():
         raise UsageError(f"{target} already exists", hint="give another name")
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
@@ -91,11 +93,14 @@ def _copied(folder: Path, partial: Path) -> Copied:
         _copy_checksums(folder / _ASIDE, partial / _ASIDE)
         _copy_catalogue(folder / CATALOGUE, partial / CATALOGUE)
         _copy_checksums(folder / _ASIDE, partial / _ASIDE)  # what came while that lasted
+        _refuse_bucket(folder, partial / CATALOGUE)
         paths = _paths(partial / CATALOGUE)
         try:
             sizes = [_link(folder / _DATA / path, partial / _DATA / path) for path in paths]
         except FileNotFoundError:
             continue  # it was replaced meanwhile: what is copied stays, for files never change
+        if _unsummed(partial):
+            continue  # one merge was not done with its checksums, and the next has removed them
         named = {partial / _DATA / path for path in paths}
         for path in [p for p in (partial / _DATA).rglob("*") if p.is_file() and p not in named]:
             path.unlink()
@@ -104,24 +109,45 @@ def _copied(folder: Path, partial: Path) -> Copied:
         return Copied(len(sizes), sum(sizes) + (partial / CATALOGUE).stat().st_size)
     raise StorageError(
         f"files of {folder} were replaced each of {_MOST_TRIES} times that they were copied",
-        hint="a file may be lost: `vitals store check` says so; else copy it again",
+        hint="a file or its checksum may be lost: `vitals store check` says so; else copy it again",
     )
+
+
+def _refuse_bucket(folder: Path, copied: Path) -> None:
+    if bucket := known_bucket(copied):
+        raise UsageError(
+            f"the rows of {folder} lie in {bucket}, where files have no second names",
+            hint="let the bucket keep versions of its objects, and copy the files of the data"
+            " folder while the collector is stopped (docs/scale.md)",
+        )
+
+
+def _unsummed(copy: Path) -> list[str]:
+    engine = Engine(copy, "", "64MB")
+    try:
+        return unsummed(engine)
+    finally:
+        engine.close()
 
 
 def _copy_checksums(source: Path, target: Path) -> None:
     """Copy what the catalogue does not have yet of merged files; it stays until the next merge."""
     target.mkdir(exist_ok=True)
-    for file in source.iterdir():
+    for file in source.iterdir() if source.is_dir() else ():  # a bucket has its own
         with contextlib.suppress(FileNotFoundError):  # the catalogue has had it for long
             shutil.copyfile(file, target / file.name)
 
 
 def _copy_catalogue(source: Path, target: Path) -> None:
-    with (
-        contextlib.closing(sqlite3.connect(source, timeout=30.0)) as reading,
-        contextlib.closing(sqlite3.connect(target)) as writing,
-    ):
-        reading.backup(writing)
+    """Copy it in a process of its own.
+
+    A process that has a lake open has it open through a SQLite of DuckDB's own. Who closes a file
+    lets go of all locks that its process has on it, and neither SQLite knows of the other.
+    """
+    words = [sys.executable, "-I", "-S", "-c", _COPY, str(source), str(target)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(done.stderr.strip().rpartition("\n")[2] or f"it ended by {done.returncode}")
 
 
 def _paths(catalogue: Path) -> list[str]:

@@ -30,7 +30,7 @@ from trainvitals.clock import Clock
 from trainvitals.errors import InsecurePathError, NotOwnerError, StorageError, UsageError
 from trainvitals.records import EventRow
 from trainvitals.wire import Batch
-from vitals_collector.numbers.interface import FULL, Numbers, full_error, is_full
+from vitals_collector.numbers.interface import FULL, Numbers, StreamKey, full_error, is_full
 from vitals_collector.numbers.memory import MemoryNumbers
 from vitals_collector.storage.migrate import migrate, take_turns
 from vitals_collector.storage.schema import Damage
@@ -173,6 +173,27 @@ class Hearing:
                 self._storing.pop(threading.get_ident(), None)
 
 
+@dataclass(slots=True)
+class StreamOffset:
+    """How far one stream is stored."""
+
+    key: StreamKey
+    source: str
+    last_seq: int = -1
+    last_unix_ns: int = 0
+    """When its newest row was made; 0 where that is not known."""
+    started_unix_ns: int = 0
+    """When its writer started."""
+    token_id: str = ""
+    """Of the token that began its writer."""
+    num_lost: int = 0
+    """New in this transaction."""
+    expected_seq: int = -1
+    """Up to there, what is missing was counted already."""
+    noted_seq: int = -1
+    """The ``last_seq`` that the database says."""
+
+
 class OwnedElsewhere(NamedTuple):
     """A run that another collector owns."""
 
@@ -240,6 +261,9 @@ class Store:
         self.after_ingest: list[AfterIngest] = []
         self.claims: Claims = AllMine()
         """Which runs' rows may be stored here."""
+        self.offsets: dict[StreamKey, StreamOffset] = {}
+        """What ingest remembers of streams that it wrote; it compares that with the database before
+        anything is changed."""
         self.hearing = Hearing()
         """Since when what this process is sent was stored."""
         self.is_reading_in = False
@@ -697,12 +721,13 @@ class Prepared:
         self._names = tuple(names)
         self._compiled = lru_cache(self._compile)
 
-    def execute(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Run it for each row; nothing happens where there is none."""
+    def execute(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> int:
+        """Run it for each row; return how many rows of the table there were to change."""
         if not rows:
-            return
+            return 0
         sql, order = self._compiled(connection.dialect.name)
-        connection.exec_driver_sql(sql, rows if order is None else [order(row) for row in rows])
+        words = rows if order is None else [order(row) for row in rows]
+        return connection.exec_driver_sql(sql, words).rowcount
 
     def _compile(self, dialect: str) -> tuple[str, Callable[[tuple[Any, ...]], Any] | None]:
         made = self._statement

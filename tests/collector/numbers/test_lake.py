@@ -381,6 +381,23 @@ def test_a_question_under_way_ends_though_memory_is_given_back_meanwhile(
     lake.close()
 
 
+def test_the_catalogues_log_stays_between_commits_and_begins_anew_with_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Who comes while it is taken down sleeps a second."""
+    monkeypatch.setattr(lake_engine, "_MOST_COMMITS", 20)
+    lake, log = Lake(tmp_path), tmp_path / "catalogue.sqlite-wal"
+    sizes = []
+    for step in range(40):
+        lake.append([batch(identity(), [{"loss": 1.0}], first_seq=step)])
+        sizes.append(log.stat().st_size)
+        lake.give_back_memory()
+    assert min(sizes) > 0
+    assert sizes[-1] < 1.5 * max(sizes[:20])
+    lake.close()
+    assert not log.exists()
+
+
 def test_closing_ends_questions_that_are_under_way_and_those_to_come(tmp_path: Path):
     lake = Lake(tmp_path)
     engine = lake.engine

@@ -109,6 +109,51 @@ def test_a_file_that_is_merged_away_meanwhile_makes_it_begin_anew(
     lake.close()
 
 
+def test_a_checksum_that_is_put_away_meanwhile_makes_it_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = Lake(tmp_path / "lake")
+    for step in range(3):
+        append(lake, step)
+    copy_catalogue, keep, times = backup._copy_catalogue, lake.engine.keep_checksums, []
+
+    def copy_amid_merges(source: Path, target: Path) -> None:
+        def copy_and_keep() -> None:
+            if len(times) == 1:
+                copy_catalogue(source, target)  # it names what was merged, without its checksum
+            keep()
+
+        times.append(source)
+        if len(times) > 1:
+            copy_catalogue(source, target)
+            return
+        monkeypatch.setattr(lake.engine, "keep_checksums", copy_and_keep)
+        lake.merge()
+        monkeypatch.undo()
+        monkeypatch.setattr(backup, "_copy_catalogue", copy_amid_merges)
+        lake.merge()  # the checksum's own file goes
+
+    monkeypatch.setattr(backup, "_copy_catalogue", copy_amid_merges)
+    copy_lake(tmp_path / "lake", tmp_path / "copy")
+    assert len(times) == 2
+    restored = Lake(tmp_path / "copy")
+    assert losses(restored) == [0.0, 1.0, 2.0]
+    assert restored.check() == []
+    restored.close()
+    lake.close()
+
+
+def test_a_file_whose_checksum_is_lost_is_told(tmp_path: Path) -> None:
+    lake = Lake(tmp_path / "lake")
+    append(lake, 0)
+    lake.engine.execute("DELETE FROM checksums WHERE path LIKE 'steps/%'")
+    lake.close()
+    with pytest.raises(StorageError, match="replaced each of") as told:
+        copy_lake(tmp_path / "lake", tmp_path / "copy")
+    assert "checksum" in told.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["lake"]
+
+
 def test_a_lost_file_is_told_and_nothing_is_left_half_copied(tmp_path: Path) -> None:
     lake = Lake(tmp_path / "lake")
     append(lake, 0)
