@@ -74,8 +74,8 @@ def _short(config: JudgeConfig, num_records: int) -> list[str]:
     if num_records >= outliers:
         return []
     return [
-        f"of {_num(num_records)} little can be said: spikes are judged once {spikes} clean ones are "
-        f"known, steps to be skipped once {outliers} are, unless they are not finite"
+        f"of {_num(num_records)} little can be said: spikes are judged once {spikes} clean ones "
+        f"are known, steps to be skipped once {outliers} are, unless they are not finite"
     ]
 
 
@@ -91,13 +91,9 @@ def _odd(cadence: Cadence, num_records: int) -> list[str]:
             "with the detectors as they were at that step"
         )
     if cadence.num_repeated:
-        words.append(
-            f"{_num(cadence.num_repeated)} of the step before: judged too"
-        )
+        words.append(f"{_num(cadence.num_repeated)} of the step before: judged too")
     if cadence.num_out_of_order:
-        words.append(
-            f"{_num(cadence.num_out_of_order)} out of order: judged in the log's order"
-        )
+        words.append(f"{_num(cadence.num_out_of_order)} out of order: judged in the log's order")
     return words
 
 
@@ -106,8 +102,8 @@ def _overflows(num: int) -> list[str]:
     if not num:
         return []
     return [
-        f"{_times(num)} the gradient norm is non-finite while the loss is finite, and finite again soon "
-        "after: treated as overflows of a loss scaler, which skips them itself"
+        f"{_times(num)} the gradient norm is non-finite while the loss is finite, and finite again "
+        "soon after: treated as overflows of a loss scaler, which skips them itself"
     ]
 
 

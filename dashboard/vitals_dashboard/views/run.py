@@ -59,9 +59,7 @@ def _page(source: Source, chosen: Controls, live: bool) -> None:
         detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
         seen = happened.result()
     shown = _Shown(chosen, detail, seen, _own_metrics(detail))
-    layout.live_part(
-        lambda: shown.draw(source, detail), shown.again, live=live, key="run_live"
-    )
+    layout.live_part(lambda: shown.draw(source, detail), shown.again, live=live, key="run_live")
     _tools(source, detail, seen.decisions)
     _below(detail, seen.decisions, seen.checkpoints, _readings(source, detail, seen.decisions))
     _where_time_went(source, detail)
