@@ -36,13 +36,13 @@ MEMORY = Path("/dev/shm")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a file's tests that run on both databases, every third is quick on PostgreSQL too."""
+    """Of a file's tests that run on both databases, every sixth is quick on PostgreSQL too."""
     names = {item.nodeid for item in items}
     twins = ((i, i.nodeid.replace("postgresql", "sqlite")) for i in items)
     both = [item for item, twin in twins if twin != item.nodeid and twin in names]
     for _, of_file in itertools.groupby(both, lambda item: item.path):
         for index, item in enumerate(of_file):
-            if index % 3:
+            if index % 6:
                 item.add_marker(pytest.mark.slow)
 
 
