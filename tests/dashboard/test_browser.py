@@ -6,7 +6,8 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,18 @@ def select_row(page: Any, number: int) -> None:
     page.mouse.click(box["x"] + 16, box["y"] + 38 + 35 * number + 17)
 
 
+@contextmanager
+def heard(tab: Any, event: str, handle: Callable[[Any], object]) -> Iterator[None]:
+    """Have the handler hear of an event of the shared page meanwhile."""
+
+    def hear(said: Any) -> None:
+        handle(said)
+
+    tab.on(event, hear)
+    yield
+    tab.remove_listener(event, hear)
+
+
 def sent_about(page: Any, words: str) -> list[bytes]:
     """Return where the frames with these words will be kept, as the page gets them."""
     frames: list[bytes] = []
@@ -144,23 +157,24 @@ def counts_of(page: Any) -> str:
     return str(page.locator("figure .counts").first.text_content())
 
 
-def test_the_live_page_shows_the_decisions_on_the_curve(page, address, tmp_path: Path):
-    outside: list[str] = []
+def test_the_live_page_shows_the_decisions_on_the_curve(tab, address, tmp_path: Path):
+    asked: list[Any] = []
     own = f"{address.partition('/?')[0]}/"
-    page.on("request", lambda r: outside.append(r.url) if not r.url.startswith(own) else None)
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)
-    page.wait_for_timeout(1_000)
-    told = point_at(page, NAN_STEP)
-    assert f"skip at step {NAN_STEP}: gradients of rank 1 are NaN" in told
-    assert f"nan at step {NAN_STEP} (rank:0)" in told, "and its value is marked"
-    assert f"skip at step {SPIKE_STEP}: loss 9 is above" in point_at(page, SPIKE_STEP)
-    assert f"step {SPIKE_STEP} loss 9 limit 6" == values_of(page, 0)
-    assert f"step {SPIKE_STEP} raw 3" == values_of(page, 1), "the cursor is in all charts"
-    picture = tmp_path / "live.png"
-    page.screenshot(path=str(picture))
+    with heard(tab, "request", asked.append):
+        tab.goto(run_page(address))
+        tab.wait_for_selector(CHART)
+        tab.wait_for_timeout(1_000)
+        told = point_at(tab, NAN_STEP)
+        assert f"skip at step {NAN_STEP}: gradients of rank 1 are NaN" in told
+        assert f"nan at step {NAN_STEP} (rank:0)" in told, "and its value is marked"
+        assert f"skip at step {SPIKE_STEP}: loss 9 is above" in point_at(tab, SPIKE_STEP)
+        assert f"step {SPIKE_STEP} loss 9 limit 6" == values_of(tab, 0)
+        assert f"step {SPIKE_STEP} raw 3" == values_of(tab, 1), "the cursor is in all charts"
+        picture = tmp_path / "live.png"
+        tab.screenshot(path=str(picture))
     assert 40_000 < picture.stat().st_size
-    assert [] == [url for url in outside if url.startswith("http")], "the page works offline"
+    outside = {request.url for request in asked if not request.url.startswith(own)}
+    assert set() == {url for url in outside if url.startswith("http")}, "the page works offline"
 
 
 def test_a_refresh_keeps_the_charts_and_a_reload_keeps_the_way_in(tab, address):
@@ -178,13 +192,15 @@ def test_a_refresh_keeps_the_charts_and_a_reload_keeps_the_way_in(tab, address):
     tab.wait_for_selector(CHART)
 
 
-def test_a_hostile_run_name_is_only_text(page, address):
-    page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)
-    assert "<script>" in page.locator(".st-key-run_title").inner_text()
-    assert "owned" not in page.title()
-    assert 0 == page.locator("img[src='x']").count()
+def test_a_hostile_run_name_is_only_text(tab, address):
+    dialogs: list[Any] = []
+    with heard(tab, "dialog", dialogs.append):
+        tab.goto(run_page(address))
+        tab.wait_for_selector(CHART)
+        assert "<script>" in tab.locator(".st-key-run_title").inner_text()
+    assert [] == dialogs, "a script ran"
+    assert "owned" not in tab.title()
+    assert 0 == tab.locator("img[src='x']").count()
 
 
 def test_a_run_is_opened_from_the_fleet_and_a_new_decision_appears_by_itself(
@@ -279,15 +295,18 @@ def test_the_first_curve_is_seen_without_scrolling(page, address, width, height,
     assert box["x"] >= 0 and box["x"] + box["width"] <= width
 
 
-def test_the_page_of_an_ended_run_asks_for_nothing_more(page, address):
+def test_the_page_of_an_ended_run_asks_for_nothing_more(tab, address):
     asked: list[bytes] = []
-    page.on("websocket", lambda socket: socket.on("framesent", lambda frame: asked.append(frame)))
-    page.goto(at(address, f"run?run={OTHER_RUN}"))
-    page.wait_for_selector(CHART)
-    page.wait_for_timeout(1_000)
-    asked.clear()
-    page.wait_for_timeout(5_000)
-    assert [] == asked
+    with heard(
+        tab, "websocket", lambda socket: socket.on("framesent", lambda frame: asked.append(frame))
+    ):
+        tab.goto(at(address, f"run?run={OTHER_RUN}"))
+        tab.wait_for_selector(CHART)
+        tab.wait_for_timeout(1_000)
+        assert [] != asked, "it asked for the page"
+        asked.clear()
+        tab.wait_for_timeout(5_000)
+        assert [] == asked
 
 
 # ----------------------------------------------------------------------- the component by itself
@@ -398,14 +417,15 @@ def test_a_loss_that_ends_in_nan_is_not_read_as_its_last_finite_value(alone: Alo
     assert "step 2 loss -" == " ".join(said.split())
 
 
-def test_a_page_finds_its_server_and_its_program_at_once(page, address):
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)  # from now on the server knows the program
-    failed, programs = [], []
-    page.on("response", lambda r: failed.append(r.url) if r.status >= 400 else None)
-    page.on("response", lambda r: programs.append(r.url) if MODULE in r.url else None)
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)
+def test_a_page_finds_its_server_and_its_program_at_once(tab, address):
+    tab.goto(run_page(address))
+    tab.wait_for_selector(CHART)  # from now on the server knows the program
+    answers: list[Any] = []
+    with heard(tab, "response", answers.append):
+        tab.goto(run_page(address))
+        tab.wait_for_selector(CHART)
+    failed = [answer.url for answer in answers if answer.status >= 400]
+    programs = [answer.url for answer in answers if MODULE in answer.url]
     assert ([], 1) == (failed, len(programs))
 
 
