@@ -15,7 +15,7 @@ from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView, FindingsQuestion
 from vitals_collector.alerts.inbox import InboxConfig, listed
 from vitals_collector.alerts.notifiers import DELIVERED, Result
-from vitals_collector.ingest.ingest import ingest
+from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.live.engine import Acting, EngineConfig, assemble
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
@@ -67,8 +67,10 @@ class Place:
     def alerts(self) -> tuple[AlertView, ...]:
         return listed(self.store, now_unix_ns=self.clock.time_ns())
 
-    def send(self, raw: bytes) -> None:
-        ingest(self.store, raw, received_unix_ns=self.clock.time_ns())
+    def send(self, *raws: bytes) -> None:
+        """Store the batches in one commit, as those of a moment are."""
+        for reply in ingest_all(self.store, raws, self.clock.time_ns()) if raws else ():
+            assert not reply.code, reply.text
 
     def look(self) -> list[str]:
         self.acting.engine.poll()
@@ -96,8 +98,8 @@ class Job:
         return self.ranks[rank].steps(steps, **(columns | how))
 
     def train(self, steps: Sequence[int], *, slow: bool = False, **how: Any) -> None:
-        for rank in range(len(self.ranks)):
-            self.place.send(self.rows(rank, steps, slow=slow, **how))
+        ranks = range(len(self.ranks))
+        self.place.send(*(self.rows(rank, steps, slow=slow, **how) for rank in ranks))
 
     def look(self) -> list[str]:
         return self.place.look()

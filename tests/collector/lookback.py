@@ -19,7 +19,7 @@ from trainvitals.records import (
     RunInfo,
     RunStarted,
 )
-from vitals_collector.ingest.ingest import ingest
+from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.storage.store import Store
 
 LAYERS = ("embed", "h.0", "h.1")
@@ -82,37 +82,38 @@ def layer_rows(writer: Writer, steps: Sequence[int], *, attempt: int = 1) -> byt
 def troubled_run(store: Store, *, num_after: int = 150) -> list[Writer]:
     """Store it: two ranks, steps to 161, back to 120, and ``num_after`` steps more."""
     ranks = [Writer(f"rank:{rank}") for rank in range(2)]
-    head = ranks[0]
-    ingest(store, head.events(RunStarted(info=RunInfo(name="story", mode="heal", world_size=2))))
-    ingest(store, head.events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
-    ingest(store, head.events(NamesDefined(stream="layers", names=dict(enumerate(LAYERS)))))
-    _train(store, ranks, range(BAD + 2), 1)
+    head, sent = ranks[0], list[bytes]()
+    sent.append(head.events(RunStarted(info=RunInfo(name="story", mode="heal", world_size=2))))
+    sent.append(head.events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
+    sent.append(head.events(NamesDefined(stream="layers", names=dict(enumerate(LAYERS)))))
+    sent += _train(ranks, range(BAD + 2), 1)
     at_bad = {"step": BAD, "at": head.time_of(BAD)}
     found = finding(rank=1, onset_step=ONSET, cause="nonfinite_loss")
-    ingest(store, head.events(found, decision(rank=1, cost_steps=1), **at_bad))
+    sent.append(head.events(found, decision(rank=1, cost_steps=1), **at_bad))
     noted = BatchNoted(epoch=0, first_batch=77, num_batches=1, sample_ids=(5, 9), num_samples=2)
-    ingest(store, ranks[1].events(noted, **at_bad))
+    sent.append(ranks[1].events(noted, **at_bad))
     slow = finding("straggler", BAD + 1, level="advisory", rank=0, cause="straggler")
-    ingest(store, head.events(slow, step=BAD + 1))
+    sent.append(head.events(slow, step=BAD + 1))
     back = decision(
         "rollback", BAD + 1, ledger_seq=2, rollback_to_step=BACK_TO, new_attempt=2,
         decided_at_step=BAD + 1, checkpoint_id="memory-120", reason="the storm did not end",
     )  # fmt: skip
-    ingest(store, head.events(back, step=BAD + 1, at=head.time_of(BAD + 1)))
+    sent.append(head.events(back, step=BAD + 1, at=head.time_of(BAD + 1)))
     node = Writer("node:a")
     said = Note(code="gpu_xid", text="Xid 48 on GPU-1", severity="warning")
-    ingest(store, node.events(said, step=-1, attempt=0, at=head.time_of(BAD)))
+    sent.append(node.events(said, step=-1, attempt=0, at=head.time_of(BAD)))
     gpu = Writer("gpu:GPU-1")
     seconds = range(0, BAD + 2, 2)
     heat = [60.0 + (s % 6) / 10 if s < BAD else 91.0 for s in seconds]
-    ingest(store, gpu_rows(gpu, seconds, heat))
+    sent.append(gpu_rows(gpu, seconds, heat))
     for writer in ranks:
         writer.started += 100 * SECOND
     again = AttemptStarted(id=2, parent=1, fork_step=BACK_TO, reason="rollback")
-    ingest(store, head.events(again, step=BACK_TO, attempt=2))
-    _train(store, ranks, range(BACK_TO, BACK_TO + num_after), 2)
+    sent.append(head.events(again, step=BACK_TO, attempt=2))
+    sent += _train(ranks, range(BACK_TO, BACK_TO + num_after), 2)
     change = ChangeExpected(reason="longer context", steps=100)
-    ingest(store, head.events(change, step=130, attempt=2))
+    sent.append(head.events(change, step=130, attempt=2))
+    ingest_all(store, sent, 0)
     return ranks
 
 
@@ -121,7 +122,8 @@ def end(store: Store, ranks: Sequence[Writer], state: str = "finished") -> None:
         ingest(store, writer.events(RunEnded(state=state), step=400, attempt=2))  # type: ignore[arg-type]
 
 
-def _train(store: Store, ranks: Sequence[Writer], steps: range, attempt: int) -> None:
+def _train(ranks: Sequence[Writer], steps: range, attempt: int) -> list[bytes]:
+    sent = []
     for rank, writer in enumerate(ranks):
         loss = [2.0 + 0.01 * (s % 5) for s in steps]
         if attempt == 1:
@@ -132,5 +134,5 @@ def _train(store: Store, ranks: Sequence[Writer], steps: range, attempt: int) ->
             if attempt == 1:
                 whole[BAD] = math.nan
             own |= {"loss": whole, "grad_norm": 1.0, "learning_rate": 3e-4}
-        ingest(store, writer.steps(steps, attempt=attempt, **own))
-    ingest(store, layer_rows(ranks[0], steps, attempt=attempt))
+        sent.append(writer.steps(steps, attempt=attempt, **own))
+    return [*sent, layer_rows(ranks[0], steps, attempt=attempt)]

@@ -67,13 +67,10 @@ class Writer:
         **columns: Value | list[Value],
     ) -> bytes:
         """Return step rows, a second apart; a column is one value for all, or a list."""
-        rows = []
-        for i, step in enumerate(steps):
-            values: list[Value] = [step, attempt, self.time_of(step), step * SECOND]
-            for column in STEPS.columns[4:]:
-                value = columns.get(column.name)
-                values.append(value[i] if isinstance(value, list) else value)
-            rows.append(values)
+        given = [columns.get(column.name) for column in STEPS.columns[4:]]
+        lists = [value if isinstance(value, list) else [value] * len(steps) for value in given]
+        heads = ((step, attempt, self.time_of(step), step * SECOND) for step in steps)
+        rows = [(*head, *rest) for head, *rest in zip(heads, *lists, strict=True)]
         return self.batch(STEPS, rows, lose=lose)
 
     def time_of(self, step: int) -> int:

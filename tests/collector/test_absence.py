@@ -1,7 +1,5 @@
 """Who is gone of a job that goes on, and who only seems to be."""
 
-from functools import partial
-
 import pytest
 
 from tests.collector.alerting import Place
@@ -9,7 +7,7 @@ from tests.collector.rows import RUN, SECOND, START, Writer
 from trainvitals.alerting import alerts_for_absence
 from trainvitals.records import RunEnded
 from trainvitals.views import RunQuestion
-from vitals_collector.ingest.ingest import ingest
+from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.live.run_status import Absent, Liveness, SourceState, absent, behind
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
@@ -222,11 +220,11 @@ class TwoNodes:
         for _ in range(seconds // every):
             self.second += every
             self.place.clock.advance(every)
-            for number in ranks:
-                step = [self.second]
-                self.place.send(self.ranks[number].steps(step, loss=2.0))
-            for number in agents:
-                self.place.send(self.agents[number].node_rows([self.second]))
+            now = [self.second]
+            self.place.send(
+                *(self.ranks[number].steps(now, loss=2.0) for number in ranks),
+                *(self.agents[number].node_rows(now) for number in agents),
+            )
             self.place.look()
         return self.place.heard.words
 
@@ -444,7 +442,7 @@ def test_a_run_that_ends_rank_by_rank_pages_nobody(two: TwoNodes):
 
 
 def test_nodes_in_a_folder_are_judged_by_when_their_words_appeared(two: TwoNodes):
-    two.place.send = partial(ingest, two.place.store, received_unix_ns=0)  # type: ignore[method-assign]
+    two.place.send = lambda *raws: ingest_all(two.place.store, raws, 0)  # type: ignore[method-assign]
     assert [] == two.pass_time(120)
     assert ["NodeLost firing"] == two.pass_time(70, ranks=(), agents=(0,))
 

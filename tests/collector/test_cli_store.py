@@ -20,17 +20,24 @@ from vitals_collector.storage.schema import audit, runs
 from vitals_collector.storage.store import FULL, open_data_store
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data directory with one run of eleven ranks that ended."""
-    store = open_data_store(tmp_path / "data")
+    data = tmp_path_factory.mktemp("run") / "data"
+    store = open_data_store(data)
     writers = ranks(11)
     info = RunInfo(name="night", mode="guard")
     ingest(store, writers[0].events(RunStarted(info=info), decision(step=1), step=1))
     write_steps(store, writers, range(60))
     ingest(store, writers[0].events(RunEnded(state="finished"), step=59))
     store.close()
-    return tmp_path / "data"
+    return data
+
+
+@pytest.fixture
+def data(tmp_path: Path, with_a_run: Path) -> Path:
+    """A copy of that directory."""
+    return Path(shutil.copytree(with_a_run, tmp_path / "data"))
 
 
 def vitals(*words: object, asked: str = ""):

@@ -2,11 +2,11 @@
 
 import json
 import math
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.collector.conftest import Served
@@ -20,6 +20,7 @@ from vitals_collector.api import otlp
 from vitals_collector.api.otlp import MAX_NAMES, PROTOBUF, decode
 from vitals_collector.live import run_status
 from vitals_collector.queries.open import Reader
+from vitals_collector.storage.store import open_data_store
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "mirrors.md"
 TIME = START + 5_000_000_000
@@ -52,9 +53,19 @@ def gauge(name: str, *points):
     return {"name": name, "gauge": {"dataPoints": list(points)}}
 
 
+@pytest.fixture(scope="module")
+def fresh_data(fresh_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data directory with a run in it: to store one takes longer than a test of it."""
+    data = shutil.copytree(fresh_data, tmp_path_factory.mktemp("run") / "data")
+    store = open_data_store(data)
+    troubled_run(store)
+    store.close()
+    return data
+
+
 @pytest.fixture
 def collector(served: Served) -> Served:
-    troubled_run(served.store)
+    """A collector that found the run."""
     return served
 
 
@@ -64,7 +75,7 @@ def send(collector: Served, body: object, *, token: str = "", kind: str = "appli
         "Authorization": f"Bearer {token or collector.tokens.ingest}",
         "Content-Type": kind,
     }
-    return httpx.post(f"{collector.plain}/v1/metrics", content=content, headers=headers)
+    return collector.request("POST", "/v1/metrics", content=content, headers=headers)
 
 
 def curve(reader: Reader, metric: str) -> list[tuple[int, float]]:
@@ -235,7 +246,7 @@ def test_a_body_is_bounded_and_compression_refused(collector: Served):
         "Content-Type": "application/json",
         "Content-Encoding": "gzip",
     }
-    answer = httpx.post(f"{collector.plain}/v1/metrics", content=b"x", headers=headers)
+    answer = collector.request("POST", "/v1/metrics", content=b"x", headers=headers)
     assert 400 == answer.status_code
     assert "OTEL_EXPORTER_OTLP_COMPRESSION=none" in answer.json()["hint"]
 

@@ -18,6 +18,7 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.question import ROUTES, Question, route
 from trainvitals.views import Int64
 from vitals_collector.api.app import CollectorSettings
+from vitals_collector.api.questions import question_router
 from vitals_collector.queries.folder_query import FolderQuery
 from vitals_collector.queries.open import Reader, open_folder
 from vitals_collector.queries.query import ANSWERS, Query, answer_to
@@ -79,10 +80,12 @@ def posted_toy() -> Iterator[type[Question[tuple[Toy, ...]]]]:
 
 @pytest.fixture
 def served(toy, posted_toy, tmp_path: Path) -> Iterator[Served]:
+    question_router.cache_clear()  # no program gets a new question once its API is made
     with Served(CollectorSettings(data=tmp_path / "data")) as place:
         with place.client("ingest") as client:
             client.ingest(Writer().steps([0], loss=1.0))
         yield place
+    question_router.cache_clear()
 
 
 @pytest.fixture

@@ -112,29 +112,29 @@ def test_what_looks_at_a_thinned_run_again_says_which_rows_it_lacks(store: Store
     assert words.startswith("20 rows of other ranks were thinned, to step 19: ")
 
 
-@pytest.mark.parametrize("event_", one_in(3, [decision(step=42), AttemptStarted(
-    id=2, parent=1, fork_step=42, reason="rolled back"), FindingRaised(finding=Finding(
-    kind="nonfinite", level="actionable", step=42, detector="finite", reason="NaN"))]),
+@pytest.mark.parametrize("event_", one_in(3, [decision(step=22), AttemptStarted(
+    id=2, parent=1, fork_step=22, reason="rolled back"), FindingRaised(finding=Finding(
+    kind="nonfinite", level="actionable", step=22, detector="finite", reason="NaN"))]),
     ids=["decision", "fork", "finding"])  # fmt: skip
 def test_the_steps_around_an_incident_stay_whole(store: Store, event_):
     writers = ranks(5)
-    write_steps(store, writers, range(100))
-    ingest(store, writers[0].events(started(), event_, step=42))
+    write_steps(store, writers, range(70))
+    ingest(store, writers[0].events(started(), event_, step=22))
     all_read(store)
     thin(store, LATER)
     whole = [step for step, num in ranks_of_steps(store).items() if num == 4]
-    assert set(range(30, 60)) | set(range(80, 100)) == set(whole)
-    assert set(range(80)) == set(numbers(store, "num_ranks")), "the series has no hole there"
+    assert set(range(10, 40)) | set(range(50, 70)) == set(whole)
+    assert set(range(50)) == set(numbers(store, "num_ranks")), "the series has no hole there"
 
 
 def test_a_finding_that_only_tells_keeps_no_rows_of_ranks(store: Store):
     writers = ranks(5)
-    write_steps(store, writers, range(100))
-    finding = Finding(kind="slow", level="advisory", step=42, detector="ranks", reason="slow")
-    ingest(store, writers[0].events(FindingRaised(finding=finding), step=42))
+    write_steps(store, writers, range(60))
+    finding = Finding(kind="slow", level="advisory", step=22, detector="ranks", reason="slow")
+    ingest(store, writers[0].events(FindingRaised(finding=finding), step=22))
     all_read(store)
     thin(store, LATER)
-    assert {2} == {num for step, num in ranks_of_steps(store).items() if step < 80}
+    assert {2} == {num for step, num in ranks_of_steps(store).items() if step < 40}
 
 
 def test_a_spike_of_any_rank_is_seen_after_thinning(store: Store):

@@ -162,7 +162,7 @@ def written(
     ):
         patched.setattr(lake_upkeep, "FEWEST_ROWS", 1)
         run = Written(store, request.param)
-        run.live(6_000)
+        run.live(4_000)
         yield run
 
 

@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from tests.collector.rows import OTHER_RUN, RUN
 from tests.dashboard import samples
+from tests.dashboard.conftest import new_page
 from tests.dashboard.folder import (
     LONG_STEPS,
     NAN_STEP,
@@ -110,6 +112,18 @@ def select_row(page: Any, number: int) -> None:
     page.mouse.click(box["x"] + 16, box["y"] + 38 + 35 * number + 17)
 
 
+@contextmanager
+def heard(tab: Any, event: str, handle: Callable[[Any], object]) -> Iterator[None]:
+    """Have the handler hear of an event of the shared page meanwhile."""
+
+    def hear(said: Any) -> None:
+        handle(said)
+
+    tab.on(event, hear)
+    yield
+    tab.remove_listener(event, hear)
+
+
 def sent_about(page: Any, words: str) -> list[bytes]:
     """Return where the frames with these words will be kept, as the page gets them."""
     frames: list[bytes] = []
@@ -143,47 +157,50 @@ def counts_of(page: Any) -> str:
     return str(page.locator("figure .counts").first.text_content())
 
 
-def test_the_live_page_shows_the_decisions_on_the_curve(page, address, tmp_path: Path):
-    outside: list[str] = []
+def test_the_live_page_shows_the_decisions_on_the_curve(tab, address, tmp_path: Path):
+    asked: list[Any] = []
     own = f"{address.partition('/?')[0]}/"
-    page.on("request", lambda r: outside.append(r.url) if not r.url.startswith(own) else None)
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)
-    page.wait_for_timeout(1_000)
-    told = point_at(page, NAN_STEP)
-    assert f"skip at step {NAN_STEP}: gradients of rank 1 are NaN" in told
-    assert f"nan at step {NAN_STEP} (rank:0)" in told, "and its value is marked"
-    assert f"skip at step {SPIKE_STEP}: loss 9 is above" in point_at(page, SPIKE_STEP)
-    assert f"step {SPIKE_STEP} loss 9 limit 6" == values_of(page, 0)
-    assert f"step {SPIKE_STEP} raw 3" == values_of(page, 1), "the cursor is in all charts"
-    picture = tmp_path / "live.png"
-    page.screenshot(path=str(picture))
+    with heard(tab, "request", asked.append):
+        tab.goto(run_page(address))
+        tab.wait_for_selector(CHART)
+        tab.wait_for_timeout(1_000)
+        told = point_at(tab, NAN_STEP)
+        assert f"skip at step {NAN_STEP}: gradients of rank 1 are NaN" in told
+        assert f"nan at step {NAN_STEP} (rank:0)" in told, "and its value is marked"
+        assert f"skip at step {SPIKE_STEP}: loss 9 is above" in point_at(tab, SPIKE_STEP)
+        assert f"step {SPIKE_STEP} loss 9 limit 6" == values_of(tab, 0)
+        assert f"step {SPIKE_STEP} raw 3" == values_of(tab, 1), "the cursor is in all charts"
+        picture = tmp_path / "live.png"
+        tab.screenshot(path=str(picture))
     assert 40_000 < picture.stat().st_size
-    assert [] == [url for url in outside if url.startswith("http")], "the page works offline"
+    outside = {request.url for request in asked if not request.url.startswith(own)}
+    assert set() == {url for url in outside if url.startswith("http")}, "the page works offline"
 
 
-def test_a_refresh_keeps_the_charts_and_a_reload_keeps_the_way_in(page, address):
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)
-    page.locator(CHART).first.evaluate("canvas => canvas.dataset.mark = 'kept'")
-    before = page.get_by_text("last seen").inner_text()
-    page.wait_for_function(
+def test_a_refresh_keeps_the_charts_and_a_reload_keeps_the_way_in(tab, address):
+    tab.goto(run_page(address))
+    tab.wait_for_selector(CHART)
+    tab.locator(CHART).first.evaluate("canvas => canvas.dataset.mark = 'kept'")
+    before = tab.get_by_text("last seen").inner_text()
+    tab.wait_for_function(
         "before => ![...document.querySelectorAll('p,div')].some(e => e.innerText === before)",
         arg=before,
     )
-    assert "kept" == page.locator(CHART).first.get_attribute("data-mark")
-    assert "token" not in page.url
-    page.reload()
-    page.wait_for_selector(CHART)
+    assert "kept" == tab.locator(CHART).first.get_attribute("data-mark")
+    assert "token" not in tab.url
+    tab.reload()
+    tab.wait_for_selector(CHART)
 
 
-def test_a_hostile_run_name_is_only_text(page, address):
-    page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)
-    assert "<script>" in page.locator(".st-key-run_title").inner_text()
-    assert "owned" not in page.title()
-    assert 0 == page.locator("img[src='x']").count()
+def test_a_hostile_run_name_is_only_text(tab, address):
+    dialogs: list[Any] = []
+    with heard(tab, "dialog", dialogs.append):
+        tab.goto(run_page(address))
+        tab.wait_for_selector(CHART)
+        assert "<script>" in tab.locator(".st-key-run_title").inner_text()
+    assert [] == dialogs, "a script ran"
+    assert "owned" not in tab.title()
+    assert 0 == tab.locator("img[src='x']").count()
 
 
 def test_a_run_is_opened_from_the_fleet_and_a_new_decision_appears_by_itself(
@@ -204,65 +221,63 @@ def test_a_run_is_opened_from_the_fleet_and_a_new_decision_appears_by_itself(
     )
 
 
-def test_a_zoom_by_range_gets_every_point_and_is_an_address(page, address):
-    page.goto(at(address, f"run?run={OTHER_RUN}"))
-    page.wait_for_selector(CHART)
-    drawn, total = re.match(r"([\d,]+) of ([\d,]+) points", counts_of(page)).groups()
+def test_a_zoom_by_range_gets_every_point_and_is_an_address(tab, address):
+    tab.goto(at(address, f"run?run={OTHER_RUN}"))
+    tab.wait_for_selector(CHART)
+    drawn, total = re.match(r"([\d,]+) of ([\d,]+) points", counts_of(tab)).groups()
     assert f"{LONG_STEPS:,}" == total
     assert int(drawn.replace(",", "")) <= 2_000
-    page.get_by_role("button", name="View").click()
-    page.locator(".st-key-window").get_by_text("range", exact=True).click()
+    tab.get_by_role("button", name="View").click()
+    tab.locator(".st-key-window").get_by_text("range", exact=True).click()
     for name, step in (("from", 3_000), ("to", 3_199)):
-        page.get_by_label(f"{name} step").fill(str(step))
-        page.get_by_label(f"{name} step").press("Enter")
-        page.wait_for_url(re.compile(rf"[?&]{name}={step}(&|$)"))
-    page.wait_for_function("location.search.includes('window=range')")
-    with page.expect_event("websocket"):
-        page.goto(page.url)
-    page.wait_for_selector(CHART)
-    page.get_by_text("200 of 200 points").first.wait_for()
+        tab.get_by_label(f"{name} step").fill(str(step))
+        tab.get_by_label(f"{name} step").press("Enter")
+        tab.wait_for_url(re.compile(rf"[?&]{name}={step}(&|$)"))
+    tab.wait_for_function("location.search.includes('window=range')")
+    with tab.expect_event("websocket"):
+        tab.goto(tab.url)
+    tab.wait_for_selector(CHART)
+    tab.get_by_text("200 of 200 points").first.wait_for()
 
 
 def test_a_live_page_is_zoomed_by_dragging_and_stays_so_while_steps_come(
-    page, address, training: OpenRun
+    tab, address, training: OpenRun
 ):
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)
-    box = page.locator("figure .u-over").nth(1).bounding_box()
+    tab.goto(run_page(address))
+    tab.wait_for_selector(CHART)
+    box = tab.locator("figure .u-over").nth(1).bounding_box()
     last = training.last_step
     x, y = box["x"], box["y"] + 60
-    page.mouse.move(x + box["width"] * 50 / last, y)
-    page.mouse.down()
-    page.mouse.move(x + box["width"] * 100 / last, y + 5, steps=4)
-    page.mouse.up()
-    page.wait_for_url(re.compile("window=range"))
-    first, end = (int(re.search(rf"[?&]{name}=(\d+)", page.url)[1]) for name in ("from", "to"))
+    tab.mouse.move(x + box["width"] * 50 / last, y)
+    tab.mouse.down()
+    tab.mouse.move(x + box["width"] * 100 / last, y + 5, steps=4)
+    tab.mouse.up()
+    tab.wait_for_url(re.compile("window=range"))
+    first, end = (int(re.search(rf"[?&]{name}=(\d+)", tab.url)[1]) for name in ("from", "to"))
     assert (50, 100) == pytest.approx((first, end), abs=2)
-    page.get_by_text(f"{end - first + 1} of {end - first + 1} points").first.wait_for()
+    tab.get_by_text(f"{end - first + 1} of {end - first + 1} points").first.wait_for()
     training.skip_next("one step more")
-    page.get_by_test_id("stMetric").get_by_text(f"{training.last_step:,}").wait_for()
-    assert counts_of(page).startswith(f"{end - first + 1} of"), "the range stays"
-    page.mouse.dblclick(x + box["width"] / 2, y)
-    page.wait_for_url(lambda url: "window=range" not in url)
-    page.get_by_text(
-        f"{training.last_step + 1} of {training.last_step + 1} points"
-    ).first.wait_for()
+    tab.get_by_test_id("stMetric").get_by_text(f"{training.last_step:,}").wait_for()
+    assert counts_of(tab).startswith(f"{end - first + 1} of"), "the range stays"
+    tab.mouse.dblclick(x + box["width"] / 2, y)
+    tab.wait_for_url(lambda url: "window=range" not in url)
+    tab.get_by_text(f"{training.last_step + 1} of {training.last_step + 1} points").first.wait_for()
 
 
-def test_a_chart_is_read_by_keyboard_and_aloud(page, address, training: OpenRun):
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)
-    figure = page.locator("figure").first
+def test_a_chart_is_read_by_keyboard_and_aloud(tab, address, training: OpenRun):
+    tab.goto(run_page(address))
+    tab.wait_for_selector(CHART)
+    figure = tab.locator("figure").first
     label = figure.get_attribute("aria-label")
     assert re.search(
         r"Loss over step. Newest: loss [\d.]+ at step \d+. Lowest 2.*, highest 9. ", label
     )
     assert "1 not finite" in label and "skip" in label
     figure.focus()
-    page.keyboard.press("Home")
+    tab.keyboard.press("Home")
     for _ in range(NAN_STEP // 10):
-        page.keyboard.press("Shift+ArrowRight")
-    told = page.locator(".spoken").inner_text()
+        tab.keyboard.press("Shift+ArrowRight")
+    told = tab.locator(".spoken").inner_text()
     assert f"step {NAN_STEP}; loss no value; limit 6" in told
     assert f"skip at step {NAN_STEP}: gradients of rank 1 are NaN" in told
 
@@ -280,15 +295,18 @@ def test_the_first_curve_is_seen_without_scrolling(page, address, width, height,
     assert box["x"] >= 0 and box["x"] + box["width"] <= width
 
 
-def test_the_page_of_an_ended_run_asks_for_nothing_more(page, address):
+def test_the_page_of_an_ended_run_asks_for_nothing_more(tab, address):
     asked: list[bytes] = []
-    page.on("websocket", lambda socket: socket.on("framesent", lambda frame: asked.append(frame)))
-    page.goto(at(address, f"run?run={OTHER_RUN}"))
-    page.wait_for_selector(CHART)
-    page.wait_for_timeout(1_000)
-    asked.clear()
-    page.wait_for_timeout(5_000)
-    assert [] == asked
+    with heard(
+        tab, "websocket", lambda socket: socket.on("framesent", lambda frame: asked.append(frame))
+    ):
+        tab.goto(at(address, f"run?run={OTHER_RUN}"))
+        tab.wait_for_selector(CHART)
+        tab.wait_for_timeout(1_000)
+        assert [] != asked, "it asked for the page"
+        asked.clear()
+        tab.wait_for_timeout(5_000)
+        assert [] == asked
 
 
 # ----------------------------------------------------------------------- the component by itself
@@ -296,17 +314,16 @@ def test_the_page_of_an_ended_run_asks_for_nothing_more(page, address):
 MODULE = "_stcore/bidi-components/trainvitals.charts/chart.js"
 
 
-@pytest.fixture
-def component(page, address) -> Callable[..., Any]:
-    """Give the component messages, as the server would; returns what it asks for."""
-    page.goto(address)
-    page.wait_for_selector(TABLE)
-    page.goto(run_page(address))  # the component is known once a page has used it
-    page.wait_for_selector(CHART)
-    base = address.partition("/?")[0]
+class Alone:
+    """The component on a page without a training, which draws what it is given."""
 
-    def give(*messages: dict[str, Any]) -> list[Any]:
-        return page.evaluate(
+    def __init__(self, page: Any, base: str) -> None:
+        self.page, self._base = page, base
+
+    def give(self, *messages: dict[str, Any]) -> list[Any]:
+        """Give a new one messages, as the server would; return what it asks for."""
+        self.page.mouse.move(0, 0)
+        return self.page.evaluate(
             """async ([url, messages]) => {
                 const draw = (await import(url)).default;
                 document.querySelector("#alone")?.remove();
@@ -323,10 +340,17 @@ def component(page, address) -> Callable[..., Any]:
                 await new Promise((done) => setTimeout(done, 300));
                 return told;
             }""",
-            [f"{base}/{MODULE}", list(messages)],
+            [f"{self._base}/{MODULE}", list(messages)],
         )
 
-    return give
+
+@pytest.fixture(scope="module")
+def alone(browser: Any, started: Started) -> Iterator[Alone]:
+    """One page for all: to load it takes a hundred times as long as to draw a chart."""
+    with new_page(browser) as page:
+        page.goto(at(started.address, f"run?run={OTHER_RUN}"))
+        page.wait_for_selector(CHART)  # the component is known once a page has used it
+        yield Alone(page, started.address.partition("/?")[0])
 
 
 def whole(values: list[float | None], **chart: Any) -> dict[str, Any]:
@@ -351,69 +375,70 @@ def more(first: dict[str, Any], number: int, start: int, values: list[float | No
     return head | {"xs": [steps], "lines": [line], "ends": [[0, steps[-1]]]}
 
 
-def test_a_message_that_was_missed_is_asked_for(component: Callable[..., Any]):
+def test_a_message_that_was_missed_is_asked_for(alone: Alone):
     first = whole([1.0, 2.0, 3.0])
-    assert [] == component(first, more(first, 2, 3, [4.0]))
-    ((kind, _),) = component(more(first, 4, 5, [6.0]))
+    assert [] == alone.give(first, more(first, 2, 3, [4.0]))
+    ((kind, _),) = alone.give(more(first, 4, 5, [6.0]))
     assert "missed" == kind
 
 
-def test_the_browser_thins_what_it_holds_but_for_extremes_and_gaps(page, component):
+def test_the_browser_thins_what_it_holds_but_for_extremes_and_gaps(alone: Alone):
     first = whole([2.0] * 2_000)
     values: list[float | None] = [2.0 + 0.1 * math.sin(i) for i in range(3_000)]
     values[1_000], values[1_500], values[1_700] = 7.5, None, -4.0
-    component(
+    alone.give(
         first,
         *(more(first, i + 2, 2_000 + 10 * i, values[10 * i : 10 * i + 10]) for i in range(300)),
     )
-    alone = page.locator("#alone figure")
-    label = alone.get_attribute("aria-label")
+    figure = alone.page.locator("#alone figure")
+    label = figure.get_attribute("aria-label")
     assert "Lowest -4, highest 7.5." in label
     drawn, total = re.search(r"([\d,]+) of ([\d,]+) points", label).groups()
     assert "5,000" == total and 1_500 < int(drawn.replace(",", "")) <= 4_000
 
 
-def test_far_values_do_not_flatten_the_others_and_are_marked(page, component):
+def test_far_values_do_not_flatten_the_others_and_are_marked(alone: Alone):
     values: list[float | None] = [2.0 + 0.1 * math.sin(i) for i in range(500)]
     values[100], values[300] = 400.0, -80.0
-    component(whole(values))
-    alone = page.locator("#alone figure")
-    assert "2 beyond the axis" in alone.locator(".counts").text_content()
-    box = alone.locator(".u-over").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 100 / 499, box["y"] + 60)
-    assert "loss: 400 at step 100, beyond this axis" in alone.locator(".events").inner_text()
-    page.locator("#alone").get_by_role("button", name="Full y range").click()
-    page.wait_for_timeout(300)
-    assert "beyond" not in alone.locator(".counts").text_content()
+    alone.give(whole(values))
+    figure = alone.page.locator("#alone figure")
+    assert "2 beyond the axis" in figure.locator(".counts").text_content()
+    box = figure.locator(".u-over").bounding_box()
+    alone.page.mouse.move(box["x"] + box["width"] * 100 / 499, box["y"] + 60)
+    assert "loss: 400 at step 100, beyond this axis" in figure.locator(".events").inner_text()
+    alone.page.locator("#alone").get_by_role("button", name="Full y range").click()
+    alone.page.wait_for_timeout(300)
+    assert "beyond" not in figure.locator(".counts").text_content()
 
 
-def test_a_loss_that_ends_in_nan_is_not_read_as_its_last_finite_value(page, component):
-    component(whole([2.0, 1.5, None]))
-    said = page.locator("#alone figure .u-legend").inner_text()
+def test_a_loss_that_ends_in_nan_is_not_read_as_its_last_finite_value(alone: Alone):
+    alone.give(whole([2.0, 1.5, None]))
+    said = alone.page.locator("#alone figure .u-legend").inner_text()
     assert "step 2 loss -" == " ".join(said.split())
 
 
-def test_a_page_finds_its_server_and_its_program_at_once(page, address):
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)  # from now on the server knows the program
-    failed, programs = [], []
-    page.on("response", lambda r: failed.append(r.url) if r.status >= 400 else None)
-    page.on("response", lambda r: programs.append(r.url) if MODULE in r.url else None)
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)
+def test_a_page_finds_its_server_and_its_program_at_once(tab, address):
+    tab.goto(run_page(address))
+    tab.wait_for_selector(CHART)  # from now on the server knows the program
+    answers: list[Any] = []
+    with heard(tab, "response", answers.append):
+        tab.goto(run_page(address))
+        tab.wait_for_selector(CHART)
+    failed = [answer.url for answer in answers if answer.status >= 400]
+    programs = [answer.url for answer in answers if MODULE in answer.url]
     assert ([], 1) == (failed, len(programs))
 
 
-def test_a_command_is_copied_from_the_verdict(page, address):
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.goto(at(address, PAGES["incidents"]))
-    copy = page.get_by_role("button", name="Copy vitals").first
+def test_a_command_is_copied_from_the_verdict(tab, address):
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.goto(at(address, PAGES["incidents"]))
+    copy = tab.get_by_role("button", name="Copy vitals").first
     copy.wait_for()
     command = copy.get_attribute("aria-label").removeprefix("Copy ")
-    assert command == page.locator("code").filter(has_text=command).first.inner_text()
+    assert command == tab.locator("code").filter(has_text=command).first.inner_text()
     copy.click()
-    page.get_by_text("Copied").wait_for()
-    assert command == page.evaluate("navigator.clipboard.readText()")
+    tab.get_by_text("Copied").wait_for()
+    assert command == tab.evaluate("navigator.clipboard.readText()")
 
 
 @pytest.mark.parametrize(
@@ -425,29 +450,29 @@ def test_a_command_is_copied_from_the_verdict(page, address):
         ((1e-6, 2e3), [1e-6, 1e-4, 1e-2, 1, 100]),
     ],
 )
-def test_a_logarithmic_axis_has_labels_however_narrow_it_is(page, component, ends, labels):
-    component(whole([1.0, 2.0], log=True))
-    address = page.evaluate("url => new URL(url, location.origin).href", f"/{MODULE}")
-    given = page.evaluate(
+def test_a_logarithmic_axis_has_labels_however_narrow_it_is(alone: Alone, ends, labels):
+    alone.give(whole([1.0, 2.0], log=True))
+    address = alone.page.evaluate("url => new URL(url, location.origin).href", f"/{MODULE}")
+    given = alone.page.evaluate(
         "async ([url, [min, max]]) => (await import(url)).logSplits(null, 1, min, max)",
         [address, list(ends)],
     )
     assert labels == given
 
 
-def test_what_was_rolled_back_of_several_curves_is_one_entry_of_the_legend(page, component):
+def test_what_was_rolled_back_of_several_curves_is_one_entry_of_the_legend(alone: Alone):
     names = ("whole", "data")
     curves = [[name, "main", i] for i, name in enumerate(names)]
     curves += [[f"{name}, rolled back", "discarded", i] for i, name in enumerate(names)]
     chart = whole([1.0, 2.0, 3.0])["charts"][0]
-    component(whole([1.0, 2.0, 3.0], curves=curves, lines=chart["lines"] * 4))
-    entries = page.locator("#alone figure .u-legend tr:visible")
+    alone.give(whole([1.0, 2.0, 3.0], curves=curves, lines=chart["lines"] * 4))
+    entries = alone.page.locator("#alone figure .u-legend tr:visible")
     assert ["step", "whole", "data", "rolled back"] == [
         entry.locator(".u-label").inner_text() for entry in entries.all()
     ]
     assert "rolled back" == entries.last.inner_text().strip(), "of two values it tells none"
     entries.last.locator("th").click()
-    assert 2 == page.locator("#alone figure tr.u-off").count(), "both are hidden"
+    assert 2 == alone.page.locator("#alone figure tr.u-off").count(), "both are hidden"
 
 
 def test_an_alert_is_silenced_with_a_reason_and_an_end(page, address, started):
@@ -466,28 +491,28 @@ def test_an_alert_is_silenced_with_a_reason_and_an_end(page, address, started):
     page.get_by_text(re.compile("silenced for another .* the data are mended")).wait_for()
 
 
-def test_an_incident_leads_to_the_curves_around_it(page, address):
+def test_an_incident_leads_to_the_curves_around_it(tab, address):
     expect = pytest.importorskip("playwright.sync_api").expect
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)
-    page.get_by_role("link", name="Incidents", exact=True).click()
-    page.locator(".st-key-incident_title").wait_for()
-    told = page.locator(".st-key-facts_incident").inner_text()
+    tab.goto(run_page(address))
+    tab.wait_for_selector(CHART)
+    tab.get_by_role("link", name="Incidents", exact=True).click()
+    tab.locator(".st-key-incident_title").wait_for()
+    told = tab.locator(".st-key-facts_incident").inner_text()
     steps = re.match(r"steps? (\d+)(?: to (\d+))?", told)
     onset, last = int(steps[1]), int(steps[2] or steps[1])
-    page.get_by_role("link", name="Curves around it").click()
-    page.get_by_role("button", name="View").click()
+    tab.get_by_role("link", name="Curves around it").click()
+    tab.get_by_role("button", name="View").click()
     for name, step in (("from", max(0, onset - 100)), ("to", last + 100)):
-        expect(page).to_have_url(re.compile(rf"/run\?.*[?&]{name}={step}(&|$)"))
-        expect(page.get_by_label(f"{name} step")).to_have_value(str(step))
-    page.wait_for_selector(CHART)
+        expect(tab).to_have_url(re.compile(rf"/run\?.*[?&]{name}={step}(&|$)"))
+        expect(tab.get_by_label(f"{name} step")).to_have_value(str(step))
+    tab.wait_for_selector(CHART)
 
 
-def test_the_answer_to_a_question_is_taken_away_as_csv(page, address, tmp_path: Path):
-    page.goto(at(address, f"query?run={RUN}&table=steps&where=loss %3E 8.5&columns=step%2C loss"))
-    page.get_by_text("1 of 1 row").wait_for()
-    with page.expect_download() as offered:
-        page.get_by_role("button", name="CSV").click()
+def test_the_answer_to_a_question_is_taken_away_as_csv(tab, address, tmp_path: Path):
+    tab.goto(at(address, f"query?run={RUN}&table=steps&where=loss %3E 8.5&columns=step%2C loss"))
+    tab.get_by_text("1 of 1 row").wait_for()
+    with tab.expect_download() as offered:
+        tab.get_by_role("button", name="CSV").click()
     assert f"vitals_steps_{RUN}.csv" == offered.value.suggested_filename
     offered.value.save_as(tmp_path / "taken.csv")
     with (tmp_path / "taken.csv").open(newline="") as taken:
@@ -548,15 +573,15 @@ def test_every_page_can_be_read_by_everybody(page, address, started):
     assert [] == refused, "the policy lets the pages be as they are"
 
 
-def test_the_keyboard_reaches_every_control_of_the_run_page(page, address):
-    page.goto(run_page(address))
-    page.wait_for_selector(CHART)
-    page.get_by_text(re.compile(r"Attempts \(")).wait_for()
-    page.locator("body").press("Tab")
-    reached = [page.evaluate(REACHED)]
+def test_the_keyboard_reaches_every_control_of_the_run_page(tab, address):
+    tab.goto(run_page(address))
+    tab.wait_for_selector(CHART)
+    tab.get_by_text(re.compile(r"Attempts \(")).wait_for()
+    tab.locator("body").press("Tab")
+    reached = [tab.evaluate(REACHED)]
     while len(reached) < 80 and reached[-1] not in reached[:-1]:
-        page.keyboard.press("Tab")
-        reached.append(page.evaluate(REACHED))
+        tab.keyboard.press("Tab")
+        reached.append(tab.evaluate(REACHED))
     said = "\n".join(reached)
     for control in ("Fleet", "Incidents", "View", "Live", "Run", "Full y range", "Loss over step"):
         assert control in said, said

@@ -217,45 +217,45 @@ QUESTIONS: dict[str, tuple[Callable[[Visitor], str], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("question", one_in(3, QUESTIONS))
-def test_each_question_is_answered_in_two_clicks(question: str, page: Any, address: str) -> None:
+def test_each_question_is_answered_in_two_clicks(question: str, tab: Any, address: str) -> None:
     answer, expected = QUESTIONS[question]
-    page.goto(address)
-    visitor = Visitor(page)
+    tab.goto(address)
+    visitor = Visitor(tab)
     said = answer(visitor)
     for words in expected:
         assert re.search(words, said), said
     assert visitor.clicks <= MAX_CLICKS
 
 
-def test_the_summary_of_an_incident_fits_a_laptops_screen(page: Any, address: str) -> None:
-    page.set_viewport_size({"width": 1280, "height": 720})
-    page.goto(address)
-    visitor = Visitor(page)
+def test_the_summary_of_an_incident_fits_a_laptops_screen(tab: Any, address: str) -> None:
+    tab.set_viewport_size({"width": 1280, "height": 720})
+    tab.goto(address)
+    visitor = Visitor(tab)
     visitor.incident()
-    box = page.locator(".st-key-incident_summary").bounding_box()
+    box = tab.locator(".st-key-incident_summary").bounding_box()
     assert box["y"] + box["height"] <= 720
 
 
-def test_the_first_curve_of_a_halted_run_begins_above_the_fold(page: Any, address: str) -> None:
-    page.set_viewport_size({"width": 1280, "height": 720})
-    page.goto(address)
-    visitor = Visitor(page)
+def test_the_first_curve_of_a_halted_run_begins_above_the_fold(tab: Any, address: str) -> None:
+    tab.set_viewport_size({"width": 1280, "height": 720})
+    tab.goto(address)
+    visitor = Visitor(tab)
     visitor.open_run()
-    curve = page.locator(CHART).first
+    curve = tab.locator(CHART).first
     curve.wait_for()
-    page.wait_for_timeout(500)
+    tab.wait_for_timeout(500)
     assert curve.bounding_box()["y"] <= 720 - 120, "enough of it to see how it ended"
 
 
 @pytest.mark.parametrize(("width", "theme"), one_in(2, [(390, "dark"), (1440, "light")]))
 def test_the_verdict_can_be_read_by_everybody(
-    page: Any, address: str, width: int, theme: str
+    tab: Any, address: str, width: int, theme: str
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    page.set_viewport_size({"width": width, "height": 900})
-    page.emulate_media(color_scheme=theme)
-    page.goto(address)
-    page.locator("[data-testid=stDataFrame] canvas").first.wait_for()
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.emulate_media(color_scheme=theme)
+    tab.goto(address)
+    tab.locator("[data-testid=stDataFrame] canvas").first.wait_for()
     ready = {
         "": "[data-testid=stDataFrame] canvas",
         f"run?run={RUN}": ".st-key-strip_next",
@@ -263,14 +263,14 @@ def test_the_verdict_can_be_read_by_everybody(
         "alerts": "[class*='st-key-alert_group']",
     }
     for path, selector in ready.items():
-        page.goto(at(address, path))
-        page.locator(selector).first.wait_for()
-        page.wait_for_timeout(1_500)
+        tab.goto(at(address, path))
+        tab.locator(selector).first.wait_for()
+        tab.wait_for_timeout(1_500)
         grave = [
             (each["id"], node["target"], node["failureSummary"])
-            for each in axe.run(page).response["violations"]
+            for each in axe.run(tab).response["violations"]
             if each["impact"] in ("serious", "critical")
             for node in each["nodes"]
         ]
         assert [] == grave, path
-        assert page.locator("h1").count() == 1, path
+        assert tab.locator("h1").count() == 1, path

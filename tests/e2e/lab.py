@@ -36,11 +36,13 @@ _CHECKSUM_BYTES = 4
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-    """Look again and again until the condition holds."""
+    """Look again and again until the condition holds, and rest for as long as a look takes."""
     deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds} s: {what}"
-        time.sleep(0.02)
+        time.sleep(max(0.02, time.monotonic() - began))
+        began = time.monotonic()
 
 
 class Lab:

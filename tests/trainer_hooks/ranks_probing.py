@@ -1,5 +1,6 @@
 """What each rank does in ``test_ranks_probe``; results go to a file by rank."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import trainer_hooks
 from tests.trainer_hooks.probing import MoCo, ask, batches, loss_of, notes, seeded, trained
 
-STEPS = 45
+STEPS, FEW_STEPS = 42, 26
+"""Of a training that reads eight batches, and of one whose probe ends."""
 
 
 class Block(nn.Linear):
@@ -62,9 +64,15 @@ def fsdp1_flat():
 WRAPPINGS = {"ddp": ddp, "fsdp2": fsdp2, "fsdp1": fsdp1, "fsdp1 flat": fsdp1_flat}
 
 
+@functools.cache
+def bare_of(make, rank):
+    """Return the numbers of a training without a probe."""
+    return trained(seeded(make), probe=False, rank=rank, count=2 * STEPS)[0]
+
+
 def with_and_without(make, rank):
     """Return whether a training is the same with and without a probe, and what was read."""
-    bare, _, _ = trained(seeded(make), probe=False, rank=rank, count=2 * STEPS)
+    bare = bare_of(make, rank)
     probed, readings, is_on = trained(seeded(make), probe=True, rank=rank, count=2 * STEPS)
     return {
         "differs": [name for name in bare if bare[name] != probed[name]],
@@ -75,7 +83,7 @@ def with_and_without(make, rank):
     }
 
 
-def switched_off(make, rank, change, *, at=20):
+def switched_off(make, rank, change, *, at=12):
     """Train with a loss_of that is changed from some step on, and return what became of it."""
     model = seeded(make)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -90,14 +98,14 @@ def switched_off(make, rank, change, *, at=20):
     readings, losses = [], []
     with trainer_hooks.watch(model, optimizer) as monitor:
         told = notes(monitor)
-        for batch in monitor.batches(batches(rank, STEPS), probe=probe):
+        for batch in monitor.batches(batches(rank, FEW_STEPS), probe=probe):
             loss = right(batch)
             loss.backward()
             losses.append(loss.item())
             monitor.step(loss)
             now["step"] = monitor.step_index
-            if monitor.step_index in (40, 42):
-                readings.append(monitor._controller.probe.read(ask(40)).num_batches)
+            if monitor.step_index in (22, 24):
+                readings.append(monitor._controller.probe.read(ask(22)).num_batches)
         is_on = monitor._controller.probe.is_on
     return {
         "is_on": is_on,
@@ -154,7 +162,7 @@ def wrong_on_one(_model, right, batch, rank):
 
 def goes_on_as_bare(make, rank):
     """Return whether a training whose probe failed on all ranks goes on as if there were none."""
-    bare, _, _ = trained(seeded(make), probe=False, rank=rank, count=2 * STEPS)
+    bare = bare_of(make, rank)
     model = seeded(make)
     right, asked = loss_of(model), []
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from tests.examples import one_in
 from tests.trainer_hooks.ranks_sharing_files import counted_reads, four, hashed, two
 from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_newest
 from tests.trainer_hooks.spawned import spawned
@@ -132,7 +133,7 @@ def of_four(tmp_path_factory):
     return spawned(four, tmp_path_factory.mktemp("four"), ranks=4)
 
 
-@pytest.fixture(params=["of_two", "of_four"])
+@pytest.fixture(params=one_in(2, ["of_two", "of_four"]))
 def found(request):
     return request.getfixturevalue(request.param)
 

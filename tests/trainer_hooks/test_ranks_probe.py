@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.trainer_hooks.ranks_probing import CHANGES, WRAPPINGS, main
+from tests.trainer_hooks.ranks_probing import CHANGES, FEW_STEPS, WRAPPINGS, main
 from tests.trainer_hooks.spawned import spawned
 
 pytestmark = pytest.mark.dist
@@ -49,7 +49,7 @@ def test_so_it_is_on_four_ranks(tmp_path, ranks):
 def test_a_loss_of_that_fails_on_one_rank_ends_on_all_and_is_told_once(found, kind, case):
     for rank, one in enumerate(found):
         result = one[f"{kind} {case}"]
-        assert (result["is_on"], result["readings"], result["steps"]) == (False, [0, 0], 45)
+        assert (result["is_on"], result["readings"], result["steps"]) == (False, [0, 0], FEW_STEPS)
         assert len(result["off"]) == (rank == 0)
     (text,) = found[0][f"{kind} {case}"]["off"]
     if case in ("before", "behind", "swallowed"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.examples import one_in
 from tests.trainer_hooks.ranks_sharing_snapshots import STEPS, four, killed, two
 from tests.trainer_hooks.spawned import spawned, start_rank
 from tests.trainer_hooks.test_snapshots import SIDES
@@ -31,7 +32,7 @@ def of_four(tmp_path_factory):
     return spawned(four, tmp_path_factory.mktemp("four"), ranks=4)
 
 
-@pytest.fixture(params=["of_two", "of_four"])
+@pytest.fixture(params=one_in(2, ["of_two", "of_four"]))
 def found(request):
     return request.getfixturevalue(request.param)
 

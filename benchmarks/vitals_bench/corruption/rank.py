@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks import CheckpointSettings, watch
@@ -261,7 +262,7 @@ def _healthy(kind: str, rank: int, ranks: int, steps: int) -> Healthy:
     if kind == "FSDP2, HSDP":
         sides = (ranks // 2, 2) if ranks % 2 == 0 and ranks > 2 else (ranks, 1)
         mesh = dist.device_mesh.init_device_mesh("cpu", sides, mesh_dim_names=("dp", "shard"))
-        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     else:
         model = DistributedDataParallel(model)
     if kind == "DDP, PowerSGD":

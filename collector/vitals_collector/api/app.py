@@ -229,7 +229,7 @@ def _add_routes(
         goodput=goodput,
     )
     app.state.store, app.state.query, app.state.acting = store, query, acting
-    app.include_router(question_router(query))
+    app.include_router(question_router())
     app.include_router(
         control_router(
             store, acting.inbox, clock=clock, keys=settings.data, folders=settings.folders

@@ -32,15 +32,19 @@ _BODY, _ASKER = "body", "request"
 T = TypeVar("T")
 
 
-def question_router(query: Query) -> APIRouter:
-    """Return a route for each question; ``query`` answers."""
+@functools.cache
+def question_router() -> APIRouter:
+    """Return a route for each question; the ``query`` of the app's state answers.
+
+    Every app of a process has the same one: to make it is half of what making an app takes.
+    """
     router = APIRouter()
     for route in ROUTES.values():
-        _add(router, route, query)
+        _add(router, route)
     return router
 
 
-def _add(router: APIRouter, route: Route, query: Query) -> None:
+def _add(router: APIRouter, route: Route) -> None:
     body: Any = _body_type(route) if route.method == "POST" else None
     parameters = [Parameter(_ASKER, Parameter.KEYWORD_ONLY, annotation=Request)]
     parameters += [_parameter(field, Path) for field in route.in_path]
@@ -52,7 +56,8 @@ def _add(router: APIRouter, route: Route, query: Query) -> None:
     of_address = route.in_path if body is not None else (*route.in_path, *route.others)
 
     def endpoint(**values: Any) -> Response:
-        principal = principal_of(values[_ASKER])
+        asker: Request = values[_ASKER]
+        query, principal = asker.app.state.query, principal_of(asker)
         sent = values.get(_BODY) if body is not None else None
         if isinstance(sent, route.kind):
             return reply(ask_as(query, principal, route, sent))

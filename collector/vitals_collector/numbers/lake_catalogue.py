@@ -331,8 +331,7 @@ class Catalogue:
         with engine.transaction():
             for name, columns in _TABLES.items():
                 engine.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns})")
-        for name in _INLINED:
-            engine.inline(name)
+        engine.inline(*_INLINED)
         if not len(engine.ask(f"SELECT times FROM {NUMBERED}")):
             engine.execute(f"INSERT INTO {NUMBERED} VALUES (0)")
         self.look_again()

@@ -833,17 +833,18 @@ class Engine:
         paths, crcs = zip(*checksums, strict=True)
         self.insert(CHECKSUMS, pa.table({"path": list(paths), "crc": list(crcs)}))
 
-    def inline(self, table: str) -> None:
-        """Let few rows at a time of this table lie in the catalogue itself."""
+    def inline(self, *tables: str) -> None:
+        """Let few rows at a time of these tables lie in the catalogue itself."""
         inlined = self.ask(
             "SELECT scope_entry FROM ducklake_options('lake')"
             " WHERE option_name = 'data_inlining_row_limit'"
         )["scope_entry"].to_pylist()
-        if f"main.{table}" not in inlined:
-            self.execute(
-                f"CALL lake.set_option('data_inlining_row_limit', {_INLINED_ROWS},"
-                f" table_name => '{table}')"
-            )
+        for table in tables:
+            if f"main.{table}" not in inlined:
+                self.execute(
+                    f"CALL lake.set_option('data_inlining_row_limit', {_INLINED_ROWS},"
+                    f" table_name => '{table}')"
+                )
 
     # --------------------------------------------------------------------------------- reading
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,17 @@ def fresh_lake(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["lake", "memory"])
 def numbers(request: pytest.FixtureRequest, tmp_path: Path, fresh_lake: Path) -> Iterator[Numbers]:
     """Give an empty store of each kind."""
-    if request.param == "memory":
+    with empty_numbers(request.param, tmp_path, fresh_lake) as empty:
+        yield empty
+
+
+@contextmanager
+def empty_numbers(kind: str, folder: Path, fresh_lake: Path) -> Iterator[Numbers]:
+    """Open an empty store of that kind."""
+    if kind == "memory":
         yield MemoryNumbers()
         return
-    shutil.copytree(fresh_lake, tmp_path, dirs_exist_ok=True)
-    lake = Lake(tmp_path)
+    shutil.copytree(fresh_lake, folder, dirs_exist_ok=True)
+    lake = Lake(folder)
     yield lake
     lake.close()

@@ -234,13 +234,13 @@ def test_rows_are_stored_and_read_while_files_are_merged(tmp_path: Path) -> None
 
     merging = threading.Thread(target=merge)
     merging.start()
-    for step in range(30):
+    for step in range(15):
         lake.append([batch(identity(), [{"loss": float(step)}], first_seq=step)])
         assert losses(lake) == [float(i) for i in range(step + 1)]
     over.set()
     merging.join()
     lake.merge()
-    assert losses(lake) == [float(i) for i in range(30)]
+    assert losses(lake) == [float(i) for i in range(15)]
     assert errors == []
     lake.close()
 
@@ -259,10 +259,10 @@ def test_upkeep_that_ran_out_of_time_is_taken_up_again(tmp_path: Path) -> None:
 
 def test_marks_stay_few_however_many_commits_there_were(tmp_path: Path) -> None:
     lake = Lake(tmp_path)
-    for step in range(30):
+    for step in range(12):
         ranks = [batch(identity(rank=r), [{"loss": 1.0}], first_seq=step) for r in range(4)]
         lake.append(ranks)
-        if step % 10 == 9:
+        if step % 4 == 3:
             lake.merge()
     num = lake.engine.ask("SELECT (SELECT count(*) FROM marks) + (SELECT count(*) FROM new_marks)")
     assert num.to_pydict() == {num.column_names[0]: [4]}

@@ -1,11 +1,14 @@
 """What every store of numbers promises; the lake and memory alike."""
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.collector.numbers.conftest import empty_numbers
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import FormatError
@@ -111,6 +114,17 @@ def test_rows_come_by_step_then_rank_then_time(numbers: Numbers) -> None:
     assert later.header.identity.incarnation in plain(columns["incarnation"])[3:5]
 
 
+@pytest.fixture(scope="module", params=["lake", "memory"])
+def three_rows(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fresh_lake: Path
+) -> Iterator[Numbers]:
+    """A store of each kind with three rows of a run and one of another, for questions alone."""
+    with empty_numbers(request.param, tmp_path_factory.mktemp("numbers"), fresh_lake) as numbers:
+        numbers.append([batch(identity(rank=3), [{"loss": float(i)} for i in range(3)])])
+        numbers.append([batch(identity(OTHER_RUN), [{"loss": 8.0}])])
+        yield numbers
+
+
 @pytest.mark.parametrize(
     ("span", "expected"),
     [
@@ -130,11 +144,9 @@ def test_rows_come_by_step_then_rank_then_time(numbers: Numbers) -> None:
         (STEPS._replace(stream="scalars"), []),
     ],
 )
-def test_a_span_bounds_what_is_read(numbers: Numbers, span: Span, expected: list[float]) -> None:
-    numbers.append([batch(identity(rank=3), [{"loss": float(i)} for i in range(3)])])
-    numbers.append([batch(identity(OTHER_RUN), [{"loss": 8.0}])])
-    assert losses(numbers, span) == expected
-    assert numbers.num_rows(span) == len(expected)
+def test_a_span_bounds_what_is_read(three_rows: Numbers, span: Span, expected: list[float]) -> None:
+    assert losses(three_rows, span) == expected
+    assert three_rows.num_rows(span) == len(expected)
 
 
 def test_each_writer_numbers_its_rows_and_its_names_anew(numbers: Numbers) -> None:
