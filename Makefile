@@ -41,7 +41,7 @@ test: $(STAMP) ## lint, and every test except the slow ones, on all cores
 pytest: $(STAMP)
 	$(BIN)/python -m compileall -q $(CODE)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only $(ARGS) >/dev/null || true
-	$(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) \
+	$(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS) \
 	|| { test $$? = 1 && echo "== Failed among the others, as told above. Once more, alone, up to the first that fails again:" \
 	&& $(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -x; }
 

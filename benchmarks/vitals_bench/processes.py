@@ -75,6 +75,13 @@ class Started:
             for process in (self._process, *self._process.children(recursive=True))
         )
 
+    def file_bytes(self) -> int:
+        """Return how much of that are pages of files, which the system can drop: libraries."""
+        return sum(
+            process.memory_info().shared
+            for process in (self._process, *self._process.children(recursive=True))
+        )
+
     def settle(self, seconds: float = 20.0) -> None:
         """Wait until it uses no CPU any more, for at most so long."""
         until, quiet, before = time.monotonic() + seconds, 0, self.cpu_seconds()

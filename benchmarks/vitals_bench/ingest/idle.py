@@ -37,6 +37,7 @@ def measure_seconds(seconds: float) -> Iterator[Row]:
             time.sleep(seconds)
             used = (server.started.cpu_seconds() - before) / (time.monotonic() - began)
             resident = server.started.resident_bytes()
+            of_files = server.started.file_bytes()
     yield Row(
         name="CPU of a collector while nothing comes",
         ours=100.0 * used,
@@ -50,7 +51,8 @@ def measure_seconds(seconds: float) -> Iterator[Row]:
         ours=resident / 1e6,
         unit="MB",
         goal=at_most(300.0),
-        note="resident, at the end of these",
+        note=f"resident, at the end of these; {of_files / 1e6:.0f} MB are pages of libraries'"
+        " files, of which a kernel maps more or fewer, and which it drops where it needs room",
     )
     yield Row(
         name="from the start of a collector to its address, nothing stored yet",
