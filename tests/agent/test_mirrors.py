@@ -54,7 +54,7 @@ def codes(world: World) -> list[str]:
 def test_a_run_that_only_the_collector_has_is_read_from_there(world, started):
     world.rank().step(0)
     agent = world.agent(mirrors=("wandb",), mirror_source=("--collector", "https://c:1"))
-    turned(agent, until=started.exists)
+    turned(agent, until=lambda: "mirror_ended" in codes(world))
     assert (
         f"-m trainvitals mirror {RUN} --collector https://c:1 --to wandb\n" == started.read_text()
     )

@@ -259,8 +259,8 @@ def test_of_a_log_too_short_to_be_judged_it_says_so(tmp_path: Path, capsys):
     path.write_text("step,loss\n5,2.0\n")
     said = audited(capsys, path)
     assert "1 record, steps 5 to 5." in said
-    assert "of 1 record little can be said: spikes are judged once 10 clean ones are known" in said
-    assert "little can be said" not in audited(capsys, csv(tmp_path, "healthy"))
+    assert "a short log: spikes are judged once 10 clean records are known" in said
+    assert "a short log" not in audited(capsys, csv(tmp_path, "healthy"))
 
 
 def test_a_log_whose_newest_record_comes_first_is_read_from_its_end(tmp_path: Path, capsys):

@@ -343,8 +343,10 @@ def test_what_a_log_has_of_odd_things_is_said(tmp_path: Path, capsys):
     assert "1 record of the step before: judged too" in said
 
 
-def test_a_log_with_the_newest_record_first_is_told_to_be_one(tmp_path: Path, capsys):
+def test_a_log_with_the_newest_record_first_is_read_from_its_end(tmp_path: Path, capsys):
     path = tmp_path / "reversed.csv"
     path.write_text("step,loss\n" + "".join(f"{step},2.0\n" for step in range(300, 0, -1)))
     assert 0 == run_cli("replay", str(path))
-    assert "if the newest record comes first" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "steps 1 to 300" in said
+    assert "Its newest record comes first: it was read from the end." in said

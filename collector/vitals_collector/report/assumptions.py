@@ -74,8 +74,8 @@ def _short(config: JudgeConfig, num_records: int) -> list[str]:
     if num_records >= outliers:
         return []
     return [
-        f"of {_num(num_records)} little can be said: spikes are judged once {spikes} clean ones "
-        f"are known, steps to be skipped once {outliers} are, unless they are not finite"
+        f"a short log: spikes are judged once {spikes} clean records are known, steps to be "
+        f"skipped once {outliers} are, unless they are not finite"
     ]
 
 
