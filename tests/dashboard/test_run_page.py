@@ -1,5 +1,7 @@
 import json
+import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +13,9 @@ from tests.dashboard.conftest import texts
 from tests.dashboard.drawn import commands, drawn, messages
 from tests.dashboard.look_back import with_look_back
 from tests.dashboard.stub import Stub
+from trainvitals.question import Question
+from trainvitals.views import ManySeriesQuestion, RunQuestion, VerdictQuestion
+from vitals_dashboard.source import POINTS
 
 Open = Callable[..., AppTest]
 
@@ -73,6 +78,40 @@ def test_nothing_that_reads_every_step_is_asked_before_it_is_opened(
     said = shown(open_page("run"))
     assert "Goodput" not in said
     assert "Final loss" not in said
+
+
+def test_the_curves_are_asked_for_before_what_a_browser_draws_after_them(
+    stub: Stub, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    answer = stub.ask
+
+    def ask(question: Question[Any]) -> object:
+        asked.append(question)
+        return answer(question)
+
+    monkeypatch.setattr(stub, "ask", ask)
+    stub.add(samples.sample_run())
+    open_page("run")
+    series = [q for q in asked if isinstance(q, ManySeriesQuestion)]
+    (verdict,) = [q for q in asked if isinstance(q, VerdictQuestion)]
+    assert max(one.points for one in series[0].series) == POINTS
+    assert asked.index(series[0]) < asked.index(verdict) < asked.index(series[-1])
+
+
+def test_a_collector_that_answers_after_seconds_is_not_told_as_down(
+    stub: Stub, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = stub.ask
+
+    def ask(question: Question[Any]) -> object:
+        if isinstance(question, RunQuestion):
+            time.sleep(4.0)
+        return answer(question)
+
+    monkeypatch.setattr(stub, "ask", ask)
+    stub.add(samples.sample_run())
+    assert "Grad norm" in [metric.label for metric in open_page("run").metric]
 
 
 def test_the_run_page_says_when_the_run_ends_and_at_what_loss(stub: Stub, open_page: Open) -> None:

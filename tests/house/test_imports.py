@@ -54,6 +54,12 @@ def test_a_rank_that_imports_the_hooks_gets_no_server_and_no_command_line():
     )
 
 
+def test_a_command_line_holds_no_other_library_s():
+    modules = modules_after("trainvitals.cli.main", "vitals_collector.cli.collector")
+    assert "httpx" in modules
+    assert {"rich", "pygments"} & modules == set()
+
+
 def test_the_hooks_add_only_themselves_to_torch_and_msgspec():
     before = modules_after("torch", "torch.distributed.checkpoint", "msgspec", "numpy")
     added = modules_after("torch", "torch.distributed.checkpoint", "trainer_hooks") - before
