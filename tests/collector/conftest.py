@@ -1,7 +1,6 @@
 """Stores of both kinds, and a collector behind its HTTP interface."""
 
 import contextlib
-import functools
 import itertools
 import shutil
 import subprocess
@@ -17,7 +16,6 @@ import httpx
 import pytest
 import sqlalchemy
 import uvicorn
-from alembic.script import ScriptDirectory
 
 from tests.small_disks import small_file_system
 from trainvitals.io.client import CollectorAddress, CollectorClient, client_of, read_tokens
@@ -27,7 +25,7 @@ from vitals_collector.api.auth import PatientProtocol
 from vitals_collector.api.certificate import own_certificate, tell_clients
 from vitals_collector.api.serve import ListenSettings, bind, url_of
 from vitals_collector.retention.upkeep import INTERVAL_SECONDS, Upkeep
-from vitals_collector.storage.migrate import migration_config
+from vitals_collector.storage.migrate import NEWEST
 from vitals_collector.storage.schema import metadata
 from vitals_collector.storage.store import Store, open_data_store, open_store
 
@@ -203,12 +201,6 @@ def lake_store(request: pytest.FixtureRequest, tmp_path: Path, fresh_data: Path)
         empty(opened)
 
 
-@functools.cache
-def newest_version() -> str:
-    """Return what a database of this version says, whatever a test has written there."""
-    return str(ScriptDirectory.from_config(migration_config()).get_current_head())
-
-
 def empty(store: Store) -> None:
     """Remove what is in the PostgreSQL of a closed store, the catalogue of its lake too."""
     with store.engine.begin() as connection:
@@ -218,7 +210,7 @@ def empty(store: Store) -> None:
             names = ", ".join(metadata.tables)
             statements = [
                 f"TRUNCATE {names} RESTART IDENTITY CASCADE",
-                f"UPDATE alembic_version SET version_num = '{newest_version()}'",
+                f"UPDATE alembic_version SET version_num = '{NEWEST}'",
             ]
         else:
             statements = ["DROP SCHEMA public CASCADE", "CREATE SCHEMA public"]

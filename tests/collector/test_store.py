@@ -2,12 +2,16 @@ import contextlib
 import random
 import sqlite3
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import sqlalchemy
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 
 from tests.collector.conftest import grow
 from tests.collector.rows import Writer, num_stored
@@ -15,6 +19,7 @@ from trainvitals.errors import InsecurePathError, StorageError, UsageError
 from trainvitals.rows import Value
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.numbers.interface import FULL
+from vitals_collector.storage.migrate import NEWEST, migration_config
 from vitals_collector.storage.schema import metadata, streams
 from vitals_collector.storage.store import (
     DATABASE_FILE,
@@ -26,10 +31,37 @@ from vitals_collector.storage.store import (
 )
 
 
-def test_the_migrations_make_exactly_the_tables_of_the_schema(store: Store):
+def test_a_new_database_has_the_tables_and_the_version_of_the_schema(store: Store):
     with store.write() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert [] == compare_metadata(context, metadata)
+        scripts = ScriptDirectory.from_config(migration_config())
+        assert context.get_current_revision() == scripts.get_current_head()
+
+
+def test_the_migrations_make_exactly_the_tables_of_the_schema(store: Store):
+    config = migration_config()
+    with store.write() as connection:
+        metadata.drop_all(connection)
+        connection.exec_driver_sql("DROP TABLE alembic_version")
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert [] == compare_metadata(context, metadata)
+        assert context.get_current_revision() == NEWEST
+
+
+def test_alembic_is_not_imported_without_an_upgrade(tmp_path: Path):
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from vitals_collector.storage.store import open_data_store\n"
+        "for _ in range(2): open_data_store(Path(sys.argv[1])).close()\n"
+        "print('alembic' in sys.modules, 'sqlalchemy' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "data")], capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_a_database_of_before_tokens_gets_them_and_keeps_what_it_has(store: Store):
