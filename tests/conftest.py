@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples import register_profiles
-from tests.forked import FIRST
+from tests.support.examples import register_profiles
+from tests.support.forked import FIRST
 from trainvitals.identity import Identity, new_incarnation, new_run_id
 
 POOL_THREADS = ("asyncio_", "AnyIO worker", "ThreadPoolExecutor", "pytest_timeout", "tqdm")
@@ -111,7 +111,7 @@ def _ends_with_ours(pid: str) -> bool:
     """Whether torch.compile, or multiprocessing at its first start, has this process for good.
 
     Ranks and programs are forks of a process that has imported what they need:
-    ``tests/trainer_hooks/spawned.py``, ``tests/forked.py``.
+    ``tests/trainer_hooks/spawned.py``, ``tests/support/forked.py``.
     """
     try:
         line = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -10,7 +10,7 @@ from sqlalchemy import select
 from tests.agent.builders import RUN
 from tests.agent.flipping_proxy import FlippingProxy, Flips
 from tests.collector.conftest import Served, fresh_data, served  # noqa: F401 - fixtures
-from tests.examples import one_in
+from tests.support.examples import one_in
 from trainvitals.io.client import CollectorAddress
 from vitals_agent.collector_endpoint import CollectorEndpoint
 from vitals_collector.numbers.interface import Span

@@ -12,7 +12,7 @@ import pytest
 
 from tests.agent.builders import NODE, RUN, STEPS, World
 from tests.agent.rank_main import row
-from tests.forked import COMMANDS
+from tests.support.forked import COMMANDS
 
 DEADLINE_SECONDS = 60.0
 

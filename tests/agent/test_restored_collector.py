@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.agent.builders import RUN
-from tests.examples import one_in
+from tests.support.examples import one_in
 from trainvitals.errors import FormatError, TransportError
 from trainvitals.io.spool import FILE_BYTES, Spool
 from trainvitals.records import Note

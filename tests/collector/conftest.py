@@ -17,7 +17,7 @@ import pytest
 import sqlalchemy
 import uvicorn
 
-from tests.small_disks import small_file_system
+from tests.support.small_disks import small_file_system
 from trainvitals.io.client import CollectorAddress, CollectorClient, client_of, read_tokens
 from trainvitals.io.server_identity import UNPROVEN
 from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app

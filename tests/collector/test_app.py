@@ -6,7 +6,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from tests.collector.conftest import Served
 from tests.collector.rows import OTHER_RUN, RUN, Writer
-from tests.small_disks import small_file_system
+from tests.support.small_disks import small_file_system
 from trainvitals.errors import (
     FormatError,
     NewerVersionError,

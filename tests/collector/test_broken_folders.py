@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_cli_read import leave, vitals
+from tests.support import forked
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import RunInfo, RunStarted
 from vitals_collector.ingest.folder import FolderIngest

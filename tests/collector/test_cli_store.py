@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tests.collector.alerting import decision
 from tests.collector.rows import RUN, SECOND, Writer
 from tests.collector.volume_runs import ranks, write_steps
-from tests.small_disks import small_file_system
+from tests.support.small_disks import small_file_system
 from trainvitals.cli.main import build_app
 from trainvitals.errors import StorageError, VitalsError
 from trainvitals.records import RunEnded, RunInfo, RunStarted

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.collector.rows import Writer
-from tests.orders import keys, signed
+from tests.support.orders import keys, signed
 from trainvitals.errors import UnauthorizedError, UsageError
 from trainvitals.identity import Identity, new_run_id
 from trainvitals.io.control_key import sign_order

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.support.examples import examples
 from trainvitals.policy.history import JudgedStep, LoggedStep, judge_history
 from trainvitals.policy.judge import Judgement
 from trainvitals.records import Finding, StepRecord

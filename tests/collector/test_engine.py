@@ -6,7 +6,7 @@ import pytest
 
 from tests.collector.alerting import Heard, Job, Place, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, START, Writer
-from tests.orders import keys, signed
+from tests.support.orders import keys, signed
 from trainvitals.errors import StorageError
 from trainvitals.records import Finding, FindingRaised, Note, RunEnded
 from trainvitals.views import AckRequest, RunQuestion

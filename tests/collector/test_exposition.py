@@ -8,7 +8,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.collector.rows import RUN, SECOND, START, Writer
-from tests.orders import keys, signed
+from tests.support.orders import keys, signed
 from trainvitals.alerting import Alert, fingerprint
 from trainvitals.catalog import CATALOG, GPU_SCHEMA, STEP_METRICS
 from trainvitals.detect.registry import ACTED_CAUSES

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_cli_read import vitals
-from tests.forked import COMMANDS
+from tests.support.forked import COMMANDS
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.records import (

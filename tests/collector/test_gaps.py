@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.collector.rows import SECOND, START, Writer, seqs_stored
-from tests.examples import examples
+from tests.support.examples import examples
 from trainvitals.errors import FormatError
 from vitals_collector.ingest.ingest import GAP_SECONDS, MOST_ROWS_PER_SECOND, ingest
 from vitals_collector.numbers.memory import MemoryNumbers

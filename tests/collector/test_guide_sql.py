@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import Connection, insert
 
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
-from tests.forked import COMMANDS
 from tests.house.pages import ROOT, after, block, blocks
+from tests.support.forked import COMMANDS
 from trainvitals.identity import Identity
 from vitals_collector.cli.sql import sql
 from vitals_collector.numbers.lake import Lake

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_cli_read import vitals
+from tests.support import forked
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.printable import LineFormatter, printable

@@ -20,7 +20,7 @@ from tests.collector.lookback import (
 )
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_query import At, query
-from tests.examples import examples
+from tests.support.examples import examples
 from trainvitals.alerting import alerts_for_decision
 from trainvitals.records import AttemptStarted, Decision, Finding, Note, RunEnded
 from trainvitals.views import IncidentsQuestion, IncidentView

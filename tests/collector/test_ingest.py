@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, select
 
 from tests.collector.rows import RUN, SECOND, START, STEPS, Writer
-from tests.examples import examples
+from tests.support.examples import examples
 from trainvitals.catalog import ROW_COLUMNS, SCALARS_SCHEMA
 from trainvitals.errors import FormatError, NewerVersionError
 from trainvitals.records import (

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.collector.conftest import Served
 from tests.collector.rows import Writer, num_stored
-from tests.examples import examples
+from tests.support.examples import examples
 from trainvitals.errors import StorageError
 from vitals_collector.api import auth
 from vitals_collector.api.app import CollectorSettings

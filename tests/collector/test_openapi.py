@@ -9,7 +9,7 @@ from hypothesis.errors import Unsatisfiable
 
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.examples import one_in
+from tests.support.examples import one_in
 from trainvitals.records import Note
 from vitals_collector.api.auth import OPEN_PATHS
 

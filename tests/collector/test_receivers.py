@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 from tests.collector.rows import Writer
 from tests.collector.test_notifiers import alert, receiver
-from tests.forked import COMMANDS
+from tests.support.forked import COMMANDS
 from trainvitals.errors import ConfigError
 from trainvitals.testing import ManualClock
 from vitals_collector.alerts.apprise_notifier import AppriseNotifier

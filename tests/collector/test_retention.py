@@ -8,7 +8,7 @@ from sqlalchemy import func, select
 from tests.collector.alerting import Place, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
 from tests.collector.volume_runs import all_read, ranks, write_steps
-from tests.small_disks import small_file_system
+from tests.support.small_disks import small_file_system
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.records import RunEnded, RunInfo, RunStarted

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.support.examples import examples
 from vitals_collector.numbers.interface import AttemptRow, Points, downsample, lineage, stitch
 from vitals_collector.queries.series import nonfinite_marks
 

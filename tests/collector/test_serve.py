@@ -17,7 +17,7 @@ import pytest
 
 from tests.collector.conftest import grow
 from tests.collector.rows import RUN, STEPS, Writer
-from tests.forked import COMMANDS
+from tests.support.forked import COMMANDS
 from trainvitals.errors import TransportError, UsageError
 from trainvitals.io.client import (
     COLLECTOR_FILE,

@@ -12,7 +12,7 @@ from tests.collector.conftest import Served
 from tests.collector.lookback import BACK_TO, BAD, troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_query import query
-from tests.examples import examples
+from tests.support.examples import examples
 from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, Note, RunInfo, RunStarted
 from trainvitals.views import Branch, TableQuestion, TableReply

@@ -21,7 +21,7 @@ from tests.collector.volume_runs import (
     values_of,
     write_steps,
 )
-from tests.examples import one_in
+from tests.support.examples import one_in
 from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.errors import ConfigError
 from trainvitals.records import AttemptStarted, Finding, FindingRaised

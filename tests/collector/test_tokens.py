@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.collector.alerting import decision
 from tests.collector.conftest import Served, empty
 from tests.collector.rows import OTHER_RUN, RUN, Writer, num_stored
-from tests.examples import examples
+from tests.support.examples import examples
 from trainvitals.cli.main import build_app
 from trainvitals.errors import (
     ForeignBatchError,

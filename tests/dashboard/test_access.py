@@ -27,8 +27,8 @@ from tests.dashboard.folder import write_run
 from tests.dashboard.look_back import proposed, with_look_back
 from tests.dashboard.stub import CONTROL, READ, Stub
 from tests.dashboard.test_launch import by_localhost, dashboard
-from tests.examples import one_in
 from tests.house.pages import ROOT, block
+from tests.support.examples import one_in
 from trainvitals.errors import InsecurePathError, UsageError
 from vitals_dashboard import access, launch
 from vitals_dashboard.cli import _entrance

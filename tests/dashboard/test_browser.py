@@ -27,7 +27,7 @@ from tests.dashboard.folder import (
 )
 from tests.dashboard.test_access import Started, get_control
 from tests.dashboard.test_launch import dashboard
-from tests.examples import one_in
+from tests.support.examples import one_in
 
 pytestmark = pytest.mark.browser
 CHART = "figure canvas"

@@ -15,7 +15,7 @@ import pytest
 
 from tests.dashboard.folder import write_run
 from tests.dashboard.test_launch import dashboard
-from tests.examples import one_in
+from tests.support.examples import one_in
 from vitals_dashboard import launch
 
 pytestmark = pytest.mark.browser

@@ -19,7 +19,7 @@ from tests.collector.rows import OTHER_RUN, RUN, SECOND, Writer
 from tests.dashboard.folder import open_spool
 from tests.dashboard.test_browser import CHART, at
 from tests.dashboard.test_launch import dashboard
-from tests.examples import one_in
+from tests.support.examples import one_in
 from trainvitals.records import (
     AttemptStarted,
     BatchNoted,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples import one_in
+from tests.support.examples import one_in
 from trainvitals.alerting import ALERTS
 from trainvitals.catalog import CATALOG
 from vitals_deploy import prometheus

@@ -21,7 +21,7 @@ import httpx
 import msgspec
 import pytest
 
-from tests.forked import COMMANDS, NAME, TRAINING
+from tests.support.forked import COMMANDS, NAME, TRAINING
 from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.rows import STREAMS
 from trainvitals.testing.faults import FaultPlan

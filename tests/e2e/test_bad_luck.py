@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from tests.e2e.lab import Lab, free_port, open_lab, until
-from tests.forked import TRAINING
-from tests.small_disks import fill, small_file_system
+from tests.support.forked import TRAINING
+from tests.support.small_disks import fill, small_file_system
 from trainvitals.identity import new_run_id
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.hanging import HANGS_AT, STEPS
 from tests.e2e.lab import until
-from tests.forked import TRAINING
+from tests.support.forked import TRAINING
 from trainvitals.detect.hang import HangConfig
 from trainvitals.views import DecisionsQuestion, RunsQuestion
 from vitals_agent.agent import Agent, AgentConfig

@@ -25,8 +25,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from tests.collector.rows import RUN, Writer
 from tests.e2e.lab import free_port, until
 from tests.e2e.planted import NOBODY, Planted, planted
-from tests.examples import one_in
-from tests.forked import COMMANDS
+from tests.support.examples import one_in
+from tests.support.forked import COMMANDS
 from trainvitals.cli.main import main
 from trainvitals.client import Client
 from trainvitals.errors import (

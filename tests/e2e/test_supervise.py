@@ -14,7 +14,7 @@ import pytest
 
 from tests.agent.builders import World
 from tests.e2e.lab import Lab, open_lab, stored_rows, until
-from tests.examples import one_in
+from tests.support.examples import one_in
 from trainvitals.cli.supervise import MAX_REVIVALS, Child, Stack
 from trainvitals.identity import safe_node_id
 from trainvitals.io.private import private_base

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.forked import COMMANDS, TRAINING
+from tests.support.forked import COMMANDS, TRAINING
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -17,7 +17,7 @@ import duckdb
 import pytest
 from packaging.requirements import Requirement
 
-from tests.examples import one_in
+from tests.support.examples import one_in
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {

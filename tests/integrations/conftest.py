@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.forked import TRAINING
 from tests.integrations.declared import FRAMEWORKS, Framework
+from tests.support.forked import TRAINING
 from tests.trainer_hooks.measures.journal import Journal
 
 WORLD = 2

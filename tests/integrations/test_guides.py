@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import TRAINING
 from tests.integrations.conftest import GLOO_ABORT
 from tests.integrations.declared import FRAMEWORKS
+from tests.support.forked import TRAINING
 
 GUIDES = Path(__file__).parents[2] / "docs" / "integrations"
 BLOCK = re.compile(r"<!-- test: diff -->\n```diff\n(.*?)```", re.S)

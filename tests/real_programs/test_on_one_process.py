@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import trainvitals
-from tests.examples import one_in
 from tests.real_programs import data
 from tests.real_programs.on_ranks import MICRO_STEPS as ON_RANKS
 from tests.real_programs.playing import FOLDER, PAGE, Lines, play
+from tests.support.examples import one_in
 from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from trainvitals.errors import UsageError

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.examples import examples, one_in
+from tests.support.examples import examples, one_in
 from tests.trainer_hooks.loaders import (
     ALL,
     LOADERS,

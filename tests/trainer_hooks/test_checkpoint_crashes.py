@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import TRAINING
-from tests.small_disks import small_file_system
+from tests.support.forked import TRAINING
+from tests.support.small_disks import small_file_system
 from tests.trainer_hooks.faulty_disk import FaultyDisk, Killed, healthy, relaunch, save, states
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.manifest import checkpoint_id

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from tests.examples import one_in
+from tests.support.examples import one_in
 from tests.trainer_hooks.ranks_sharing_files import counted_reads, four, hashed, two
 from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_newest
 from tests.trainer_hooks.spawned import spawned

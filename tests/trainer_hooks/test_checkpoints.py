@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from tests.forked import TRAINING
-from tests.small_disks import small_file_system
+from tests.support.forked import TRAINING
+from tests.support.small_disks import small_file_system
 from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_newest
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints import payload

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from tests.examples import examples
+from tests.support.examples import examples
 from trainer_hooks.guard.optimizer_state import nonfinite_count
 from trainer_hooks.recovery import copying, finite
 from trainer_hooks.recovery.copying import CopyPlan, Pair

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import trainer_hooks
-from tests.examples import examples
+from tests.support.examples import examples
 from tests.trainer_hooks.test_ema import assert_same_bits, batch, bits, moved, small
 from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from tests.trainer_hooks.test_optimizers import NAN, one_thread  # noqa: F401

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from tests.forked import TRAINING
+from tests.support.forked import TRAINING
 from tests.trainer_hooks.torchrun import GLOO_ABORT
 
 pytestmark = pytest.mark.dist

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.examples import one_in
+from tests.support.examples import one_in
 from vitals_bench.judgement.games import GanTask, PpoTask
 from vitals_bench.judgement.patterns import PatternsTask
 from vitals_bench.judgement.regression import RegressionTask

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples import one_in
-from tests.forked import TRAINING
+from tests.support.examples import one_in
+from tests.support.forked import TRAINING
 from tests.trainer_hooks.test_monitor import Loop, own_place
 from trainer_hooks.lifecycle import heartbeat
 from trainvitals.errors import FormatError, UsageError

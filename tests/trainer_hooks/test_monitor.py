@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import trainer_hooks
-from tests.forked import TRAINING
+from tests.support.forked import TRAINING
 from tests.trainer_hooks.torchrun import Trained, reader_of, wait_for_agents
 from trainvitals.errors import CheckpointError, ConfigError, TrainingHalted, UsageError
 from trainvitals.io.mailbox import Mailbox, sign_command

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from tests.forked import COMMANDS, TRAINING
 from tests.house.pages import ROOT, VITALS
+from tests.support.forked import COMMANDS, TRAINING
 
 SETUP = """
 import os, sys, torch, trainvitals

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import trainer_hooks
-from tests.examples import one_in
+from tests.support.examples import one_in
 from tests.trainer_hooks.each_outlier import withhold_each_outlier_in
 from tests.trainer_hooks.every_optimizer import (
     CLASSES,

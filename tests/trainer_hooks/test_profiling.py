@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainer_hooks.step.profiling as profiling
-from tests.forked import TRAINING
+from tests.support.forked import TRAINING
 from tests.trainer_hooks.ranks_profile import RANKS, SLOW, main
 from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.test_monitor import Loop, _send, own_place, until  # noqa: F401

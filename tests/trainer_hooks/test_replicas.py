@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.examples import one_in
+from tests.support.examples import one_in
 from tests.trainer_hooks.ranks_corrupted import EVERY, healthy_three, healthy_two, three, two
 from tests.trainer_hooks.spawned import spawned
 from trainer_hooks.recovery.copying import fingerprint_of, word_of

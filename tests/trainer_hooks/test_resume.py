@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import trainer_hooks
-from tests.examples import examples
+from tests.support.examples import examples
 from tests.trainer_hooks.test_attach import Own
 from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
 from trainvitals.errors import FormatError, NewerVersionError, UsageError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.examples import one_in
+from tests.support.examples import one_in
 from tests.trainer_hooks.ranks_sharing_snapshots import STEPS, four, killed, two
 from tests.trainer_hooks.spawned import spawned, start_rank
 from tests.trainer_hooks.test_snapshots import SIDES

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.examples import one_in
-from tests.forked import TRAINING
+from tests.support.examples import one_in
+from tests.support.forked import TRAINING
 from trainvitals.io.journal import JournalReader, discover
 from trainvitals.io.private import private_base
 from trainvitals.records import RunEnded, decode_events

@@ -6,7 +6,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.examples import examples
+from tests.support.examples import examples
 from tests.trainer_hooks.side_streams import Earliest, Latest
 from tests.trainer_hooks.training import Training
 from trainer_hooks.recovery import manager

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tests.forked import TRAINING
+from tests.support.forked import TRAINING
 from trainer_hooks import watch
 from trainer_hooks.lifecycle import terminal
 from trainer_hooks.lifecycle.terminal import Terminal

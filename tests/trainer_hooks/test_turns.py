@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import trainvitals
-from tests.forked import COMMANDS, TRAINING
+from tests.support.forked import COMMANDS, TRAINING
 from tests.trainer_hooks import ranks_taking_turns
 from tests.trainer_hooks.gan import BATCHES, NAN, Gan
 from tests.trainer_hooks.spawned import spawned

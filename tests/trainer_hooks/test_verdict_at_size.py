@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tests.examples import one_in
+from tests.support.examples import one_in
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.reduce_vector import (
     RANK_FIELDS,

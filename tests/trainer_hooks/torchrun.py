@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.forked import TRAINING
+from tests.support.forked import TRAINING
 from trainvitals.testing.faults import FaultPlan
 from vitals_collector.queries.open import open_reader
 

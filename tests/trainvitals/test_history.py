@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.support.examples import examples
 from trainvitals.detect import LossKind
 from trainvitals.policy import Judge, JudgeConfig, Mode
 from trainvitals.policy.history import (

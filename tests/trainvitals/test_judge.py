@@ -5,7 +5,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.support.examples import examples
 from tests.trainvitals.ladder_run import FIRST, REFS
 from trainvitals.policy import Judge, Judgement, LadderMemory, Mode
 from trainvitals.records import StepRecord

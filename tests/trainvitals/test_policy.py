@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.support.examples import examples
 from tests.trainvitals.ladder_run import FIRST, REFS, STORM, Run
 from trainvitals.errors import ConfigError
 from trainvitals.policy import (

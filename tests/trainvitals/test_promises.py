@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from tests.examples import one_in
+from tests.support.examples import one_in
 from tests.trainvitals.played import Played, reads
 from trainvitals.policy import LadderConfig
 from trainvitals.records import StepRecord

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.support.examples import examples
 from trainvitals.alerting import alerts_for_finding
 from trainvitals.detect.user_alerts import (
     MAX_NAMES,

@@ -18,7 +18,7 @@ from sqlalchemy import select
 from tests.collector.alerting import decision
 from tests.collector.rows import Writer
 from tests.e2e.lab import until
-from tests.forked import COMMANDS
+from tests.support.forked import COMMANDS
 from trainvitals.identity import new_run_id
 from trainvitals.io.client import client_of, collector_on
 from vitals_collector.cluster.leases import PAGER

@@ -12,7 +12,7 @@ import pytest
 
 from tests.collector.numbers.test_numbers import plain
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
-from tests.examples import one_in
+from tests.support.examples import one_in
 from trainvitals.errors import StorageError
 from trainvitals.wire import Batch
 from vitals_collector.numbers import lake_upkeep

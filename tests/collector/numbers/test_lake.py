@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from tests.collector.numbers.test_numbers import losses, plain
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
-from tests.examples import examples
-from tests.forked import COMMANDS
+from tests.support.examples import examples
+from tests.support.forked import COMMANDS
 from trainvitals.errors import InsecurePathError, StorageError
 from vitals_collector.numbers import lake_engine, lake_upkeep
 from vitals_collector.numbers.interface import Span

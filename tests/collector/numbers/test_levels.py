@@ -12,7 +12,7 @@ import pytest
 
 from tests.collector.numbers.test_numbers import plain
 from tests.collector.numbers.written import RUN, batch, identity
-from tests.forked import COMMANDS
+from tests.support.forked import COMMANDS
 from trainvitals.errors import StorageError
 from trainvitals.rows import Value
 from vitals_collector.numbers import lake_thinning

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.collector.numbers.written import RUN, batch, identity
-from tests.examples import examples, one_in
+from tests.support.examples import examples, one_in
 from trainvitals.identity import new_run_id
 from trainvitals.rows import Value
 from trainvitals.views import Branch

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
-from tests.forked import COMMANDS
+from tests.support.forked import COMMANDS
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_sql import LakeReader

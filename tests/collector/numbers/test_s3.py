@@ -21,7 +21,7 @@ from tests.collector.numbers.test_lake import WRITER
 from tests.collector.numbers.test_numbers import losses
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from tests.collector.rows import Writer, num_stored
-from tests.forked import COMMANDS
+from tests.support.forked import COMMANDS
 from trainvitals.errors import MissingDependencyError, StorageError, UsageError
 from vitals_collector.cli import sql
 from vitals_collector.ingest.ingest import ingest

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_disks import small_file_system
+from tests.support.small_disks import small_file_system
 
 SHM = Path("/dev/shm")
 

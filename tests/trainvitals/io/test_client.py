@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from tests.orders import keys
+from tests.support.orders import keys
 from tests.trainvitals.io.builders import RUN_ID, a_command
 from trainvitals.errors import (
     FormatError,

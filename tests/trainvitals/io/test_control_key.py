@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.orders import keys
+from tests.support.orders import keys
 from tests.trainvitals.io.builders import a_command
 from trainvitals.errors import FormatError, InsecurePathError, UnauthorizedError
 from trainvitals.identity import new_run_id

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.support.examples import examples
 from tests.trainvitals.io.builders import STEPS, list_segments, note, seqs_of, values_of
 from trainvitals.errors import NewerVersionError
 from trainvitals.identity import Identity

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.examples import examples
+from tests.support.examples import examples
 from tests.trainvitals.io.builders import STEPS, an_identity, note, seqs_of, values_of
 from trainvitals.io.journal import JournalReader, JournalWriter, StreamWriter, mark_closed
 from trainvitals.io.segments import read_header

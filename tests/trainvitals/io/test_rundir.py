@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.support.examples import examples
 from tests.trainvitals.io.builders import a_command
 from trainvitals.errors import FormatError, InsecurePathError, StorageError, UsageError
 from trainvitals.io.rundir import HaltMarker, RunDir, replace_file

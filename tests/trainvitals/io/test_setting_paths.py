@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from tests.forked import COMMANDS
+from tests.support.forked import COMMANDS
 from trainer_hooks.lifecycle.agent_starter import Starter
 from trainvitals.cli.supervise import Stack
 from trainvitals.errors import UsageError

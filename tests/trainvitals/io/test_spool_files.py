@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.support.examples import examples
 from tests.trainvitals.io.builders import GB, a_batch, an_identity, fill, firsts, tvs_files
 from trainvitals.identity import Identity
 from trainvitals.io.spool import Position, Spool, read_batches

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.examples import examples
+from tests.support.examples import examples
 from tests.trainvitals.io.builders import a_batch, an_identity
 from tests.trainvitals.io.faulty_disk import Crash, FaultyDisk
 from trainvitals.errors import StorageError

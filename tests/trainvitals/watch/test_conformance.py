@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples, one_in
+from tests.support.examples import examples, one_in
 from tests.trainvitals.watch.worlds import GONE_WRONG, healthy_run, poisoned
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample

@@ -90,9 +90,15 @@ class Forks:
         clean = {name: v for name, v in os.environ.items() if not name.startswith("VITALS_")}
         with theirs:
             subprocess.Popen(
-                [sys.executable, "-m", "tests.forked", str(theirs.fileno()), *self._modules],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.support.forked",
+                    str(theirs.fileno()),
+                    *self._modules,
+                ],
                 env={**clean, "OMP_NUM_THREADS": "1"},
-                cwd=Path(__file__).parents[1],
+                cwd=Path(__file__).parents[2],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             ).returncode = 0  # it ends with us: nobody waits for it
