@@ -14,12 +14,15 @@ SUPPLY := build/supply
 DEPLOY_TOOLS := build/deploy-tools
 CHECKERS = PATH="$$PATH:$(CURDIR)/$(DEPLOY_TOOLS)/bin"
 LOCKED ?=
-FAST := not slow and not dist and not servers and not browser
+USUAL := not slow and not nightly
+FAST := $(USUAL) and not dist and not servers and not browser
+PYTEST = $(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
 CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks tests
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest test-fast test-slow chaos soak fuzz test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast docs site screenshot lock sbom licences release clean
+.PHONY: help setup demo test collected pytest test-again test-fast test-nightly test-slow chaos soak fuzz test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast docs site screenshot lock sbom licences release clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,26 +32,32 @@ setup: $(STAMP) ## make the environment in .venv, as the other targets do (LOCKE
 demo: $(STAMP) ## train a small model with injected faults, watch it heal; Ctrl-C ends it (ARGS="--headless --compare --keep")
 	$(BIN)/vitals demo $(ARGS)
 
-test: $(STAMP) ## lint, and every test except the slow ones, on all cores
-	$(MAKE) --no-print-directory -j2 lint pytest
+test: $(STAMP) ## lint, then every test except the slow and nightly ones, on all cores
+	$(MAKE) --no-print-directory -j2 lint collected
+	$(MAKE) --no-print-directory pytest
 
-# One worker more than CI has cores: many tests wait for processes that they started, and each has
-# one thread for torch, or they would wait for each other. In the order of the folders, so that
-# files with few tests but long ones do not come last. Hundreds of processes are started: compiled
-# once, where the environment has Python write no bytecode by itself. So are the tests as pytest
-# rewrites them, which is more than half of what each worker would do to collect them. What failed
-# is tried once more, alone: a timeout on a machine that was held up fails no build, a fault does.
+# Hundreds of processes are started, and each worker imports each test: all is compiled once, also
+# where the environment has Python write no bytecode. It runs next to lint, which has one core too.
+collected: $(STAMP)
+	@$(BIN)/python -m compileall -q $(CODE)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only $(ARGS) >/dev/null || true
+
+# More workers than CI has cores: many tests wait for processes that they started, and each process
+# has one thread for torch, or they would wait for each other. In the order of the folders, so that
+# files with few tests but long ones do not come last. No retry: a red run is a fault.
 pytest: $(STAMP)
-	$(BIN)/python -m compileall -q $(CODE)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only $(ARGS) >/dev/null || true
-	$(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS) \
-	|| { test $$? = 1 && echo "== Failed among the others, as told above. Once more, alone, up to the first that fails again:" \
-	&& $(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -x; }
+	$(PYTEST) -m "$(USUAL)" $(WORKERS) $(ARGS)
+
+test-again: $(STAMP) # what failed in the run before, alone, up to the first that fails again
+	@$(PYTEST) --last-failed --last-failed-no-failures none -x -rpfE $(ARGS)
 
 test-fast: $(STAMP) ## tests that start no ranks, servers or browser
 	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
 
-test-slow: $(STAMP) ## the tests that need minutes, the rest of each matrix, and all examples of those that draw some
+test-nightly: $(STAMP) ## the rest of each matrix, benchmarks, drawn pages, deploy files
+	$(PYTEST) -m "nightly and not slow" $(WORKERS) $(ARGS)
+
+test-slow: $(STAMP) ## the tests that need minutes, and all examples of those that draw some
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough $(ARGS)
 
 chaos: $(STAMP) ## kill and stop one collector, and three on one PostgreSQL, many times: each row is there once, each page comes (minutes)
