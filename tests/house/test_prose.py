@@ -117,6 +117,7 @@ def test_a_bound_only_falls():
     bounds = {"error": {"comments": 10}, "warning": {"docs": 200}}
     counts = prose.Counter({("error", "comments"): 12, ("warning", "docs"): 100})
     assert re.findall(r"^\w+ = (\d+)$", prose.render_bounds(bounds, counts), re.M) == ["10", "100"]
+    counts["warning", "docs"] = 50
     above, below = prose.compare(bounds, counts)
     assert "at most 10" in above
     assert "lower it" in below
