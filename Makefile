@@ -82,11 +82,12 @@ test-deploy: $(STAMP) ## all that compose would start, as plain processes, and a
 
 deploy-tools: $(DEPLOY_TOOLS)/.installed ## hadolint, shellcheck, helm and others to build/deploy-tools, where tests find them
 
-lint: $(STAMP) ## ruff, mypy, and who may import whom
+lint: $(STAMP) ## ruff, mypy, import contracts, and the prose linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.house.prose
 
 bench: $(STAMP) ## what Vitals costs on this machine, beside others; writes docs/benchmarks.md
 	$(BIN)/python -m vitals_bench --page docs/benchmarks.md $(ARGS)

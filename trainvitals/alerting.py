@@ -58,9 +58,13 @@ def fingerprint(name: str, labels: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+NO_ACTION = "took no action; training continues."
+HEALTHY_AGAIN = "100 healthy steps have passed without it, or the run has finished."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertSpec:
-    """One alert Vitals can raise. Its texts are read by somebody who was woken."""
+    """One alert Vitals can raise. Its texts are written for an operator at 3 a.m."""
 
     name: str
     severity: Severity
@@ -70,10 +74,10 @@ class AlertSpec:
     """What to do; RUN in a command is the run's id."""
     point: bool
     """A point event: resolves after healthy steps. Otherwise when the run's state changes."""
-    did: str = "took no action; training goes on."
-    """What Vitals did, as the end of a sentence that begins with its name."""
-    ends: str = "100 healthy steps have passed without it, or the run has finished."
-    """When it is over, as the end of a sentence; a condition says its own."""
+    did: str = NO_ACTION
+    """What Vitals did, as the end of a sentence that starts with its name."""
+    ends: str = HEALTHY_AGAIN
+    """When it resolves, as the end of a sentence; a condition has its own text."""
 
 
 ALERTS: tuple[AlertSpec, ...] = (
@@ -82,27 +86,29 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="page",
         point=False,
         did="halted the run.",
-        help="The run made no healthy progress any more, or somebody ordered the halt.",
-        to_do="Read `vitals postmortem RUN`, then `vitals resume RUN`.",
+        help="The run no longer made healthy progress, or an operator halted it.",
+        to_do="Read `vitals postmortem RUN`, fix the cause, then run `vitals resume RUN` and "
+        "start the "
+        "job again.",
         ends="the run is resumed.",
     ),
     AlertSpec(
         name="RunLost",
         severity="page",
         point=False,
-        did="can do nothing for a job that is silent.",
+        did="cannot act on a job that does not report.",
         help="A running job stopped reporting without a clean exit.",
         to_do="Check its nodes and its log, then restart the job. If it ended while no collector "
-        "was up, `vitals agent --dir DIR` on its node delivers its end.",
+        "was running, `vitals agent --dir DIR` on its node sends the remaining rows.",
         ends="the run reports again.",
     ),
     AlertSpec(
         name="NodeLost",
         severity="page",
         point=False,
-        did="can do nothing for a node that is silent.",
-        help="A node of a running job is silent: neither its agent nor its ranks report, and the "
-        "other ranks pass no step without it.",
+        did="cannot act on a node that does not report.",
+        help="A node of a running job does not report, neither its agent nor its ranks. The other "
+        "ranks cannot finish a step without it.",
         to_do="Check the node, then restart the job.",
         ends="the node reports again, the job is restarted, or the run has ended.",
     ),
@@ -110,8 +116,9 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="RankLost",
         severity="page",
         point=False,
-        did="can do nothing for a process that is gone.",
-        help="A rank's process ended without a word while the job goes on; the others wait for it.",
+        did="cannot act on a process that has ended.",
+        help="A rank's process ended without a clean exit while the job continues; the others "
+        "wait for it.",
         to_do="Check the rank's log and its node, then restart the job.",
         ends="the rank reports again, the job is restarted, or the run has ended.",
     ),
@@ -119,34 +126,34 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="AgentLost",
         severity="notify",
         point=False,
-        help="A node is silent while the run goes on with its ranks: training is fine, its agent "
-        "or its network is not. The journal keeps rows up to its size limit.",
-        to_do="Restart the agent, or mend the node's network.",
+        help="A node does not report while the run continues with its ranks: training is fine, but "
+        "its agent or its network is not. The journal keeps rows up to its size limit.",
+        to_do="Restart the agent, or fix the node's network.",
         ends="the node reports again, the job is restarted, or the run has ended.",
     ),
     AlertSpec(
         name="ReceiverFailing",
         severity="page",
         point=False,
-        did="goes on trying, and tells all other receivers.",
+        did="keeps trying, and alerts all other receivers.",
         help="An alert has waited for a receiver for 5 minutes, or the receiver refused 10 "
         "deliveries in a row.",
-        to_do="Check its address and its token; `vitals alerts test` shows what it answers.",
-        ends="the receiver took all that waited, or is no longer configured.",
+        to_do="Check its URL and its token; `vitals alerts test` shows its response.",
+        ends="the receiver accepted all pending alerts, or is no longer configured.",
     ),
     AlertSpec(
         name="RollbackBudgetLow",
         severity="page",
         point=True,
-        did="rolled back for the last time.",
+        did="rolled back; the budget allows no further rollback.",
         help="The rollback budget is used up: the next incident halts the run.",
-        to_do="Find the cause before that: `vitals postmortem RUN`.",
+        to_do="Find the cause before the next incident: `vitals postmortem RUN`.",
     ),
     AlertSpec(
         name="StateDamaged",
         severity="page",
         point=True,
-        did="did not roll back; training goes on from damaged weights.",
+        did="did not roll back; training continues with the damaged weights.",
         help="The loss on earlier batches is far higher than it was, so the weights are damaged, "
         "and Vitals did not roll back (mode `guard`, or no checkpoint).",
         to_do="Restart from a checkpoint; if the run is healthy, `vitals command RUN accept STEP`.",
@@ -155,25 +162,26 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="NonFiniteState",
         severity="page",
         point=True,
-        did="did not roll back; training goes on.",
+        did="did not roll back; training continues.",
         help="Optimizer state, buffers or unused parameters are NaN or infinite while the loss is "
         "finite, and Vitals did not roll back (mode `guard`, or a rollback did not fix it). In "
-        "mode `heal` no snapshot or checkpoint is made while a trained tensor is so. The event "
+        "mode `heal` no snapshot or checkpoint is made while a trained tensor is non-finite. The "
+        "event "
         "`nonfinite_state` names the tensors.",
-        to_do="Restart from a checkpoint; a buffer that the model makes infinite itself can be "
-        "ignored: snapshots go on with it.",
+        to_do="Restart from a checkpoint. If the model itself sets a buffer to Inf, ignore it: "
+        "snapshots continue.",
     ),
     AlertSpec(
         name="ReplicaCorrupted",
         severity="page",
         point=True,
-        did="did not roll back; training goes on, and no snapshot or checkpoint is made.",
+        did="did not roll back; training continues, and no snapshot or checkpoint is made.",
         help="Parameters, optimizer state or averages that must be equal on several ranks are not, "
-        "and Vitals did not roll back (mode `guard` or `observe`, the budget, or the same "
-        "difference came again bit for bit). The finding names rank, node, GPU and tensor.",
-        to_do="Restart from a checkpoint of before, without the named node; `vitals why RUN STEP` "
-        "shows the elements, and `vitals doctor --burn-in 60` tries that node. Where the loop "
-        "itself writes on one rank alone, mend the loop.",
+        "and Vitals did not roll back (mode `guard` or `observe`, no budget left, or the same "
+        "difference recurred bit for bit). The finding names the rank, node, GPU and tensor.",
+        to_do="Restart from an earlier checkpoint, without the named node. `vitals why RUN STEP` "
+        "shows the elements, and `vitals doctor --burn-in 60` tests that node. If the loop writes "
+        "parameters on one rank only, fix the loop.",
     ),
     AlertSpec(
         name="ReductionWrong",
@@ -181,17 +189,19 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=True,
         help="The averaged gradients of a rank, or of all, are not the sum of what the ranks put "
         "in (`SignalSettings(reduction=True)`): a link, a network card or the reduction is faulty.",
-        to_do="Look at the errors of the named rank's link, and try its node by `vitals doctor "
-        "--burn-in 60`. Restart from a checkpoint of before if the loss has moved.",
+        to_do="Check the error counters of the named rank's link, and test its node with `vitals "
+        "doctor --burn-in 60`. If the loss has changed, restart from an earlier checkpoint.",
     ),
     AlertSpec(
         name="SettingsDiffer",
         severity="page",
         point=True,
-        help="Ranks that train one model have other settings: a learning rate, a weight decay, a "
-        "`max_norm`, a sampler's seed. Their parameters drift apart, or some samples come twice.",
-        to_do="`vitals why RUN STEP` names rank and setting; give all ranks the same and restart "
-        "from a checkpoint of before.",
+        help="Ranks that train one model have different settings: a learning rate, a weight "
+        "decay, a "
+        "`max_norm` or a sampler's seed. Their parameters drift apart, or samples repeat.",
+        to_do="`vitals why RUN STEP` names the rank and the setting. Make it equal on all ranks "
+        "and "
+        "restart from an earlier checkpoint.",
     ),
     AlertSpec(
         name="NonFiniteStreak",
@@ -200,13 +210,13 @@ ALERTS: tuple[AlertSpec, ...] = (
         did="skips every update.",
         help="32 losses in a row were NaN or infinite while the weights are healthy: the run makes "
         "no progress.",
-        to_do="Check the data.",
+        to_do="Check the data, and the loss function for a division or a logarithm of zero.",
     ),
     AlertSpec(
         name="ProgressLost",
         severity="page",
         point=True,
-        help="For 100 steps the loss has lost 90 % of its earlier improvement.",
+        help="For 100 steps the loss has been above 90% of its earlier improvement.",
         to_do="Restart from an older checkpoint; if this is intended, `vitals command RUN accept "
         "STEP`.",
     ),
@@ -217,22 +227,22 @@ ALERTS: tuple[AlertSpec, ...] = (
         did="rolled back, and holds the earlier learning rate.",
         help="A learning-rate jump damaged the model. The earlier rate holds until the schedule "
         "asks for less than 3 times that.",
-        to_do="Fix the schedule.",
+        to_do="Fix the schedule, or announce the jump with `monitor.expect(...)`.",
     ),
     AlertSpec(
         name="TrainingRolledBack",
         severity="notify",
         point=True,
-        did="rolled back to a healthy checkpoint; training goes on.",
-        help="Training had left its healthy course.",
+        did="rolled back to a healthy state; training continues.",
+        help="The training state was damaged.",
         to_do="No action needed; `vitals postmortem RUN` has the cause.",
     ),
     AlertSpec(
         name="LevelShiftAccepted",
         severity="notify",
         point=True,
-        did="takes the new level as normal.",
-        help="The loss or the gradient norm changed for good.",
+        did="accepted the new level as normal.",
+        help="The loss or the gradient norm changed permanently.",
         to_do="Check the data.",
     ),
     AlertSpec(
@@ -240,15 +250,16 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="notify",
         point=True,
         help="A snapshot in memory could not be taken, so a rollback would go further back.",
-        to_do="Read the reason in the event `snapshot_missed`, and free what it names.",
+        to_do="The event `snapshot_missed` has the reason, usually too little memory: free it.",
     ),
     AlertSpec(
         name="ApprovalNeeded",
         severity="page",
         point=True,
-        did="waits for a yes before it rolls back; without an answer it does the default.",
-        help="A rollback that `[ladder] ask` names is proposed, with its evidence.",
-        to_do="`vitals command RUN approve` or `veto`, or the Decisions page.",
+        did="waits for approval before it rolls back; after `ask_steps` it applies `ask_default`.",
+        help="A rollback needs approval, because the setting `[ladder] ask` lists it.",
+        to_do="Run `vitals command RUN approve` or `vitals command RUN veto`, or use the "
+        "Decisions page.",
     ),
     AlertSpec(
         name="WithholdingSpent",
@@ -264,7 +275,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="notify",
         point=True,
         help="Vitals would have rolled back or halted, but its mode is `observe`.",
-        to_do="Look at the run: `vitals why RUN STEP`.",
+        to_do="Read `vitals why RUN STEP`; to let Vitals act, restart the run in mode `heal`.",
     ),
     AlertSpec(
         name="RunFailed",
@@ -279,11 +290,11 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="RunOverCap",
         severity="notify",
         point=False,
-        did="thinned all that may be thinned.",
-        help="A run takes more disk than its cap, and none of the rest may be thinned.",
+        did="rolled up all rows that its settings allow.",
+        help="A run exceeds its disk cap, and none of the remaining rows may be rolled up.",
         to_do="Raise the cap (`vitals collector --cap-gb`), or delete an ended run (`vitals store "
         "delete`).",
-        ends="the run takes less than its cap.",
+        ends="the run is below its cap.",
     ),
     AlertSpec(
         name="StepSkipped",
@@ -298,7 +309,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="notify",
         point=True,
         help="The loss rose and stays above its lowest level.",
-        to_do="Check learning rate and data; if it is intended, `vitals command RUN accept STEP`.",
+        to_do="Check the learning rate and the data; if it is intended, `vitals command RUN "
+        "accept STEP`.",
     ),
     AlertSpec(
         name="LossPlateau",
@@ -319,21 +331,22 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="notify",
         point=True,
         help="The gradient norm rose over several steps; a loss spike often follows.",
-        to_do="Watch the loss.",
+        to_do="Watch the loss; lower the learning rate if it rises.",
     ),
     AlertSpec(
         name="LearningRateAnomaly",
         severity="notify",
         point=True,
-        help="The learning rate changed in a way no schedule does.",
-        to_do="Check the scheduler and its resume. If it was meant: watch(schedule=...).",
+        help="The learning rate changed in a way that no usual schedule does.",
+        to_do="Check the scheduler and how it is resumed. If it is intended, use "
+        "watch(schedule=...).",
     ),
     AlertSpec(
         name="LossScaleCollapsed",
         severity="notify",
         point=True,
         help="The gradient scaler found no scale without overflow, so updates are skipped.",
-        to_do="Use bf16.",
+        to_do="Train in bf16; otherwise look for an overflow in the model.",
     ),
     AlertSpec(
         name="LossScaleOverflows",
@@ -353,22 +366,22 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="DataBound",
         severity="notify",
         point=True,
-        help="Steps wait for batches.",
+        help="Steps wait for batches: the data loader is too slow.",
         to_do="Give the loader more workers, or faster storage.",
     ),
     AlertSpec(
         name="StragglerRank",
         severity="notify",
         point=True,
-        help="All ranks wait for one.",
-        to_do="Look where its message says the time goes: data, loop, GPU clocks or link.",
+        help="All ranks wait for one slow rank.",
+        to_do="The message names the slow part: data, loop, GPU clocks or link. Fix that one.",
     ),
     AlertSpec(
         name="MemoryCreep",
         severity="notify",
         point=True,
         help="Device memory rises steadily and will run out.",
-        to_do="Look for tensors that are kept, such as losses in a list.",
+        to_do="Look for tensors that the loop keeps, such as losses in a list.",
     ),
     AlertSpec(
         name="TrainingStalled",
@@ -376,7 +389,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=False,
         did="took no action; the job still waits.",
         help="No step has finished for far too long, but the job is alive. A collective may hang.",
-        to_do="Look at the ranks that are behind, with `py-spy dump`, then restart the job.",
+        to_do="`vitals stacks RUN` shows the stack of each rank; then restart the job.",
         ends="a step finishes, or the run has ended.",
     ),
     AlertSpec(
@@ -384,25 +397,25 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="page",
         point=True,
         did="took no action; the job still waits.",
-        help="All ranks wait for one that is stopped, gone or blocked, or that computes for far "
-        "longer than such a wait took before.",
+        help="All ranks wait for one that is stopped, dead or blocked, or that computes for far "
+        "longer than in earlier waits.",
         to_do="`vitals why RUN STEP` shows the stacks of its node's ranks; then restart the job.",
     ),
     AlertSpec(
         name="HungJobEnded",
         severity="notify",
         point=True,
-        did="ended the job, as `on_hang` is `restart`; its launcher starts it again.",
-        help="A hang had paged for a minute.",
-        to_do="Check that it trains again; `vitals why RUN STEP` has the cause. Three a day, then "
-        "a hang only pages.",
+        did="ended the job, because `on_hang` is `restart`; its launcher starts it again.",
+        help="A hang had paged for one minute.",
+        to_do="Check that it trains again; `vitals why RUN STEP` has the cause. After three such "
+        "restarts in a day a hang only pages.",
     ),
     AlertSpec(
         name="CheckpointOverdue",
         severity="notify",
         point=False,
         help="No checkpoint was written for twice the usual interval.",
-        to_do="Check disk and saves.",
+        to_do="Check the disk, and the log of rank 0 for failed saves.",
         ends="a checkpoint is written, or the run has ended.",
     ),
     AlertSpec(
@@ -423,7 +436,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="GpuThrottled",
         severity="notify",
         point=True,
-        help="A GPU is throttled for heat or power, and the others wait for it.",
+        help="A GPU is throttled because of heat or power, and the others wait for it.",
         to_do="Check its cooling.",
     ),
     AlertSpec(
@@ -431,7 +444,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="log",
         point=True,
         help="A GPU reported an application Xid, or many corrected memory errors.",
-        to_do="Drain its node if this comes again.",
+        to_do="Drain its node if this recurs.",
     ),
     AlertSpec(
         name="GpuPowerCapped",
@@ -444,7 +457,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="SpikeSeen",
         severity="log",
         point=True,
-        did="left the update to the step's decision.",
+        did="decided about the update in the step's decision.",
         help="The loss or gradient norm was far above its usual values.",
         to_do="No action needed; `vitals why RUN STEP` shows whether the update was applied.",
     ),
@@ -460,7 +473,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="log",
         point=True,
         help="One layer's gradients or updates are unusual while the others are not.",
-        to_do="Look at this layer if the loss rises.",
+        to_do="If the loss rises, inspect this layer.",
     ),
     AlertSpec(
         name="ActivationsGrew",
@@ -475,22 +488,22 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=True,
         help="A module's output fell by an order of magnitude since warm-up, or nearly all of its "
         "features are 0 for the whole batch.",
-        to_do="Go back to a checkpoint before it, with a lower learning rate: dead ReLUs get no "
-        "gradient and seldom come back.",
+        to_do="Restart from an earlier checkpoint with a lower learning rate: dead ReLUs get no "
+        "gradient and rarely recover.",
     ),
     AlertSpec(
         name="UserAlert",
         severity="notify",
         point=True,
-        help="A rule of the settings file, or `monitor.alert` in the training loop. Its cause is "
-        "the name that you gave it, and its severity the level.",
-        to_do="Read its message and its value; `vitals why RUN STEP` shows what else held.",
+        help="A rule of the settings file or `monitor.alert` in the training loop raised it. Its "
+        "cause is the name you gave it, and its severity the level.",
+        to_do="Read its message and its value; `vitals why RUN STEP` shows the other findings.",
     ),
 )
 """Every alert; docs and rules are derived from it."""
 
 RUNBOOK = "docs/RUNBOOK.md"
-"""Where the runbook lies in this project; each alert has a section of its name."""
+"""Path of the runbook in this project; each alert has a section with its name."""
 
 ABSENCE_ALERTS = ("NodeLost", "RankLost", "AgentLost")
 """Alerts about a part of a run that is gone; their cause names it."""

@@ -236,9 +236,9 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "train_goodput_seconds_total",
         "run",
-        "Wall time by what it went to. A step that is undone later has counted as what it was, and "
-        "counts as rolled_back once more. About 2 % of the time goes into it: it may be minutes "
-        "old where a run is very long.",
+        "Wall time by its use. A step that is discarded later keeps its first bucket, and is also "
+        "counted as rolled_back. Computing it takes at most about 2% of the time, so for a very "
+        "long run it may be minutes old.",
         unit="seconds",
         labels=("run", "bucket"),
     ),
@@ -262,7 +262,7 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "train_swallowed_errors_total",
         "hooks",
-        "Internal errors of Vitals that were contained; training went on.",
+        "Internal errors of Vitals that were contained; training continued.",
         labels=("run", "where"),
     ),
     _plain(
@@ -296,7 +296,7 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "agent_part_failures_total",
         "agent",
-        "Failures contained in one part of the agent; the other parts went on.",
+        "Failures contained in one part of the agent; the other parts kept running.",
         labels=("part",),
     ),
     _plain("collector_ingested_rows_total", "collector", "New rows stored."),

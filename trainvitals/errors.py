@@ -1,24 +1,25 @@
-"""Every error Vitals raises on purpose, in one tree.
+"""All errors that Vitals raises deliberately.
 
 VitalsError
-|-- UsageError                 V1xx  what a person asked for cannot be done as asked
-|   |-- ConfigError            V11x  a setting has a wrong value
+|-- UsageError                 V1xx  the call or command cannot be carried out
+|   |-- ConfigError            V11x  a setting is invalid
 |   `-- MissingDependencyError V12x  an optional package is not installed
-|-- FormatError                V2xx  bytes are not what they should be
-|   |-- NewerVersionError      V21x  written by a newer Vitals
+|-- FormatError                V2xx  data is damaged or has another format
+|   |-- NewerVersionError      V21x  written by a newer version of Vitals
 |   |-- CheckpointCorruptError V22x  a checkpoint does not match its manifest
-|   |-- DamagedBatchError      V23x  a batch's checksum does not hold
-|   `-- ForeignBatchError      V24x  a batch is of a run or start that its token may not write
+|   |-- DamagedBatchError      V23x  the checksum of a batch does not match
+|   `-- ForeignBatchError      V24x  the token may not write to the run of a batch
 |-- StorageError               V3xx  a file, directory or database cannot be used
-|   `-- InsecurePathError      V31x  wrong owner, mode, or a link where none may be
-|-- TransportError             V4xx  the other side did not answer, or refused
-|   |-- UnauthorizedError      V41x  the token is missing, wrong, or lacks the scope
-|   `-- ServerIdentityError    V43x  the server does not prove that it is the collector
-|-- CheckpointError            V5xx  no checkpoint can be saved, verified or restored
-`-- TrainingHalted             V6xx  the ladder stopped the run; all that ``Monitor.step`` raises
+|   `-- InsecurePathError      V31x  wrong owner or mode, or a symbolic link
+|-- TransportError             V4xx  the server did not respond, or rejected the request
+|   |-- UnauthorizedError      V41x  the token is missing, invalid, or lacks the scope
+|   |-- NotOwnerError          V42x  another collector owns the run
+|   `-- ServerIdentityError    V43x  the server did not prove that it is the collector
+|-- CheckpointError            V5xx  a checkpoint cannot be saved, verified or restored
+`-- TrainingHalted             V6xx  the run was halted; the only error of ``Monitor.step``
 
-A code never changes its meaning. The text says what happened, the value met, what was expected,
-and the hint the way out.
+A code never changes its meaning. The text names the object, the value and the expectation; the
+hint names the fix.
 """
 
 from __future__ import annotations
@@ -26,12 +27,28 @@ from __future__ import annotations
 import msgspec
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises at bytes of others: the second at text that is no UTF-8, the third at values
-that are nested too deeply, be it in fields that nobody knows."""
+"""Errors of msgspec for untrusted bytes: the second for invalid UTF-8, the third for values that
+are nested too deeply, even in unknown fields."""
+
+CODES = {
+    "V101": "The named run, alert, token, command or checkpoint does not exist.",
+    "V102": "The request conflicts with the current state: for example a command that has already "
+    "been delivered.",
+    "V103": "The output of `vitals store backup` already exists.",
+    "V302": "The disk or the database is full.",
+    "V303": "The database is locked, or another collector holds the lease; try again.",
+    "V304": "The collector is busy or shutting down; agents send the rows again.",
+    "V305": "Stored rows do not match their checksum.",
+    "V411": "The request names another host, or comes from another web page.",
+    "V412": "The token is valid, but lacks the scope.",
+    "V413": "The token is limited to another project or run.",
+    "V414": "The token has expired or was revoked.",
+}
+"""Codes that refine the code of a class."""
 
 
 class VitalsError(Exception):
-    """Base of all errors above; prints as ``text [CODE]`` with the hint below it."""
+    """Base of all errors of Vitals; prints as ``text [CODE]`` with the hint below it."""
 
     code = "V000"
 
@@ -78,13 +95,13 @@ class NewerVersionError(FormatError):
 
 
 class DamagedBatchError(FormatError):
-    """A batch was damaged on its way or where it lies; sent again, it may arrive whole."""
+    """A batch was damaged in transit or on disk; it is sent again."""
 
     code = "V230"
 
 
 class ForeignBatchError(FormatError):
-    """A batch is of a run or a start that belongs to another token than the one it came with."""
+    """A batch belongs to a run or a start that its token may not write to."""
 
     code = "V240"
 
@@ -108,32 +125,32 @@ class InsecurePathError(StorageError):
 
 
 class TransportError(VitalsError):
-    """The collector or another server did not answer, or rejected the request."""
+    """The collector or another server did not respond, or rejected the request."""
 
     code = "V400"
     retry_after_seconds = 0.0
-    """How long the other side asked to be left alone."""
+    """Seconds after which the server asked to retry."""
 
 
 class NotOwnerError(TransportError):
-    """Another collector takes the run's rows: of several on one store, each run has one."""
+    """Another collector owns the run. With several collectors, each run has one owner."""
 
     code = "V420"
 
     def __init__(self, text: str, *, hint: str = "", code: str = "", owner: str = "") -> None:
         super().__init__(text, hint=hint, code=code)
         self.owner = owner
-        """Its address; "" where it told none."""
+        """URL of the owner; "" if unknown."""
 
 
 class UnauthorizedError(TransportError):
-    """The token is missing, wrong, or lacks the scope."""
+    """The token is missing, invalid, or lacks the scope."""
 
     code = "V410"
 
 
 class ServerIdentityError(TransportError):
-    """The server did not prove that it is the collector, or acknowledged what it was never sent."""
+    """The server did not prove that it is the collector, or acknowledged rows it never received."""
 
     code = "V430"
 
@@ -144,7 +161,7 @@ class CheckpointError(VitalsError):
     code = "V500"
 
 
-class TrainingHalted(VitalsError):  # noqa: N818 - it is how a run ends, not a fault
+class TrainingHalted(VitalsError):  # noqa: N818 - a way to end a run, not a fault
     """Vitals halted the run: the rollback budget is used up, or a manual command asked for it."""
 
     code = "V600"

@@ -29,21 +29,21 @@ Bucket = Literal[
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
 
 PRECEDENCE: tuple[tuple[Bucket, str], ...] = (
-    ("halted", "a person paused the run, or it was halted and had not been started again"),
-    ("down", "no process of the run was alive, and nobody had halted it"),
+    ("halted", "the run was paused by an operator, or halted and not yet resumed"),
+    ("down", "no process of the run was alive, and it was not halted"),
     ("start", "from the start of the first process until `watch` had returned"),
-    ("restart", "the same of every later process, and what a rollback took to restore"),
-    ("hang", "a hang was told, from its last progress until the ranks moved again"),
+    ("restart", "the same for every later process, and the time a rollback took to restore"),
+    ("hang", "a reported hang, from the last progress until the ranks moved again"),
     ("checkpoint", "snapshots and saves that the loop waited for"),
     ("evaluation", "the loop evaluated between two steps"),
-    ("rolled_back", "all else of a step that was undone, by a rollback or an older checkpoint"),
-    ("skipped", "all else of a step whose update was not applied"),
+    ("rolled_back", "the rest of a step that was discarded, by a rollback or an older checkpoint"),
+    ("skipped", "the rest of a step whose update was not applied"),
     ("data_wait", "the ranks waited for the next batch"),
     ("straggler_wait", "the ranks waited longer for others than the rank that waited least"),
     ("exchange", "the time that every rank spent in the exchange of gradients"),
-    ("compile", "what is left of one of a process's first ten steps, above a usual one"),
-    ("productive", "all else of a step whose update is in the model"),
-    ("unknown", "nothing was recorded of it"),
+    ("compile", "the rest of one of a process's first ten steps, above a usual step"),
+    ("productive", "the rest of a step whose update is in the model"),
+    ("unknown", "no record of this time"),
 )
 """Who takes a second that two could claim: the upper one. With what each is."""
 

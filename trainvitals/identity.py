@@ -39,8 +39,8 @@ def check_run_id(value: str) -> str:
     if not _ULID.match(value):
         raise UsageError(
             f"run id is {value!r}; it must be a ULID of 26 characters",
-            hint="`vitals runs` lists the ids of known runs; VITALS_RUN_ID is for going on with "
-            "one of them, and a name of your own is watch(run='my-run')",
+            hint="`vitals runs` lists the ids of known runs; VITALS_RUN_ID continues one of "
+            "them; to name a run, use watch(run='my-run')",
         )
     return value
 

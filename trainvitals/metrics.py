@@ -194,7 +194,7 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         "checkpoint_seconds",
         "seconds",
         "Host time that snapshots and saves took from the loop since the previous step; absent "
-        "without checkpoints. A GPU copies beside.",
+        "without checkpoints. A GPU copies in parallel.",
         scope="rank",
     ),
     _step(
@@ -283,8 +283,8 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
     _step(
         "reduction_error",
         "",
-        "How far the averaged gradients of one bucket are, on this rank, from the sum of what the "
-        "ranks put in, in standard errors of rounding. Opt-in, `SignalSettings.reduction`.",
+        "Difference between the averaged gradients of one bucket on this rank and the sum of what "
+        "the ranks put in, in standard errors of rounding. Opt-in, `SignalSettings.reduction`.",
         scope="rank",
     ),
     _step(

@@ -206,7 +206,7 @@ _PARTS = (bool, deque, Stateful, StatefulRow)
 def _copied(saved: Any) -> Any:
     if isinstance(saved, str):
         raise ValueError(
-            f"{saved!r} is no number"
+            f"{saved!r} is not a number"
         )  # a damaged state fails here, not while training
     if isinstance(saved, list | tuple):
         return [_copied(part) for part in saved]

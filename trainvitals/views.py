@@ -878,7 +878,7 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
                 f", {humanize_seconds(self.seconds_per_step)} each, all counted; "
                 f"{100 * self.step_ratio:.0f} % of the time went to steps"
             )
-        return f"{text}; it stands still now" if self.is_waiting else text
+        return f"{text}; it is stalled now" if self.is_waiting else text
 
     def loss_text(self) -> str:
         """Return the final loss with its interval, or why it is not known."""

@@ -264,7 +264,7 @@ def _refuse_newer(head: bytes) -> None:
         raise FormatError(f"the batch's header cannot be read: {error}") from error
     if version > FORMAT_VERSION:
         raise NewerVersionError(
-            f"batch has format version {version}; this Vitals reads up to {FORMAT_VERSION}",
+            f"batch has format version {version}; this program reads up to {FORMAT_VERSION}",
             hint="upgrade this program: pip install -U trainvitals",
         )
 

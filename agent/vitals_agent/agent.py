@@ -259,7 +259,7 @@ class Agent:
         for run_id, run in list(self.runs.items()):
             if run.in_memory and run.spool.pending(1):
                 log.warning(
-                    "rows wait in memory run=%s: they are in %s; the next agent takes them up, "
+                    "rows wait in memory run=%s: they are in %s; the next agent sends them, "
                     "unless the node's memory goes first",
                     run_id,
                     run.spool.directory,
@@ -350,7 +350,7 @@ class Agent:
                 if left:
                     log.error(
                         "rows not spooled rows=%d run=%s: they are in %s and in no spool; the next "
-                        "agent takes them up, unless the node's memory goes first",
+                        "agent sends them, unless the node's memory goes first",
                         left,
                         ref.run_id,
                         ref.directory,

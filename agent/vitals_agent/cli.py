@@ -28,8 +28,8 @@ _Collector = Annotated[
     typer.Option(
         "--collector",
         envvar="VITALS_COLLECTOR_URL",
-        help="Address or data folder of the collector to forward to; of several on one PostgreSQL, "
-        "addresses with commas between them: where one does not answer, the next has the turn. "
+        help="URL or data directory of the collector to forward to. For several collectors on one "
+        "PostgreSQL: their URLs, comma-separated; the agent tries them in turn. "
         "Without it, metrics stay in the run directory, and also go to your own collector while "
         "one runs.",
     ),
@@ -75,8 +75,8 @@ _LingerHours = Annotated[
         "--linger-hours",
         envvar="VITALS_LINGER_HOURS",
         min=0.0,
-        help="How long a training's own agent waits after the training's end for a collector that "
-        "is away; then any later agent on the node sends what is left.",
+        help="How long the agent of a training waits after its end for a collector that is "
+        "down; then any later agent on the node sends the remaining rows.",
     ),
 ]
 _Mirror = Annotated[
@@ -85,8 +85,8 @@ _Mirror = Annotated[
         "--mirror",
         envvar="VITALS_MIRROR",
         metavar="TRACKERS",
-        help="Mirror each run whose rank 0 is on this node, as `vitals mirror --to`; several with "
-        "spaces between them [default: none].",
+        help="Mirror each run whose rank 0 is on this node, as `vitals mirror --to`; several are "
+        "space-separated [default: none].",
     ),
 ]
 _Child = Annotated[bool, typer.Option("--child", hidden=True)]

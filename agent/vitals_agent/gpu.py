@@ -193,8 +193,8 @@ class GpuSampler:
                 devices.setdefault(uuid, _Device(handle, parent=parent))
             if instances:
                 text = (
-                    f"GPU {parent} is divided by MIG into {len(instances)} instance(s): of these "
-                    "only the memory is known, of the GPU all but its utilisation"
+                    f"GPU {parent} is divided by MIG into {len(instances)} instance(s): "
+                    "for them only the memory is known, for the GPU everything except utilization"
                 )
                 note = Note(code="gpu_mig", text=text)
                 self.notes = (*(n for n in self.notes if not _about(n, parent)), note)

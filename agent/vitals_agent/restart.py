@@ -118,7 +118,7 @@ class HungJob:
         recent = [t for t in self._run.run_dir.restarts() if t > time_ns - _DAY_NS]
         if len(recent) >= budget:
             text = (
-                f"This hang is left to a person: {len(recent)} of {budget} restarts of a day are "
+                f"Vitals does not restart this job: {len(recent)} of {budget} restarts per day are "
                 f"used up. {verdict.text}"
             )
             self._run.node_source.say(

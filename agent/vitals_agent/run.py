@@ -316,7 +316,7 @@ class ServedRun:
         text = (
             f"the journal of {tail.identity.source} on {self._facts.node} overflowed: "
             f"{num_dropped} rows are lost so far, up to its step {tail.last.step}; it writes "
-            "faster than its agent reads, or the agent was away"
+            "faster than its agent reads, or the agent was down"
         )
         note = Note(code="journal_overflowed", text=text, severity="warning")
         self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)

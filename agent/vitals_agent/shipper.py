@@ -173,7 +173,7 @@ class _Progress:
             return
         raise ServerIdentityError(
             f"the collector acknowledges rows of {key[2]} up to {durable_seq}, and there are none "
-            f"after {spool.newest_seq(key)}: it cannot have stored them; nothing is let go",
+            f"after {spool.newest_seq(key)}: it cannot have stored them; no row is deleted",
             hint="check that the address is the collector's, and no two collectors mix their data",
         )
 

@@ -14,19 +14,19 @@ from vitals_dashboard.settings import DashboardSettings, Role, load_settings
 from vitals_dashboard.source import Source
 
 NO_TOKEN = (
-    "This dashboard is look-only: it was started without a control token. Give it the collector's"
+    "This dashboard is read-only: it was started without a control token. Give it the collector's"
     " token file with --token-file, or use `vitals command`."
 )
 NOT_STARTED = (
-    "This dashboard is look-only. `vitals dashboard --control` starts one that can send commands;"
+    "This dashboard is read-only. `vitals dashboard --control` starts one that can send commands;"
     " `vitals command` and `vitals alerts` can do so too."
 )
 SHARED_NAME = (
-    "This address is look-only, as other programs of its host get its cookies. To get control, open"
-    " the other address that `vitals dashboard` printed, which ends in .localhost."
+    "This URL is read-only, because other programs on its host receive its cookies. To get"
+    " control, open the other URL that `vitals dashboard` printed, which ends in .localhost."
 )
-NO_ROLE = "Your account may look here, not control: the operator lists who may."
-GET_CONTROL = "Look-only. Get control at the end of this page."
+NO_ROLE = "Your account has read access only: the operator lists the accounts with control."
+GET_CONTROL = "Read-only. Get control at the end of this page."
 _ANSWER = "control_answer"
 
 

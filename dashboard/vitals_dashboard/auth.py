@@ -192,7 +192,7 @@ class Sessions:
         Only the session that asked can use it: a code that somebody else asked for is of no use.
         """
         if self._announce is None or session.host in LOOK_HOSTS:
-            return "This session can only look."
+            return "This session is read-only."
         with self._lock:
             now = self._now()
             if now < self._next_code:
@@ -240,7 +240,7 @@ class Doors:
 
     def __post_init__(self) -> None:
         if len(self.token) < 16:
-            raise ValueError("the door's token is too short to keep anybody out")
+            raise ValueError("the token is too short; it must have at least 16 characters")
 
     @property
     def public_host(self) -> str:

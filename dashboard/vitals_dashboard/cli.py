@@ -85,7 +85,7 @@ def dashboard(
         if pages.public_address:
             typer.echo(f"Through the proxy: {pages.public_address}", err=True)
         typer.echo(
-            f"Where a browser does not find that name (Safari, tunnels), look-only:"
+            f"If a browser does not resolve that name (Safari, tunnels), read-only:"
             f" {pages.look_address}\nCtrl-C stops it.",
             err=True,
         )

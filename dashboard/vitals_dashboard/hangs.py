@@ -21,12 +21,12 @@ def draw(source: Source, incident: IncidentView) -> None:
         source.client.ask(StacksQuestion(run_id=incident.run_id)),
         {view.finding.step for view in waits},
     )
-    st.markdown("### Who waited for whom")
+    st.markdown("### Waits between ranks")
     for line in told(incident):
         st.text(formatting.plain(line, 400))
     layout.table(
         rank_rows(stacks, {view.finding.rank for view in waits}),
-        "No stacks were taken: they are asked of ranks on nodes with an agent.",
+        "No stacks were taken: only ranks on nodes with an agent provide them.",
         key="hang_ranks",
         height=260,
     )

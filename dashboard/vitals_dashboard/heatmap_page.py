@@ -78,7 +78,7 @@ def controls(
             key=f"{key}_colour",
             bind="query-params",
             help="value: as it is. change: against the median of the row's own steps. vs. others:"
-            " against the median of all rows at that step. Blue lies below, orange above.",
+            " against the median of all rows at that step. Blue is below, orange above.",
         )
         steps = layout.step_range()
     chosen = by_word.get(str(word), choices[0])

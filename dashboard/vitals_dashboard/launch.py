@@ -335,7 +335,8 @@ def check_control(place: CollectorPlace) -> None:
         raise UnauthorizedError(
             f"--control needs a control token; {place.token_file or 'no token file'} has none",
             hint="give the collector's tokens.json with --token-file, or one that `vitals token"
-            " create NAME --scope control --output FILE` made; leave out --control to only look",
+            " create NAME --scope control --output FILE` made; leave out --control for read-only "
+            "access",
         )
     read_control_key(Path(place.token_file).parent)
 

@@ -63,7 +63,7 @@ def heading(text: str) -> None:
 
 def live_toggle(every: float = REFRESH_SECONDS, *, value: bool = True) -> bool:
     """Draw the switch and return whether the page refreshes itself; ``value`` is how it begins."""
-    help_text = f"Refresh every {every:.0f} seconds while a run goes on; off: never."
+    help_text = f"Refresh every {every:.0f} seconds while a run is active; off: never."
     return bool(st.toggle("Live", value=value, key="live", bind="query-params", help=help_text))
 
 

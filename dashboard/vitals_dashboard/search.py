@@ -135,7 +135,7 @@ def _of_field(name: str, sign: str, quoted: str) -> Test:
 def _of_number(name: str, sign: str, value: str) -> Test:
     limit = _number(value)
     if limit is None:
-        raise UsageError(f"{name} is compared with {value!r}, which is no number",
+        raise UsageError(f"{name} is compared with {value!r}, which is not a number",
                          hint=f"such as {name}{sign}1000")  # fmt: skip
     read, compare = _NUMBERS[name], _COMPARE[sign]
 

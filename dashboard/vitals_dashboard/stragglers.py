@@ -128,9 +128,9 @@ def waited_for(cells: heatmap.Floats, rows: Sequence[str], steps: Sequence[int])
     seconds = float(np.median(lost[rank]))
     span = f"in {share:.0%} of the columns from step {steps[0]:,} to {steps[-1]:,}"
     if seconds <= 0.0 or share <= max(0.5, 1.5 / len(rows)):
-        return f"No rank is waited for: the first to be waited for changes ({span})."
+        return f"No straggler: the latest rank changes from step to step ({span})."
     name = rows[rank].replace(":", " ", 1)
-    return f"The others wait for {name} {span}, about {_time(seconds)} a step."
+    return f"The others wait for {name} {span}, about {_time(seconds)} per step."
 
 
 def _time(seconds: float) -> str:

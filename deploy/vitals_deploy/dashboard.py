@@ -126,7 +126,7 @@ NOW = (
         queries={
             "pages": 'count(collector_alert_firing{run=~"$run", severity="page"} == 1) or vector(0)'
         },
-        help="Alerts that page somebody and have not resolved.",
+        help="Alerts with severity page that have not resolved.",
         thresholds=BAD_FROM_ONE,
     ),
     Panel(
@@ -226,7 +226,7 @@ TRAINING = (
     Panel(
         title="Learning rate",
         queries={"{{name}}": named(of_runs("train_learning_rate"))},
-        help="Of the first parameter group, as applied.",
+        help="Learning rate of the first parameter group, as applied.",
         unit="sci",
     ),
 )
@@ -236,7 +236,7 @@ RANKS = (
         title="Step time of all ranks",
         kind="heatmap",
         queries={"{{rank}}": of_runs("train_step_duration_seconds", "rank")},
-        help="How many ranks took how long: a straggler stands above the others.",
+        help="Distribution of step times over ranks: a straggler is above the others.",
         unit="s",
     ),
     Panel(
@@ -259,7 +259,7 @@ RANKS = (
     Panel(
         title="Peak device memory",
         queries={"{{name}} rank {{rank}}": named(of_runs("train_memory_peak_bytes", "rank"))},
-        help="Highest device memory of a rank within the step.",
+        help="Highest device memory of a rank during the step.",
         unit="bytes",
     ),
 )

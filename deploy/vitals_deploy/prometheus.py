@@ -48,13 +48,13 @@ scrape_configs:
     static_configs:
       - targets: [{collector}]
 
-  # One agent per job and node. All that ship to a collector take a token that is made of its read
-  # token and opens nothing but agents; one that does not ship has a token of its own.
+  # One agent per job and node. Agents that send to a collector accept a token derived from its
+  # read token, which opens only agents. An agent without a collector has its own token.
   - job_name: vitals-agent
     honor_labels: true
     authorization:
       credentials_file: {agents_token_file}
-    # Who may ship to the collector may name any target: none speaks for the collector or for a run.
+    # Any sender can name a target: drop metrics of the collector and of runs.
     metric_relabel_configs:
       - source_labels: [__name__]
         regex: (agent|gpu|node|train)_.*
@@ -65,16 +65,16 @@ scrape_configs:
 {discovery}"""
 
 FROM_COLLECTOR = """\
-    # The collector knows who ships to it. An agent listens on a loopback address, and is offered
-    # only to a Prometheus beside it and the collector. For another Prometheus start agents with
-    # `--listen ADDRESS:9400`, an address of a private network where you trust everybody: over it go
-    # the numbers and the agents' token, in plain HTTP.
+    # The collector lists the agents that send to it. An agent listens on a loopback address, which
+    # is listed only for a Prometheus on the same machine. For another Prometheus, start agents with
+    # `--listen ADDRESS:9400` on a private network that you trust: metrics and the token of the
+    # agents are sent in plain HTTP.
     http_sd_configs:
       - url: {url}
         tls_config: {tls}
         refresh_interval: 30s
         authorization:
-          type: Bearer  # here Prometheus 2.42 sends the bare token where this is left out
+          type: Bearer  # without this line Prometheus 2.42 sends the bare token
           credentials_file: {token_file}
 """
 FROM_FILES = """\
@@ -146,7 +146,7 @@ ENGINE_RULES = (
         + " The evidence: `vitals alerts list`"
         + "{{ if $labels.run }}, `vitals show {{ $labels.run }}`{{ end }}.",
         did=_by_alert(
-            {alert.name: alert.did for alert in _TOLD}, "acted as `vitals alerts list` says."
+            {alert.name: alert.did for alert in _TOLD}, "acted as `vitals alerts list` shows."
         ),
         to_do=_by_alert({alert.name: _to_do(alert) for alert in _TOLD}, "Read the runbook."),
         metrics=("collector_alert_firing",),
@@ -178,7 +178,7 @@ ABSENCE_RULES = (
         hold="5m",
         severity="notify",
         summary="The agent {{ $labels.instance }} does not respond",
-        description="An agent does not respond while its run goes on.",
+        description="An agent does not respond while its run continues.",
         did="took no action; training continues, and the journal keeps rows up to its size limit.",
         to_do="Restart the agent.",
         ends="the agent responds again, or its run has ended.",
@@ -200,7 +200,7 @@ ABSENCE_RULES = (
     ),
 )
 
-_NO_MORE_LOSS = "15 minutes have passed without another one."
+_NO_MORE_LOSS = "15 minutes have passed without a new occurrence."
 
 LOSS_RULES = (
     Rule(
@@ -233,7 +233,7 @@ LOSS_RULES = (
         severity="notify",
         summary="{{ $labels.instance }} found damaged data in a spool or a journal",
         description="Checksums in a spool or a journal did not match.",
-        did="set the damaged rows aside and counted them.",
+        did="quarantined the damaged rows and counted them.",
         to_do="Check the disk.",
         ends=_NO_MORE_LOSS,
         metrics=("agent_corrupt_rows_total", "collector_damaged_stretches_total"),
@@ -244,7 +244,7 @@ LOSS_RULES = (
         severity="notify",
         summary="The collector's store is damaged",
         description="Stored rows fail their checksum.",
-        did="leaves them out of all answers.",
+        did="leaves them out of all query results.",
         to_do="`vitals store check` lists them; check the disk.",
         ends=_NO_MORE_LOSS,
         metrics=("collector_damaged_batches_total",),
@@ -268,7 +268,7 @@ LOSS_RULES = (
         severity="notify",
         summary="Alerts fail at the notifier {{ $labels.notifier }}",
         description="A receiver rejects alerts, or is down while too many wait for it.",
-        did="goes on trying.",
+        did="keeps trying.",
         to_do="`vitals alerts test` shows what the receiver answers.",
         ends=_NO_MORE_LOSS,
         metrics=("collector_notifications_total",),
@@ -291,8 +291,8 @@ ACCESS_RULES = (
         "(V411), without the scope (V412), beyond the token's project or run (V413), with an "
         "expired or revoked token (V414), or with rows of another token's run (V240).",
         did="refused and counted them; agents keep the rows.",
-        to_do="`vitals token list` shows whose tokens there are. If a job has the wrong file, give "
-        "it the right one; if a token is misused, `vitals token revoke ID`.",
+        to_do="`vitals token list` shows the tokens and their owners. If a job has the wrong file, "
+        "give it the right one; if a token is misused, `vitals token revoke ID`.",
         ends=_NO_MORE_LOSS,
         metrics=("collector_refused_requests_total", "collector_rejected_batches_total"),
     ),

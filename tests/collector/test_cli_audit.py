@@ -87,7 +87,7 @@ def test_what_passed_by_itself_looks_wrong_and_saves_nothing(tmp_path: Path, cap
 
 def test_a_run_that_was_started_again_counts_from_where_it_went_back_to(tmp_path: Path, capsys):
     said = audited(capsys, csv(tmp_path, "restarted"))
-    assert "went on to step 499, then back to step 300" in said
+    assert "continued to step 499, then restarted from step 300" in said
     (row,) = [line for line in said.splitlines() if re.match(r"\| 400 to \d+ \|.*\| 199 \|", line)]
     assert "| 199 | 131 | 68 |" in row  # steps 300 to 499, less 431 back to 300
 
@@ -96,7 +96,7 @@ def test_without_a_gradient_norm_nothing_is_said_about_it(tmp_path: Path, capsys
     path = tmp_path / "bare.csv"
     path.write_text("step,loss\n" + "".join(f"{n},{x!r}\n" for n, x in losses("nan")))
     said = audited(capsys, path)
-    assert "It has no gradient norm: nothing is said about the gradients." in said
+    assert "It has no gradient norm: the gradients cannot be judged." in said
     assert "gradient norm:" not in said.partition("## What this log cannot tell")[0]
     assert "The log has no times, so there are no hours." in said
 

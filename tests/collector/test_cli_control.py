@@ -236,7 +236,7 @@ def test_a_command_through_the_collector_waits_for_the_agent(known: Served, caps
     assert "pending" == view["status"]
     with known.client("ingest") as agent:
         (waiting,) = agent.ask(CommandsQuestion(run_id=RUN, status="pending"))
-        with pytest.raises(UnauthorizedError, match="beside rank 0"):
+        with pytest.raises(UnauthorizedError, match="on rank 0's node"):
             agent.mark_delivered(RUN, waiting.command.number, "f" * 16)
         agent.mark_delivered(RUN, waiting.command.number, RANK0)
         assert () == agent.ask(CommandsQuestion(run_id=RUN, status="pending"))

@@ -123,8 +123,8 @@ def test_the_maps_of_an_incident_have_the_numbers_that_were_rolled_back(
     of_loss = told.partition("| Loss of each rank |")[2].partition("| Step time")[0]
     assert ["no", "yes"] == re.findall(r"^\| rank:\d .*\| (\w+) \|$", of_loss, re.M)
     assert " | 500 | 158 | yes |" in told.partition("| Gradient norm of each layer |")[2]
-    some = "f steps 120 to 161 some were rolled back: a cell has the worst of all attempts"
-    assert 3 == told.count(f"O{some}.") == Page(html).text.count(f"; o{some}")
+    some = "teps 120 to 161 include rollbacks: a cell shows the worst of all attempts"
+    assert 3 == told.count(f"S{some}.") == Page(html).text.count(f"; s{some}")
 
 
 def test_markdown_goes_to_stdout_with_its_curves(runs: Path, capsys: pytest.CaptureFixture[str]):

@@ -282,7 +282,7 @@ def test_a_secret_in_a_reason_is_gone_before_it_is_signed_and_in_the_audit(store
 def test_only_the_agent_beside_rank_0_marks_a_delivery(store: Store):
     number = ask(store).command.number
     for stranger in ("", "b" * 16):
-        with pytest.raises(UnauthorizedError, match="beside rank 0"):
+        with pytest.raises(UnauthorizedError, match="on rank 0's node"):
             mark_delivered(store, RUN, number, by="x", now_unix_ns=NOW, incarnation=stranger)
     assert ["pending"] == statuses(store)
     view = mark_delivered(store, RUN, number, by="x", now_unix_ns=NOW, incarnation="a" * 16)

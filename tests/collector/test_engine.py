@@ -158,7 +158,7 @@ def test_a_silent_run_is_lost_after_the_limit_and_its_hold_and_back_when_it_spea
         heard.append(len(place.look()))
     assert [0, 0, 0, 0, 0, 0, 1] == heard
     (alert,) = place.alerts()
-    assert "the run stopped reporting; last heard of at 2023-11-14 22:13:" in alert.summary
+    assert "the run stopped reporting; last seen at 2023-11-14 22:13:" in alert.summary
     assert alert.summary.endswith(" UTC, on node node-a")
     place.send(writer.steps([6]))
     assert ["RunLost firing", "RunLost resolved"] == place.look()

@@ -114,7 +114,7 @@ def test_a_refused_batch_is_passed_over_and_the_rest_is_stored(
     store = open_store("sqlite://")
     assert 2 == FolderIngest(store, [tmp_path]).poll()
     assert [0, 1] == seqs_stored(store)
-    assert "a batch is passed over" in caplog.text
+    assert "a batch is skipped" in caplog.text
     store.close()
 
 

@@ -27,7 +27,7 @@ def test_one_batch_that_is_far_ahead_is_refused_and_its_stream_goes_on(
 ):
     writer = Writer()
     ingest(store, writer.steps(range(100)), received_unix_ns=at(100))
-    with pytest.raises(FormatError, match=r"go on at \d+ after 99") as caught:
+    with pytest.raises(FormatError, match=r"jump to \d+ after 99") as caught:
         lie = writer.steps([101 + year * YEAR], lose=number)
         ingest(store, lie, received_unix_ns=at(102))
     assert "each start has its own" in caught.value.hint

@@ -183,7 +183,7 @@ def test_without_a_counter_energy_is_power_over_time(store: Store):
 
 def test_a_run_that_nobody_heard_of_says_so(store: Store):
     ingest(store, Writer("node:a").node_rows([1, 2]))
-    assert ask(store).notes == ("No process of the run was heard of.",)
+    assert ask(store).notes == ("No process of the run has reported.",)
 
 
 def test_a_run_that_goes_on_is_read_again_only_now_and_then(store: Store):

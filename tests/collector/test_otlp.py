@@ -122,7 +122,7 @@ def test_what_has_no_single_number_and_what_has_no_run_is_counted(collector: Ser
     assert 200 == answer.status_code
     told = answer.json()["partialSuccess"]
     assert "3" == told["rejectedDataPoints"]
-    assert "seconds is no gauge and no sum" in told["errorMessage"]
+    assert "seconds is neither a gauge nor a sum" in told["errorMessage"]
     with collector.client() as reader:
         assert [(1, 2.0)] == curve(reader, "scalars.depth")
 

@@ -139,7 +139,7 @@ def test_a_new_question_is_checked_at_the_door_and_asks_for_its_token(toy, poste
         headers = {"Content-Type": "application/json"}
         reply = served.request("POST", path, content=body, headers=headers)
         assert (400, "V100") == (reply.status_code, reply.json()["code"])
-        assert reply.json()["text"].startswith("the body is no ToysQuestion: ")
+        assert reply.json()["text"].startswith("the body is not a valid ToysQuestion: ")
     with served.client("ingest") as client:
         assert client.ask(toy(run_id=RUN, size=1)).words
         with pytest.raises(UnauthorizedError, match="lacks the scope read"):

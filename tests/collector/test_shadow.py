@@ -56,4 +56,4 @@ def test_show_counts_it_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[s
     leave(tmp_path / "runs", *parts())
     assert 0 == vitals("show", tmp_path / "runs")
     said = " ".join(capsys.readouterr().out.split())
-    assert "1 of 2 would have been needed, 1 was not; 1 cannot be told yet" in said
+    assert "1 of 2 would have been needed, 1 was not; 1 are undecided" in said

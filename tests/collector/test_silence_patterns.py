@@ -10,7 +10,7 @@ from vitals_collector.alerts.silences import parse_matchers
     "pattern", ["([0-9A-Z]+)*x", "(a|b)+", r"(.)\1", "a*b*c*d*e*f", "(.|..)" * 24]
 )
 def test_patterns_that_can_take_for_ever_are_refused(pattern: str):
-    with pytest.raises(UsageError, match="may take for ever"):
+    with pytest.raises(UsageError, match="could take too long"):
         parse_matchers([f"run=~{pattern}"])
 
 

@@ -129,7 +129,7 @@ def test_a_database_of_a_newer_version_is_left_alone(store: Store):
     with store.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     url = store.engine.url.render_as_string(hide_password=False)
-    with pytest.raises(StorageError, match="has version 9999; this Vitals knows") as caught:
+    with pytest.raises(StorageError, match="has version 9999; this program reads") as caught:
         open_store(url)
     assert "upgrade" in caught.value.hint
 

@@ -191,7 +191,7 @@ def test_a_lost_end_is_told_to_whoever_reads_the_folder_alone(
     lost = sum(one.num_lost_rows for one in detail.sources)
     assert sum(len(rows) for rows in written.values()) == stored + lost
     assert lost > 0
-    assert "are damaged and passed over" in caplog.text
+    assert "are damaged and skipped" in caplog.text
     assert "were written and can be read no more" in caplog.text
 
 

@@ -459,7 +459,7 @@ def test_the_file_of_a_new_token_is_private_and_opens_what_it_says(served: Serve
         assert () == ada.ask(RunsQuestion())
     raw = b"".join(path.read_bytes() for path in data.glob("vitals.db*"))
     assert given.control.encode() not in raw
-    assert "is there already" in str(vitals(data, "create", "b", "--output", file).exception)
+    assert "already exists" in str(vitals(data, "create", "b", "--output", file).exception)
     token_id = id_of(served, "ada")
     assert 0 == vitals(data, "rotate", token_id, "--output", file).exit_code
     assert given.control != read_tokens(file).control

@@ -118,7 +118,7 @@ def test_a_decision_shows_its_evidence_and_the_filters_are_an_address(
     assert "proposed, not carried out. 3 skips in 20 steps" in said
     assert "rule: rollback.storm" in said and "hindsight: needed" in said
     assert "window=range&from=162&to=362" in links(app)["See it on the curves"]
-    assert "This dashboard is look-only" in said and "Send: rollback" not in labels(app)
+    assert "This dashboard is read-only" in said and "Send: rollback" not in labels(app)
 
 
 def test_a_proposed_rollback_is_carried_out_with_a_reason(stub: Stub, open_page: Open) -> None:

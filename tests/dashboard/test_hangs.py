@@ -76,7 +76,7 @@ def test_a_hang_is_told_by_time_with_who_was_where_and_the_stacks_folded_out(
     stub.add(hung(is_ended=True))
     app = open_page("incident", incident=INCIDENT)
     said = shown(app)
-    assert "Who waited for whom" in said
+    assert "Waits between ranks" in said
     order = ["The last progress, in step 240.", "Rank 1 is blocked", "Paged: Rank 1 is blocked"]
     order += ["Vitals ended the job, to be restarted.", "The wait is over, after 70 s."]
     places = [said.index(words) for words in order]
@@ -127,7 +127,7 @@ def test_a_wait_that_goes_round_is_nobody_s() -> None:
     rng = np.random.default_rng(0)
     steps = range(100)
     jitter = rng.uniform(0.01, 0.02, (8, 100))
-    assert stragglers.waited_for(jitter, RANKS, steps).startswith("No rank is waited for")
+    assert stragglers.waited_for(jitter, RANKS, steps).startswith("No straggler")
     one = jitter.copy()
     one[5] = 0.001
     assert "for rank 5 in 100%" in stragglers.waited_for(one, RANKS, steps)

@@ -206,7 +206,7 @@ def test_control_that_could_send_no_command_is_refused_at_the_start(capsys, tmp_
     (tmp_path / "control.key").unlink()
     assert 1 == main(["dashboard", *options])
     said = capsys.readouterr().err
-    assert "control.key: No such file" in said and "copy it beside your token file" in said
+    assert "control.key: No such file" in said and "copy it next to your token file" in said
 
 
 # ------------------------------------------------------------------------------- the whole command

@@ -156,7 +156,7 @@ def test_what_changes_the_steps_to_come_is_done_on_all_ranks_at_one_step(steered
     paused, resumed = steered.others["pause"], steered.others["resume"]
     # Nothing was trained in between, and the learning rate was set in the pause.
     assert paused.step <= steered.others["lr x0.5"].step == resumed.step <= paused.step + 1
-    assert "training goes on with step" in resumed.detail
+    assert "training continues with step" in resumed.detail
     skipped = [
         view.decision
         for view in steered.decisions

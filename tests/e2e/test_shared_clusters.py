@@ -194,7 +194,7 @@ def test_a_container_in_which_only_the_run_directory_can_be_written_trains_witho
     done = train_in(lab, READ_ONLY, HOME="/nowhere", PYTHONDONTWRITEBYTECODE="1")
     assert done.stdout.startswith("trained "), done.stderr
     assert "journal.folder" in done.stdout
-    assert "training goes on" in done.stderr
+    assert "training continues" in done.stderr
     assert "Read-only file system" in done.stderr
     assert "Traceback" not in done.stderr
 

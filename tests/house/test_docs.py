@@ -64,6 +64,15 @@ def test_every_error_has_a_code_of_its_own_and_is_described():
     assert [] == [error.code for error in errors if f"| {error.code} |" not in page]
 
 
+def test_every_code_in_the_source_is_described():
+    page = build_docs.errors_page()
+    rooms = ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy")
+    sources = [p.read_text() for room in rooms for p in (ROOT / room).rglob("*.py")]
+    used = {code for text in sources for code in re.findall(r'"(V[0-6]\d\d)"', text)}
+    assert len(used) > 20
+    assert [] == sorted(code for code in used if f"| {code} |" not in page)
+
+
 def test_every_setting_is_described():
     page = build_docs.settings_page()
     assert [] == [name for name in SECTIONS if f"## {name}" not in page]

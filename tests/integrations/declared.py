@@ -100,7 +100,7 @@ _ENGINE_WAITS = "the engine does not step the schedule where it skips"
 _ENGINE_NORM = "the engine's norm is of float32, and infinite: it keeps the first back by itself"
 _ENGINE_FLAG = "the engine's norm is of float32: it takes the scale to be too high as well"
 _NO_BATCH = "by the loop: the adapter sees the number, not the batch"
-_UNPROVEN = "a skip has not been shown to leave no trace there"
+_UNPROVEN = "an exact skip has not been shown there"
 
 FRAMEWORKS = (
     Framework(

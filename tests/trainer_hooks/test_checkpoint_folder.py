@@ -375,7 +375,7 @@ def test_a_newer_format_is_told_whatever_its_fields_are(folder):
     (folder.path / name / "healthy").touch()
     path = folder.path / name / "manifest.json"
     path.write_text(json.dumps({"format_version": 2, "id": 7, "run_id": "run"}))
-    with pytest.raises(NewerVersionError, match="format 2; this Vitals reads up to 1"):
+    with pytest.raises(NewerVersionError, match="format 2; this program reads up to 1"):
         folder.check(name)
     assert [("healthy", name)] == [(one.state, one.id) for one in folder.loadable_refs()]
     folder.rotate()

@@ -336,7 +336,7 @@ REFUSED = {
         "is the order",
     ),
     a_step_of_an_optimizer_that_is_not_watched: (
-        r"was given AdamW, which is none of the 1 optimizers given to watch",
+        r"was given AdamW, which is not one of the 1 optimizers given to watch",
         r"pass all optimizers of the loop",
     ),
     all_backwards_before_the_steps_of_each_optimizer: (

@@ -286,7 +286,7 @@ def test_an_optimizer_that_nobody_watches_is_refused():
     other = torch.optim.Adam(nn.Linear(4, 1).parameters())
     with trainvitals.watch(models, optimizers) as monitor:
         models[0](torch.ones(1, 4)).sum().backward()
-        with pytest.raises(UsageError, match="was given Adam, which is none of the 2"):
+        with pytest.raises(UsageError, match="was given Adam, which is not one of the 2"):
             monitor.step(optimizer=other)
 
 

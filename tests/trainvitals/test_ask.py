@@ -23,7 +23,7 @@ def test_a_rollback_is_proposed_once_with_its_evidence_and_nothing_is_spent() ->
     run = asking()
     proposed = run.feed(*STORM)[-1]
     assert ("rollback", False, 150) == (proposed.action, proposed.acted, proposed.rollback_to_step)
-    assert "waits for a yes (approve or veto 3): without an answer by step 208 it is done" in (
+    assert "waits for approval (approve or veto 3): without a reply by step 208 it is done" in (
         proposed.reason
     )
     assert (3, 3, ()) == (
@@ -32,7 +32,7 @@ def test_a_rollback_is_proposed_once_with_its_evidence_and_nothing_is_spent() ->
     assert ["approval_needed"] == [finding.kind for finding in run.told]
     again = run.feed("nan", "nan")
     assert ["skip_step", "skip_step"] == [decision.action for decision in again]
-    assert "3 waits for a yes" in again[0].reason
+    assert "3 waits for approval" in again[0].reason
     assert 1 == len(run.told)
 
 
@@ -132,7 +132,7 @@ def test_an_answer_to_another_question_is_refused() -> None:
     run.feed(*STORM)
     yes_or_no(run, "approve", 2.0, kind="nan")
     assert run.ack is not None
-    assert "decision 2 does not wait for a yes; 3 does" == run.ack.detail
+    assert "decision 2 does not wait for approval; 3 does" == run.ack.detail
 
 
 def test_who_asks_for_a_rollback_himself_is_not_asked() -> None:

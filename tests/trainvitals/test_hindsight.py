@@ -66,6 +66,4 @@ def test_the_tally_is_in_words():
     assert "2 of 3 would have been needed, 1 was not" == tally(
         ["needed", "needed", "unneeded", None]
     )
-    assert "0 of 0 would have been needed, 0 were not; 2 cannot be told yet" == tally(
-        ["open", "open"]
-    )
+    assert "0 of 0 would have been needed, 0 were not; 2 are undecided" == tally(["open", "open"])

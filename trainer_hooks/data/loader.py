@@ -228,7 +228,7 @@ class Batches:
         if kept is None:
             return "the checkpoint holds no position"
         if kept["loop"] != self.loop:
-            return "the checkpoint is of another loop over data"
+            return "the checkpoint belongs to another loop over data"
         if self.beside or kept.get("beside"):
             return "another loop over data feeds the same steps"
         if self._epochs == 1 and kept.get("sampler_epoch") != sampler_epoch(loader):
@@ -240,8 +240,10 @@ class Batches:
             return f"the loader had {kept['length']} batches, now it has {self._length}"
         if isinstance(loader, DataLoader) and is_seekable(loader):
             if kept["opening"] is None and sampler_with_state(loader) is not None:
-                return "the sampler's state before its first batch is not one to go on from"
-            return "" if comes_in_order(loader) else "workers hand out in any order (in_order)"
+                return "the sampler's state before its first batch cannot be resumed from"
+            return (
+                "" if comes_in_order(loader) else "workers return batches in any order (in_order)"
+            )
         if isinstance(loader, Sequence):
             return ""
         if not isinstance(loader, Stateful):

@@ -152,7 +152,7 @@ def _listed(declared: object) -> list[LRScheduler]:
             raise UsageError(
                 f"schedule is a {type(scheduler).__name__}; it must be a scheduler of torch, an "
                 "LRSchedule, or one of constant, linear, cosine, wsd",
-                hint="of a wrapped scheduler give the one inside, or declare its shape: "
+                hint="give the scheduler inside a wrapper, or declare its shape: "
                 "trainvitals.LRSchedule(kind='cosine', warmup_steps=1000)",
             )
         for part in _parts(scheduler):
@@ -160,7 +160,7 @@ def _listed(declared: object) -> list[LRScheduler]:
                 raise UsageError(
                     "schedule has a ReduceLROnPlateau, whose rate depends on the training: it "
                     "cannot be declared ahead",
-                    hint="leave schedule= out; jumps of the rate are told all the same",
+                    hint="leave schedule= out; jumps of the learning rate are reported anyway",
                 )
     return given
 

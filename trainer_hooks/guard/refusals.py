@@ -116,7 +116,7 @@ def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
 def _refuse_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     for what in _steppers_in_backward(model, optimizers):
         raise UsageError(
-            f"{what} steps an optimizer within backward: the update happens before the ranks can "
+            f"{what} steps an optimizer inside backward: the update happens before the ranks can "
             "check the step",
             hint="take the optimizer out of backward (one optimizer over all parameters, stepped "
             "by monitor.step()), or train this run with watch(..., mode='off')",

@@ -155,7 +155,7 @@ def refuse(distributed_type: Any, optimizers: Sequence[Any]) -> None:
     beside = {"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"}.intersection(names)
     if beside:
         raise UsageError(
-            f"{beside.pop()} updates parameters within backward, before their gradients can be "
+            f"{beside.pop()} updates parameters inside backward, before their gradients can be "
             "checked",
             hint="use an optimizer whose step() makes the update",
         )

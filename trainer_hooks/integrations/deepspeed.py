@@ -365,7 +365,7 @@ def _refuse(engine: Any) -> None:
         )
 
 
-_UNTESTED = "a skip has not been shown to leave no trace there"
+_UNTESTED = "an exact skip has not been shown there"
 _OTHER_PARTS = "its ranks hold different parameters, so there is no common gradient norm"
 
 
@@ -418,7 +418,7 @@ def _reasons_of(outer: Any) -> list[tuple[str, str]]:
         (
             has("torch_autocast_gradscaler"),
             "float16 torch_autocast under ZeRO",
-            "its scaler is updated within the step, once for each group",
+            "its scaler is updated during the step, once per group",
         ),
         (has("fused_adam_legacy", "fused_lamb_legacy"), "legacy fusion", _UNTESTED),
         (not is_plain and type(outer).__name__ not in _SEATS, type(outer).__name__, _UNTESTED),

@@ -28,7 +28,7 @@ STATE = "vitals"
 _VALIDATION = "validation_metrics/"
 _TRAIN = "guarded_train"
 _OWN_STEPS = {
-    "OptimizersInBackwardContainer": "its optimizers step within backward; set "
+    "OptimizersInBackwardContainer": "its optimizers step inside backward; set "
     "optimizer.early_step_in_backward = false",
     "FTOptimizersContainer": "torchft decides whether a step is made; set "
     "fault_tolerance.enable = false",

@@ -85,19 +85,19 @@ def landscape(
     ] = 1,
     radius: Annotated[
         float,
-        typer.Option(help="How far to go; at 1 each filter has moved by its own length."),
+        typer.Option(help="Distance; at 1 each filter has moved by its own length."),
     ] = 1.0,
     points: Annotated[
         int, typer.Option(show_default="41, or 21 on a plane", help="Along each direction; odd.")
     ] = 0,
-    batches: Annotated[int, typer.Option(min=1, help="The loader's first so many.")] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Of directions, loader and dropout.")] = 0,
+    batches: Annotated[
+        int, typer.Option(min=1, help="Number of batches: the first ones of the loader.")
+    ] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of directions, loader and dropout.")] = 0,
     mode: Annotated[
         str, typer.Option(help="eval, or train: dropout on, BatchNorm by the batch.")
     ] = "eval",
-    within: Annotated[
-        float, typer.Option(help="Share of the loss within which the width is told.")
-    ] = 0.1,
+    within: Annotated[float, typer.Option(help="Share of the loss that defines the width.")] = 0.1,
     output: Annotated[
         Path, typer.Option(help="Writes OUTPUT.json, all losses, and OUTPUT.svg, the picture.")
     ] = Path("landscape"),
@@ -142,7 +142,7 @@ def landscape(
         **_facts(places, losses, within, is_path=bool(to)),
     }
     title = f"Loss from {begin} to {end}" if to else f"Loss around {begin}"
-    along = "way to it" if to else "filter-normalised random direction"
+    along = "way to it" if to else "filter-normalized random direction"
     along += "s: first to the right, second up" if len(losses) > 1 else ""
     drawn = picture(places, losses, title=title, along=along, lines=[f"Loss: {how}.", *sentences])
     raw = msgspec.json.format(to_json(body), indent=2) + b"\n"
@@ -301,7 +301,7 @@ def _load(checkpoint: str, step: int, directory: Path, model: nn.Module) -> str:
     path = Path(checkpoint).expanduser()
     if path.is_file():
         if step >= 0:
-            raise UsageError(f"--step is of a run, and {checkpoint} is a file")
+            raise UsageError(f"--step needs a run, and {checkpoint} is a file")
         _load_file(path, model)
         return path.name
     from trainer_hooks.repro.weights import read_into
@@ -352,7 +352,7 @@ def _load_file(path: Path, model: nn.Module) -> None:
     except RuntimeError as error:
         text = " ".join(str(error).split())
         raise UsageError(
-            f"{path} is of another model: {text}"[:500],
+            f"{path} belongs to another model: {text}"[:500],
             hint="the entry must build the model whose state dict was saved",
         ) from error
 

@@ -130,7 +130,7 @@ def landscape_sentences(places: Sequence[float], losses: Losses, within: float) 
         if facts is None:
             yield (
                 f"The loss at the checkpoint itself is {line[len(line) // 2]}: nothing else can be "
-                "told. Are checkpoint, entry and batches those of the run?"
+                "computed. Do checkpoint, entry and batches belong to the run?"
             )
             break
         if number == 1:
@@ -142,11 +142,11 @@ def landscape_sentences(places: Sequence[float], losses: Losses, within: float) 
 def _of_line(facts: LineFacts, number: int, centre: float, within: float) -> Iterator[str]:
     along = f"Along direction {number}"
     if facts.curvature is None or facts.slope is None:
-        yield f"{along} the loss beside the checkpoint is not finite: no curvature is told."
+        yield f"{along} the loss next to the checkpoint is not finite: the curvature is unknown."
     else:
         yield f"{along} the curvature is {facts.curvature:.4g} and the slope {facts.slope:.3g}."
     if facts.low is None or facts.high is None:
-        yield "The loss at the checkpoint is 0, so no width is told as a share of it."
+        yield "The loss at the checkpoint is 0, so a width as a share of it is undefined."
     else:
         width = f"{'at least ' if any(facts.is_open) else ''}{facts.high - facts.low:.3g}"
         yield (
@@ -157,7 +157,7 @@ def _of_line(facts: LineFacts, number: int, centre: float, within: float) -> Ite
         yield f"The checkpoint is the lowest of the points along direction {number}."
     else:
         yield (
-            f"The checkpoint is no minimum along direction {number}: the loss is lowest at "
+            f"The checkpoint is not a minimum along direction {number}: the loss is lowest at "
             f"{facts.lowest_at:+.3g}, {facts.lowest:.4g} instead of {centre:.4g}."
         )
 
@@ -167,7 +167,7 @@ def path_sentences(places: Sequence[float], losses: Losses) -> Iterator[str]:
     facts = path_facts(places, losses[0])
     yield f"The loss is {facts.begin:.4g} at the beginning and {facts.end:.4g} at the end."
     if facts.barrier is None:
-        yield "One end is not finite, so no barrier is told."
+        yield "One end is not finite, so the barrier is unknown."
     elif facts.barrier > _BARRIER * max(abs(facts.begin), abs(facts.end)):
         yield (
             f"Between them is a barrier: the loss rises to {facts.highest:.4g} at "

@@ -64,7 +64,7 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
         )
     if version > VERSION:
         raise NewerVersionError(
-            f"the monitor's state has version {version}; this Vitals reads up to {VERSION}",
+            f"the monitor's state has version {version}; this program reads up to {VERSION}",
             hint="install the version of Vitals that wrote the checkpoint, or leave the state out: "
             "the limits then warm up again",
         )

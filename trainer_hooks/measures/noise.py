@@ -162,7 +162,7 @@ class OwnGradients:
         if not isinstance(ddp, DistributedDataParallel):
             raise UsageError(
                 f"SignalSettings.{setting} needs DDP; the model is {type(ddp).__name__}",
-                hint="elsewhere a rank's own gradients are never seen whole; leave it out",
+                hint="otherwise the gradients of one rank are not available; leave it out",
             )
         if ddp.process_group.size() != dist.get_world_size() or dist.get_world_size() < 2:
             raise UsageError(

@@ -252,7 +252,7 @@ class Probe:
         everywhere = self._ranks.gather(self._bank.num_batches())
         near, far = _chosen(everywhere, ask.onset_step)
         if len(near) < MIN_BATCHES:
-            return _nothing(f"{len(near)} kept steps lie 16 to 100 before step {ask.onset_step}")
+            return _nothing(f"{len(near)} kept steps are 16 to 100 before step {ask.onset_step}")
         # As many of each step as every rank has: its forwards may hold collectives.
         fewest = [(step, min(kept[step] for kept in everywhere)) for step in (*near, *far)]
         tasks = [_Task(self._bank[step], self._bank[step].batches[:n]) for step, n in fewest]

@@ -979,8 +979,8 @@ class RecoveryManager:
             on_ranks = "; ".join(f"rank {rank}: {why[rank]}" for rank in bad[:8])
             raise CheckpointError(
                 f"there is no healthy state to roll back to before step {step}: {on_ranks}",
-                hint="look at the model's initialisation, or leave out of the optimizer what is "
-                "not trained; mode 'guard' needs no snapshots",
+                hint="check the model's initialization, or remove untrained parameters from the "
+                "optimizer; mode 'guard' needs no snapshots",
             )
         self._ring.commit(step, ok=True)
         self._saved_at = step

@@ -245,7 +245,7 @@ def read(file: CapsuleFile) -> Capsule:
         facts = json.loads(arrays.pop("capsule").tobytes())
         if facts["version"] > _VERSION:
             raise FormatError(
-                f"{path} was written by a newer Vitals ({facts['versions']['vitals']})",
+                f"{path} was written by a newer version of Vitals ({facts['versions']['vitals']})",
                 hint="use that version, or a newer one",
             )
         if missing := _FACTS - facts.keys():

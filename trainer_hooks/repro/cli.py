@@ -115,9 +115,9 @@ def _capsule(run: str, step: int, rank: int, vitals_dir: Path) -> tuple[RunDir, 
     with_capsules = [pair for pair in with_capsules if pair[1]]
     if not with_capsules:
         raise UsageError(
-            f"{fitting[-1].path} holds no capsules, so no step of it can be played",
+            f"{fitting[-1].path} has no capsules, so none of its steps can be reproduced",
             hint="a run keeps its bad steps with monitor.batches(loader, keep_batches=True), on "
-            "the node that they ran on",
+            "the node where they ran",
         )
     if len(with_capsules) > 1:
         ids = ", ".join(each.run_id for each, _ in with_capsules[-3:])
@@ -130,8 +130,8 @@ def _capsule(run: str, step: int, rank: int, vitals_dir: Path) -> tuple[RunDir, 
         of_rank = "" if rank < 0 else f" of rank {rank}"
         raise UsageError(
             f"step {step}{of_rank} of {run_dir.run_id} has no capsule",
-            hint=f"steps{of_rank} with one: {', '.join(map(str, steps[-16:])) or 'none'}; of bad "
-            "steps in a row the first has one",
+            hint=f"steps{of_rank} with one: {', '.join(map(str, steps[-16:])) or 'none'}; in a row "
+            "of bad steps the first has one",
         )
     newest = max(each.attempt for each in of_step)
     return run_dir, min(each for each in of_step if each.attempt == newest)

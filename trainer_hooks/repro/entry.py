@@ -90,7 +90,7 @@ def _module(name: str) -> Any:
 
 def _file(path: Path) -> Any:
     if not path.is_file():
-        raise UsageError(f"{path} is no file", hint="--entry train.py:build, from where it is")
+        raise UsageError(f"{path} is not a file", hint="--entry train.py:build, from where it is")
     sys.path.insert(0, str(path.absolute().parent))  # for what it imports from beside it
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "the name ends in .py"

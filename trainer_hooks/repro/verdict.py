@@ -285,10 +285,10 @@ def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], 
     again = case.play(case.batches)
     repeats = again == played
     if wrong := try_machine(device):
-        words = f"the step is fine when played, and this machine computes wrongly: {wrong}."
+        words = f"the step is fine when re-run, and this machine computes wrongly: {wrong}."
         return "hardware", words, "", ()
     case.details.append(f"self-test of {device}: all answers right")
-    why = [] if repeats else ["two plays differ in their bits, so it is not deterministic"]
+    why = [] if repeats else ["two re-runs differ in their bits, so it is not deterministic"]
     equal = _is_bit_equal(case.capsule, played)
     if equal is not True and not case.weights.is_exact:
         why.append("it was not played with its own weights")
@@ -296,13 +296,13 @@ def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], 
         why.append("its loss is not the run's, bit for bit")
     if equal is not None and case.capsule.facts["world_size"] > 1:
         # Its own loss was finite: what was bad may have come with the reduction.
-        why.append("another rank may have made it bad: play theirs with --rank")
+        why.append("another rank may have caused it: re-run theirs with --rank")
     why += _differences(case.capsule, device)
     if why:
         return "not_reproduced", f"the step is fine here; {'; '.join(why)}.", "", ()
     words = "with the same weights, batch and random state the step is fine, twice bit-equal. What "
-    words += "the loop does outside of loss_of is not played; if nothing there made it bad, test "
-    words += "the node that it ran on: `vitals doctor --burn-in 60`."
+    words += "the loop does outside loss_of is not re-run; if that is not the cause, test "
+    words += "the node where it ran: `vitals doctor --burn-in 60`."
     return "hardware", words, "", ()
 
 
@@ -341,7 +341,7 @@ def _in_precision(case: _Case) -> str:
         name = str(dtype).removeprefix("torch.")
         played = case.play(case.batches, dtype=dtype)
         if played.error:
-            case.details.append(f"could not be played in {name}: {played.error}")
+            case.details.append(f"could not be re-run in {name}: {played.error}")
         elif not played.is_bad(case.limits):
             scale = case.scene.loss_scale
             scaled = f" with a loss scale of {scale:g}" if scale != 1.0 else ""

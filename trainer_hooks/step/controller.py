@@ -73,7 +73,9 @@ from trainvitals.records import (
 _LOG = logging.getLogger("trainvitals")
 _NAMED = 4
 """Tensors that are named of those that are not finite."""
-_IS_MEANT = "; no optimizer has it, so it counts as meant from now on: snapshots go on with it"
+_IS_MEANT = (
+    "; no optimizer has it, so it counts as intended from now on: snapshots continue with it"
+)
 _NO_CLIP = 100.0
 """Multiple of the norm's limit from which a clip is none."""
 _COMPARED = frozenset({"replica_corrupted", "settings_differ"})

@@ -101,8 +101,8 @@ class Device:
             if turn.optimizers[0] is optimizer:
                 return turn
         raise UsageError(
-            f"monitor.step(optimizer=...) was given {type(optimizer).__name__}, which is none of "
-            f"the {len(self.optimizers)} optimizers given to watch()",
+            f"monitor.step(optimizer=...) was given {type(optimizer).__name__}, which is not one "
+            f"of the {len(self.optimizers)} optimizers given to watch()",
             hint="pass all optimizers of the loop: watch([a, b], [opt_a, opt_b])",
         )
 

@@ -133,7 +133,7 @@ class StepPhases:
             if not hasattr(value, "__float__"):
                 raise UsageError(
                     f"the {what} is a {type(value).__name__}; it must be one number",
-                    hint=f"of several losses, pass the sum: {what} = sum({what}es.values())"
+                    hint=f"with several losses, pass the sum: {what} = sum({what}es.values())"
                     if isinstance(value, Mapping)
                     else f"pass the {what} as a tensor or a number",
                 )

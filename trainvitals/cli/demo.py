@@ -389,7 +389,7 @@ def print_summary(
     bare: list[tuple[str, Result]],
 ) -> None:
     """Print each fault, what was decided by which rule, what it cost, and the losses."""
-    table = Table(title="What the ledger says", title_justify="left")
+    table = Table(title="Decision log", title_justify="left")
     columns: tuple[str, ...] = ("fault", "step", "rank", "decided", "by rule", "cost", "reason")
     # In a narrow terminal the reasons would be ribbons; `vitals why` tells them.
     columns = columns if console.width >= MIN_REASON_WIDTH else columns[:-1]

@@ -75,7 +75,8 @@ class LRSchedule:
             )
         if self.decay_steps is not None and (self.kind != "wsd" or self.decay_steps < 1):
             raise UsageError(
-                f"schedule has decay_steps {self.decay_steps}; it is of wsd, and at least 1",
+                f"schedule has decay_steps {self.decay_steps}; it needs kind wsd, and must be at "
+                f"least 1",
                 hint="linear and cosine decay from the warm-up's end to total_steps",
             )
 

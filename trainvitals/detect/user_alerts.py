@@ -49,7 +49,7 @@ _END_STEPS = 10
 """The same at its end: it is said where it was, unless it comes and goes all the time."""
 
 SEVERITIES: tuple[str, ...] = get_args(Severity)
-_WORDS_OF_LEVELS = "page wakes a person, notify tells one, log is only kept"
+_WORDS_OF_LEVELS = "page: someone must act now; notify: without urgency; log: only stored"
 
 
 # ------------------------------------------------------------------------------- the condition
@@ -221,7 +221,7 @@ def load_rules(path: Path) -> tuple[Rule, ...]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"rules in {path} is {tables!r}; each rule must be a table [[rules]]")
     if len(tables) > MAX_RULES:
-        raise ConfigError(f"{path} has {len(tables)} rules; {MAX_RULES} are the most")
+        raise ConfigError(f"{path} has {len(tables)} rules; at most {MAX_RULES} are allowed")
     rules: list[Rule] = []
     for number, table in enumerate(tables, start=1):
         try:

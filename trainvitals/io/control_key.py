@@ -94,8 +94,8 @@ def read_control_key(folder: Path) -> bytes:
     except OSError as error:
         raise UnauthorizedError(
             f"{folder / SECRET_FILE}: {error.strerror}; commands are signed with it",
-            hint="the collector creates it (0600) at its first start, beside tokens.json: command "
-            "from there, or copy it beside your token file",
+            hint="the collector creates it (0600) at its first start, next to tokens.json: run the "
+            "command there, or copy it next to your token file",
         ) from None
 
 
@@ -116,7 +116,7 @@ def verify_order(command: Command, folder: Path) -> None:
         raise UnauthorizedError(
             f"command {command.number} cannot be verified: {folder / PUBLIC_FILE}:"
             f" {error.strerror}",
-            hint="copy control.pub (0600) from the collector's data folder to there, beside the"
+            hint="copy control.pub (0600) from the collector's data folder to there, next to the"
             " token file that VITALS_TOKEN_FILE names",
         ) from None
     try:

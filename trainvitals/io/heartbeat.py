@@ -102,7 +102,7 @@ def read_heartbeat(directory: Path) -> Heartbeat:
         raise FormatError(f"{path} is not a heartbeat: it begins with {magic!r}")
     if version > FORMAT_VERSION:
         raise NewerVersionError(
-            f"{path} has format version {version}; this Vitals reads up to {FORMAT_VERSION}",
+            f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}",
             hint="upgrade this program: pip install -U trainvitals",
         )
     body = raw[_HEAD.size : _HEAD.size + size]

@@ -93,7 +93,7 @@ class Mailbox:
         box.close()
         if magic == MAGIC and version > FORMAT_VERSION:
             raise NewerVersionError(
-                f"{path} has format version {version}; this Vitals reads up to {FORMAT_VERSION}",
+                f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}",
                 hint="upgrade this program: pip install -U trainvitals",
             )
         raise FormatError(f"{path} is not a mailbox: it begins with {magic!r}")

@@ -93,7 +93,7 @@ def read_header(path: Path) -> tuple[SegmentHeader, int]:
         raise FormatError(f"{path}: a segment begins with {MAGIC!r}; this one with {magic!r}")
     if version > FORMAT_VERSION:
         raise NewerVersionError(
-            f"{path} has format version {version}; this Vitals reads up to {FORMAT_VERSION}",
+            f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}",
             hint="upgrade this program: pip install -U trainvitals",
         )
     body = raw[_PREFIX.size : _PREFIX.size + size]

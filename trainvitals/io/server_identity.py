@@ -87,8 +87,8 @@ def parse_url(url: str) -> ServerUrl:
             f"{url} is plain HTTP: whoever holds that port would get the token, and everybody on "
             "the way can read it",
             hint=f"on the collector's machine give its data folder; elsewhere https:// with a copy "
-            "of its tokens.json (--token-file), which has its certificate. A collector that is "
-            f"older than this Vitals has none: update it. Write {UNPROVEN}{url} only where "
+            "of its tokens.json (--token-file), which has its certificate. An older version of the "
+            f"collector has none: update it. Write {UNPROVEN}{url} only where "
             "something else keeps others out, such as a TLS proxy",
         )
     return ServerUrl(base)
@@ -230,7 +230,7 @@ def not_connected(url: str, trust: TlsTrust, error: BaseException) -> TransportE
         pins = ", ".join(fingerprint(pem)[:16] for pem in trust.certificates)
         expected = f"the one in the token file (SHA-256 {pins}...)" if pins else "a trusted one"
         hint = (
-            "another program may hold that address. If the collector was set up anew on purpose, "
+            "another program may hold that address. If the collector was reinstalled, "
             "copy its tokens.json here again"
         )
         if not pins:
@@ -245,7 +245,7 @@ def not_connected(url: str, trust: TlsTrust, error: BaseException) -> TransportE
         return ServerIdentityError(
             f"the server at {url} cannot prove that it is the collector, as TLS fails: "
             f"{cause.reason or cause}",
-            hint="it may be a collector older than this Vitals (update it), one started with "
+            hint="it may be an older version of the collector (update it), one started with "
             "--allow-plain (ask the proxy in front), one with --tls-client-ca (put client_cert and "
             "client_key into the token file), or another program",
         )

@@ -156,4 +156,4 @@ def tally(outcomes: Iterable[str | None]) -> str:
     words = f"{counts['needed']} of {judged} would have been needed, {counts['unneeded']} was not"
     if counts["unneeded"] != 1:
         words = words.replace("was not", "were not")
-    return words + (f"; {counts['open']} cannot be told yet" if counts["open"] else "")
+    return words + (f"; {counts['open']} are undecided" if counts["open"] else "")

@@ -445,8 +445,8 @@ def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Findi
         note = f"ranks had other settings from step {state.settings_since} on, which explains it"
     elif record.replayed_alike:
         note = (
-            "the same difference came again after a rollback, bit for bit: the software, or a "
-            "fault that repeats itself"
+            "the same difference recurred after a rollback, bit for bit: the cause is software, or "
+            "a fault that repeats itself"
         )
     elif not case.heals or case.mode == "observe":
         note = f"mode {case.mode!r} does not roll back"
@@ -708,7 +708,7 @@ def _wait(
     asked = state.facts.waiting
     if asked is not None:
         if asked.vetoed and state.nonfinite >= config.max_skips_in_a_row:
-            text = f"{reason}; vetoed by a person, and the run makes no progress"
+            text = f"{reason}; vetoed by an operator, and the run makes no progress"
             return halt(state, text, "stuck", waiting.finding, case)
         if not record.skipped or record.overflow:
             return Verdict(state)
@@ -720,7 +720,7 @@ def _wait(
     last = case.decided_at_step + config.ask_steps
     else_done = "it is done" if config.ask_default == "approve" else "it is vetoed"
     text = (
-        f"{reason}; waits for a yes (approve or veto {waiting.number}): without an answer by step "
+        f"{reason}; waits for approval (approve or veto {waiting.number}): without a reply by step "
         f"{last} {else_done}"
     )
     verdict = enter(
@@ -850,7 +850,7 @@ def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
     elif command.action == "pause":
         detail = f"all ranks wait before step {first} until `vitals command RUN resume`"
     elif command.action == "resume":
-        detail = f"training goes on with step {first}"
+        detail = f"training continues with step {first}"
     elif command.action == "profile":
         profiled = Profiled.of(argument)
         whose = (
@@ -859,8 +859,10 @@ def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
         detail = f"steps {first} to {first + profiled.num_steps - 1} of {whose} are profiled; the "
         detail += "traces come into the run's folder, below profiles"
     elif command.action == "veto" and facts.waiting is not None:
-        detail = f"the rollback {facts.waiting.number} is not done; the same is asked again after "
-        detail += f"{case.config.ask_steps} steps at the earliest"
+        detail = (
+            f"the rollback {facts.waiting.number} is not made; approval is requested again after "
+        )
+        detail += f"at least {case.config.ask_steps} steps"
         facts = replace(facts, waiting=_vetoed(facts, facts.waiting, case.config))
     if command.action in ("lr", "lr_factor"):  # announced by it: a jump that is meant
         until = max(state.announced_until, first + case.config.lr_jump_steps)
@@ -879,7 +881,7 @@ def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
     step, state = int(command.argument), verdict.state
     outliers = _around(state, step, case.config.group_steps)
     if not outliers:
-        detail = f"the level at step {step} counts as normal; no recent outlier lies there"
+        detail = f"the level at step {step} counts as normal; it has no recent outlier"
         words = f"manual command: {detail}"
     else:
         first, last = outliers[0].step, outliers[-1].step
@@ -958,10 +960,10 @@ def _refusal(verdict: Verdict, command: Proposal, case: Case) -> str:
 
 def _not_asked(waiting: Waiting | None, command: Proposal) -> str:
     if waiting is None or waiting.vetoed:
-        return "nothing waits for a yes"
+        return "no decision waits for approval"
     if command.argument in (0.0, NEWEST, float(waiting.number)):
         return ""
-    return f"decision {command.argument:.0f} does not wait for a yes; {waiting.number} does"
+    return f"decision {command.argument:.0f} does not wait for approval; {waiting.number} does"
 
 
 def _acked(

@@ -55,7 +55,7 @@ class AckLinks:
         with self._store.read() as connection:
             row = connection.execute(query).first()
         if row is None or row.started_unix_ns != int(started):
-            raise UsageError("this link is of an earlier firing of the alert", code=UNKNOWN)
+            raise UsageError("this link belongs to an earlier firing of the alert", code=UNKNOWN)
         return entry_of(row).view
 
     def acknowledge(self, token: str, by: str, inbox: Inbox) -> AlertView:

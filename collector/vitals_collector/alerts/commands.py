@@ -143,9 +143,9 @@ def mark_delivered(
     with store.write() as connection:
         if incarnation is not None and incarnation != _rank0(connection, run_id):
             raise UnauthorizedError(
-                f"only the agent beside rank 0 of run {run_id} can say that a command was"
+                f"only the agent on rank 0's node of run {run_id} can say that a command was"
                 " delivered",
-                hint="it says so again at its next turn, once that rank's rows are here",
+                hint="it reports again in its next cycle, once that rank's rows are stored",
             )
         row = connection.execute(select(commands).where(*mine)).one_or_none()
         if row is None:

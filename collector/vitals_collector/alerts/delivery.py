@@ -368,7 +368,7 @@ class Dispatcher:
                     reposts=line.notifier.reposts,
                 )
             except StorageError as error:  # told twice rather than not at all
-                _LOG.warning("receiver %s: delivering without the ledger: %s", name, error)
+                _LOG.warning("receiver %s: delivering without the delivery log: %s", name, error)
         for item in due:
             if item not in fresh or item.alert.fingerprint in checked.had:
                 self._remember(line, item.alert)

@@ -226,7 +226,7 @@ def check_url(url: str) -> str:
         _ = parts.port
     except ValueError:  # its words may be a part of a password
         raise ConfigError(
-            f"notifier address {redacted(url)!r} is no URL",
+            f"notifier URL {redacted(url)!r} is not a valid URL",
             hint="in a user or a password, write / ? # @ and : as %2F %3F %23 %40 and %3A",
         ) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -155,7 +155,7 @@ def _read(file: Path) -> _File:
     try:
         return msgspec.convert(tomllib.loads(words.decode()), _File)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file} is no TOML: {type(error).__name__}") from None
+        raise ConfigError(f"{file} is not valid TOML: {type(error).__name__}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {error}", hint="see docs/guides/alerts.md") from None
 
@@ -173,7 +173,7 @@ def _address(whose: str, url: str, env: str) -> str:
     if url or not os.environ.get(env):
         raise ConfigError(
             f"{whose}: env is {env!r}; it must name a variable that is set, and url must not be "
-            "given beside it"
+            "set as well"
         )
     return os.environ[env]
 

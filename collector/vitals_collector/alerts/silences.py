@@ -65,7 +65,7 @@ def _parse(word: str) -> Matcher:
     is_pattern = value.startswith("~")
     if is_pattern and (_SLOW.search(text) or len(_REPEATED.findall(text)) > _MOST_REPEATED):
         raise UsageError(
-            f"matcher {word[:80]!r} repeats a group, or too much: it may take for ever to look at",
+            f"matcher {word[:80]!r} repeats a group, or too much: matching could take too long",
             hint=f"give alternatives (a|b) and at most {_MOST_REPEATED} of * + ? {{ (",
         )
     try:

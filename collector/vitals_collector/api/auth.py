@@ -206,7 +206,7 @@ def check_bind(host: str, *, allow_remote: bool) -> None:
     if not allow_remote and not is_loopback(host):
         raise UsageError(
             f"--listen {host} can be reached from other machines; the default is 127.0.0.1",
-            hint="if that is meant, add --allow-remote; else reach it by `ssh -L`",
+            hint="if that is intended, add --allow-remote; otherwise use `ssh -L`",
         )
 
 

@@ -91,7 +91,7 @@ def tell_clients(token_file: Path, certificate: Path, *, ca: str = "") -> None:
         raise StorageError(f"{error.filename or token_file}: {error.strerror}") from error
     except (*UNREADABLE, msgspec.ValidationError) as error:
         raise FormatError(
-            f"{token_file} is no token file: {error}", hint="rm it, then start again"
+            f"{token_file} is not a token file: {error}", hint="rm it, then start again"
         ) from error
 
 

@@ -86,7 +86,7 @@ def decode(body: bytes, *, is_json: bool) -> Taken:
     try:
         request = msgspec.json.decode(body) if is_json else _request(memoryview(body))
     except UNREADABLE as error:
-        raise FormatError(f"the body is no OTLP metrics request: {error}") from error
+        raise FormatError(f"the body is not an OTLP metrics request: {error}") from error
     taken = Taken()
     for resource in _list(request, "resourceMetrics"):
         attributes = _attributes(_dict(resource, "resource"))
@@ -105,7 +105,7 @@ def _take_metric(metric: Any, run_id: str, service: str, taken: Taken) -> None:
         return
     shown = printable(name)[:60]
     if "gauge" not in metric and "sum" not in metric:
-        taken.refuse(1, f"{shown} is no gauge and no sum; others have no single number")
+        taken.refuse(1, f"{shown} is neither a gauge nor a sum; other kinds have no single number")
         return
     points = _list(metric.get("gauge") or metric.get("sum"), "dataPoints")
     try:
@@ -129,10 +129,10 @@ def _point(point: Any, run_id: str, service: str, name: str) -> Point:
     value = float(point["asDouble"]) if "asDouble" in point else float(int(point["asInt"]))
     time = int(point["timeUnixNano"])
     if not 0 < time <= _MAX_TIME:
-        raise ValueError("the time is none")
+        raise ValueError("the data point has no valid timestamp")
     number = None if step is None else int(str(step))
     if number is not None and not 0 <= number <= _MAX_STEP:
-        raise ValueError("the step is none")
+        raise ValueError("the data point has no valid step")
     labels = ",".join(f"{key}={value}" for key, value in sorted(attributes.items()))
     full = f"{name}{{{labels}}}" if labels else name
     return Point(run_id, service, redact_text(printable(full))[:MAX_NAME], time, value, number)

@@ -182,7 +182,7 @@ def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
         try:
             decoded: T = decoder.decode(await request.body())
         except UNREADABLE as error:
-            raise UsageError(f"the body is no {kind.__name__}: {error}") from error
+            raise UsageError(f"the body is not a valid {kind.__name__}: {error}") from error
         return decoded
 
     return decode

@@ -71,7 +71,7 @@ def parse_listen(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65_535:
         raise UsageError(
-            f"--listen is {text!r}; it must be HOST:PORT", hint="for example 127.0.0.1:8470"
+            f"--listen is {text!r}; it must be HOST:PORT", hint="for example 127.0.0.1:8765"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
 

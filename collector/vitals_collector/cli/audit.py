@@ -86,8 +86,8 @@ def audit(
         )
     if log.is_dir() and holds_runs(log):
         raise UsageError(
-            f"{log} holds runs that Vitals watched; an audit is of logs of others",
-            hint="`vitals postmortem RUN` tells what was done, `vitals replay RUN` what would be",
+            f"{log} contains runs that Vitals watched; an audit reads logs of other tools",
+            hint="`vitals postmortem RUN` shows what was done, `vitals replay RUN` what would be",
         )
     columns = ColumnChoice(
         step=step,

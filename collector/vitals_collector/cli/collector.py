@@ -106,7 +106,7 @@ KeepDays = Annotated[
 GpuHourPrice = Annotated[
     float,
     typer.Option(
-        help="Price of a GPU for an hour: incidents tell lost work in money too; 0 is no price.",
+        help="Price of one GPU-hour: incidents also show the cost of lost work; 0: no price.",
         envvar="VITALS_GPU_HOUR_PRICE",
         min=0.0,
     ),

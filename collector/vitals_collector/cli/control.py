@@ -61,7 +61,9 @@ Matchers = Annotated[
         "repeatable, all must fit."
     ),
 ]
-OfRun = Annotated[str, typer.Option("--run", help="Of which run, where a name is of several.")]
+OfRun = Annotated[
+    str, typer.Option("--run", help="The run, if several runs have an alert of this name.")
+]
 
 
 class Action(StrEnum):
@@ -106,7 +108,7 @@ def register(app: typer.Typer) -> None:
         "unsilence": (unsilence, "vitals alerts unsilence 3"),
         "test": (send_test_messages, "vitals alerts test --receivers receivers.toml"),
     }
-    about = "List, acknowledge or silence alerts; test who is told of them."
+    about = "List, acknowledge or silence alerts; test the receivers."
     example = "vitals alerts list --state firing"
     alerts = add_group(app, "alerts", commands, about=about, example=example)
     alerts.callback(invoke_without_command=True, no_args_is_help=False)(_alerts)

@@ -336,5 +336,5 @@ def _end(progress: Progress, said: str) -> str:
     _, _, reason = said.partition(": ")
     why = f": {reason}" if reason and summary.state != "finished" else ""
     if summary.state == "lost":
-        why = ": its ranks and their agent are gone without a word"
+        why = ": its ranks and their agent stopped reporting"
     return f"{summary.state} {steps}{why} ({skips}, {rollbacks})"

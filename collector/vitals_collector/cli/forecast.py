@@ -28,7 +28,7 @@ def show_forecast(
         ),
     ] = 0,
     against: Annotated[
-        str, typer.Option(help="Another run: how many steps sooner it had the present loss.")
+        str, typer.Option(help="Another run: how many steps earlier it reached the current loss.")
     ] = "",
     collector: Collector = "",
     token_file: TokenFile = None,

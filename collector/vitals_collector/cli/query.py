@@ -40,8 +40,8 @@ OfBranch = Annotated[
     Branch,
     typer.Option(
         "--branch",
-        help="Of steps and ranks: all, lineage (without what rollbacks left behind), or discarded "
-        "(only that).",
+        help="For steps and ranks: all, lineage (without discarded steps), or discarded (only "
+        "those).",
     ),
 ]
 FromStep = Annotated[int | None, typer.Option(help="First step.")]

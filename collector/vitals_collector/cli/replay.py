@@ -70,7 +70,7 @@ Config = Annotated[
 LossKindOption = Annotated[
     LossKindName | None,
     typer.Option(
-        help="What the loss of a log means, as watch(loss_kind=...); with rl and adversarial the "
+        help="Meaning of the loss, as in watch(loss_kind=...); with rl and adversarial only the "
         "gradient norms are judged [default: minimize]."
     ),
 ]

@@ -179,7 +179,7 @@ def _waited(findings: Sequence[FindingView]) -> list[Table]:
         )
         for v in waits[-MAX_EVENTS:]
     ]
-    return [(("time", "step", "paged", "who was waited for"), rows)] if rows else []
+    return [(("time", "step", "paged", "blocking rank"), rows)] if rows else []
 
 
 def _profiled(events: Sequence[EventView]) -> list[Table]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CapGigabytes = Annotated[
     float,
     typer.Option(
-        help="Thin a run early when it exceeds this many GB (1e9 bytes); 0 is no cap.",
+        help="Roll up a run early when it exceeds this many GB (1e9 bytes); 0: no cap.",
         envvar="VITALS_COLLECTOR_CAP_GB",
         min=0.0,
     ),
@@ -201,7 +201,7 @@ def pin(
 
     with _one_run(run, data, database) as (store, run_id):
         pin(store, run_id, by=user(), now_unix_ns=time.time_ns(), is_kept=not off)
-    _say(f"run {run_id} is {'no longer ' if off else ''}kept for ever")
+    _say(f"run {run_id} is {'no longer ' if off else ''}kept indefinitely")
 
 
 @contextmanager

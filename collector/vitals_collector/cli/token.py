@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
 
 
 def create(
-    owner: Annotated[str, typer.Argument(help="Whose it is: a person, a team or a job.")],
+    owner: Annotated[str, typer.Argument(help="Owner of the token: a user, a team or a job.")],
     scope: Annotated[
         list[Scope] | None, typer.Option(help="What it is for; repeatable [default: ingest].")
     ] = None,
@@ -147,7 +147,7 @@ def list_tokens(data: Data = None, database: Database = "", form: Form = Format.
 def rotate(
     token: TokenId,
     overlap_hours: Annotated[
-        float, typer.Option(help="Hours that the secret of before still works.", min=0.0)
+        float, typer.Option(help="Hours for which the previous secret still works.", min=0.0)
     ] = 1.0,
     days: Annotated[
         float | None,
@@ -228,7 +228,7 @@ def _write(
         replace_file(output, body, mode=0o600)
     except FileExistsError as error:
         raise UsageError(
-            f"{output} is there already", hint="give another name; `rotate` writes over its file"
+            f"{output} already exists", hint="give another name; `rotate` overwrites its file"
         ) from error
     except OSError as error:
         raise StorageError(f"{output} cannot be written: {error.strerror}") from error

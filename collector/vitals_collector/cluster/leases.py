@@ -245,7 +245,7 @@ def hold(connection: Connection, name: str, holder: str, epoch: int) -> None:
     if not held(connection, {name: epoch}, holder):
         raise StorageError(
             f"another collector holds the lease {name}; this one held it as number {epoch}",
-            hint="nothing to do: the other one goes on from what is stored",
+            hint="nothing to do: the other one continues from the stored data",
             code=LOCKED,
         )
 

@@ -28,7 +28,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise FormatError(
-            f"{path}: the compressed file is damaged: {error}", hint="get the file once more"
+            f"{path}: the compressed file is damaged: {error}", hint="get the file again"
         ) from error
     except UnicodeDecodeError as error:
         raise FormatError(
@@ -57,7 +57,7 @@ def read_whole(path: Path) -> bytes:
             raw += part
             if len(raw) > MAX_BYTES:
                 raise FormatError(
-                    f"{path} holds more than {MAX_BYTES} bytes; a log of this kind is read whole",
+                    f"{path} is larger than {MAX_BYTES} bytes; such a log is read into memory",
                     hint="export the columns you need as CSV, which is read line by line",
                 )
     return bytes(raw)

@@ -52,7 +52,7 @@ def log_goodput(history: History) -> Goodput:
     if np.isfinite(at).all() and at[-1] > at[0]:
         ends, taken = _by_times(at, seconds, num, is_back, evaluated)
     elif np.isfinite(seconds).any():
-        notes.append("It has no times: what lay between its steps is not in it at all.")
+        notes.append("It has no times: the time between its steps is not included.")
         taken = np.nan_to_num(seconds * num, nan=float(np.nanmedian(seconds * num))) + evaluated
         ends = np.rint(np.cumsum(taken) * 1e9).astype(np.int64)
     elif history.total_seconds is not None:

@@ -27,7 +27,7 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
     if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
         raise FormatError(
             f"{path} is JSON, but has no list of objects 'log_history'",
-            hint="of JSON files, `vitals replay` reads the trainer_state.json of a checkpoint",
+            hint="the only JSON log that can be read is a checkpoint's trainer_state.json",
         )
     names = list(dict.fromkeys(name for entry in log for name in entry))
     columns = choose(names, column_options, str(path))

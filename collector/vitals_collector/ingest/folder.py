@@ -110,7 +110,7 @@ class FolderIngest:
 
         def damaged(begin: Position, end: Position) -> None:
             where = f"{spool}/{begin.file:06d}.tvs: bytes {begin.offset} to {end.offset}"
-            self._count_damage(f"{where} are damaged and passed over")
+            self._count_damage(f"{where} are damaged and skipped")
 
         # Left to the end, so that a file that grows faster than we read cannot keep us here.
         positioned_batches = read_batches(spool, position, now=now, damaged=damaged)
@@ -163,7 +163,7 @@ class FolderIngest:
             _remember(connection, spool, group[len(checked) - 1][0])
         for outcome in stored:
             if outcome.error is not None:
-                self._log_once(f"{spool}: a batch is passed over: {outcome.error}")
+                self._log_once(f"{spool}: a batch is skipped: {outcome.error}")
         return stored, newer >= 0
 
     def _position(self, spool: Path) -> Position:

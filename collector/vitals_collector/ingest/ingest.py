@@ -647,9 +647,9 @@ def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> Non
     seconds = max(0.0, (until - since) / 1e9) + GAP_SECONDS
     if num_missing > MOST_ROWS_PER_SECOND * seconds:
         raise FormatError(
-            f"rows of {schema.stream} go on at {header.first_seq} after {offset.last_seq}; no more "
+            f"rows of {schema.stream} jump to {header.first_seq} after {offset.last_seq}; no more "
             f"than {MOST_ROWS_PER_SECOND * seconds:.0f} can be missing after {seconds:.0f} s",
-            hint="a writer whose numbers are wrong starts anew: each start has its own",
+            hint="restart the writer: each start has its own sequence numbers",
         )
 
 
@@ -756,8 +756,8 @@ def _within_limits(batch: Checked, principal: Principal) -> Checked:
     run_id = batch.header.identity.run_id
     if principal.run_id and run_id != principal.run_id:
         return ForeignBatchError(
-            f"the batch is of run {run_id}; token {principal.token_id} of {principal.owner} is "
-            f"limited to run {principal.run_id}"
+            f"the batch belongs to run {run_id}; token {principal.token_id} of {principal.owner} "
+            f"is limited to run {principal.run_id}"
         )
     if not principal.project or batch.header.stream != EVENTS:
         return batch
@@ -765,7 +765,7 @@ def _within_limits(batch: Checked, principal: Principal) -> Checked:
         named = row.event.info.project if isinstance(row.event, RunStarted) else ""
         if named not in ("", principal.project):
             return ForeignBatchError(
-                f"run {run_id} says that it is of project {named!r}; token {principal.token_id} of "
+                f"run {run_id} belongs to project {named!r}; token {principal.token_id} of "
                 f"{principal.owner} is limited to project {principal.project!r}",
                 hint="set VITALS_PROJECT to that, or use a token of the run's own project",
             )

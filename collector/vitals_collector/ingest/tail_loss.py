@@ -99,7 +99,7 @@ class TailLoss:
         num_rows = sum(lost.values())
         with self._store.counters.lock:
             self._store.counters.num_lost += num_rows
-        text = "%s: %d rows at the end of streams (%d) were written and can be read no more"
+        text = "%s: %d rows at the end of streams (%d) were written and can no longer be read"
         _LOG.warning(text, spool, num_rows, len(lost))
 
 

@@ -662,18 +662,18 @@ class Engine:
             (
                 "RankLost",
                 [f"rank {rank}" for rank in parts.ranks],
-                f"its process ended without a word while the job goes on{before}",
+                f"its process ended without a clean exit while the job continues{before}",
             ),
             (
                 "AgentLost",
                 parts.agents,
-                f"{silent} while the run goes on: its agent does not report",
+                f"{silent} while the run continues: its agent does not report",
             ),
             (
                 "AgentLost",
                 ["unheard ranks"] if parts.never_heard else [],  # one agent reports for many
                 f"{_listed(parts.never_heard)}: no report for more than {seconds:g} s while the "
-                "run goes on",
+                "run continues",
             ),
         )
         return [

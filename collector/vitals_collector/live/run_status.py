@@ -731,7 +731,7 @@ def _last_word(parts: Sequence[SourceState]) -> str:
     ranks = [s for s in newest.values() if _is_rank_of(s, newest.get("rank:0"))]
     nodes = sorted({rank.node for rank in ranks} - {""})
     last = datetime.fromtimestamp(max(part.last_seen_unix_ns for part in parts) / 1e9, UTC)
-    words = f"last heard of at {last:%Y-%m-%d %H:%M:%S} UTC"
+    words = f"last seen at {last:%Y-%m-%d %H:%M:%S} UTC"
     if not nodes:
         return words
     more = f" and {len(nodes) - _MOST_NAMED} more" if nodes[_MOST_NAMED:] else ""

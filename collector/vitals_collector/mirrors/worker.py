@@ -177,7 +177,7 @@ class StateFile:
             except BlockingIOError as error:
                 raise HeldError(
                     f"run {self._run_id} is mirrored to {self._target} by another process",
-                    hint=f"stop that one first; {self.path} says how far it is",
+                    hint=f"stop that one first; {self.path} has its position",
                 ) from error
             yield
         finally:
@@ -198,11 +198,11 @@ class StateFile:
         except UNREADABLE as error:
             raise FormatError(
                 f"{self.path} cannot be read: {error}",
-                hint="remove it, and the run in the tracker: the mirror then writes all of it anew",
+                hint="delete it and the run in the tracker: the mirror then starts over",
             ) from error
         if saved.version != _VERSION or saved.run_id != self._run_id:
             raise FormatError(
-                f"{self.path} is of run {printable(saved.run_id)}, version {saved.version}; "
+                f"{self.path} belongs to run {printable(saved.run_id)}, version {saved.version}; "
                 f"expected {self._run_id}, version {_VERSION}",
                 hint="it was written by another version of Vitals, or copied",
             )

@@ -299,9 +299,9 @@ def _secret() -> list[tuple[str, str]]:
     env = os.environ
     if missing := [name for name in (_ID, _SECRET) if not env.get(name)]:
         raise UsageError(
-            f"{' and '.join(missing)} not set, and the lake's files lie on S3",
-            hint=f"set {_ID}, {_SECRET}, AWS_REGION, and {_TOKEN} and AWS_ENDPOINT_URL where the"
-            " service has such",
+            f"{' and '.join(missing)} not set, and the lake's files are on S3",
+            hint=f"set {_ID}, {_SECRET}, AWS_REGION, and {_TOKEN} and AWS_ENDPOINT_URL if the"
+            " service has them",
         )
     values = [
         ("KEY_ID", env[_ID]),
@@ -320,7 +320,7 @@ def _endpoint() -> str:
     parts = urlsplit(value)
     if value and (parts.scheme not in ("http", "https") or not parts.netloc or "@" in value):
         raise UsageError(
-            "AWS_ENDPOINT_URL is no address such as https://s3.example.org:9000",
+            "AWS_ENDPOINT_URL is not a URL such as https://s3.example.org:9000",
             hint="give scheme, host and port, and the keys in their own variables",
         )
     return value
@@ -957,7 +957,7 @@ def translated() -> Iterator[None]:
         text = without_keys(_PASSWORD.sub("password=***", str(error).strip()))
         if taken := _TAKEN.search(text):
             raise StorageError(
-                f"{taken[0]}: its rows are not stored here any more, nor what came with them",
+                f"{taken[0]}: its rows are no longer stored here, nor the rows in the same commit",
                 hint="nothing to do: agents send them again, here or to the next owner",
             ) from error
         if is_full(text):

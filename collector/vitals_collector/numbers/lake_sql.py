@@ -205,7 +205,7 @@ def _explained(sql: str) -> str:
             sql = _EXPLAIN.sub("", sql)
             statements = duckdb.extract_statements(sql)
     except duckdb.Error as error:
-        raise UsageError(f"this is no SQL: {error}", hint=EXAMPLE) from None
+        raise UsageError(f"this is not valid SQL: {error}", hint=EXAMPLE) from None
     kinds = [statement.type for statement in statements]
     if kinds != [duckdb.StatementType.SELECT]:
         names = ", ".join(kind.name for kind in kinds) or "nothing"

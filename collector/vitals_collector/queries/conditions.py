@@ -100,7 +100,7 @@ def _parse(text: str, columns: Mapping[str, Kind]) -> Condition:
         close = difflib.get_close_matches(op, OPERATORS, n=1, cutoff=0.1)
         meant = f"did you mean {close[0]}? " if close else ""
         raise UsageError(
-            f"{_short(op)} in {_short(text)} is no operator",
+            f"{_short(op)} in {_short(text)} is not an operator",
             hint=f"{meant}There are {' '.join(OPERATORS)}",
         )
     if value.lower() == "none" and op in ("=", "!="):

@@ -52,7 +52,7 @@ def run_goodput(moment: Moment, run: RunSummary, *, price: float = 0.0) -> Goodp
     """
     starts = _starts(moment.sql, run)
     if not starts:
-        return _view(run, None, price, None, ("No process of the run was heard of.",))
+        return _view(run, None, price, None, ("No process of the run has reported.",))
     steps = _steps(moment, run.run_id, starts)
     launches = [start.launch for start in starts]
     hangs = _hangs(moment.sql, run.run_id, launches, steps)
@@ -366,7 +366,7 @@ def _notes(run: RunSummary, starts: Sequence[_Start], steps: StepTimes) -> tuple
         notes.append("No rank said which GPU it trains on: GPU-hours are not known.")
     num_ranks = max((len(start.ranks) for start in starts), default=0)
     if num_ranks > MAX_RANKS:
-        notes.append(f"Waits are of {MAX_RANKS} of {num_ranks + 1:,} ranks, evenly chosen.")
+        notes.append(f"Waits are sampled: {MAX_RANKS} of {num_ranks + 1:,} ranks, evenly spaced.")
     return tuple(notes)
 
 

@@ -121,7 +121,7 @@ def _curve_of(moment: Moment, run_id: str, metric: str, source: str) -> tuple[st
         # An agent writes the rows of its node's ranks; whose they are is a column.
         rank = Source.parse(chosen).rank
         if rank is None:
-            raise UsageError(f"source is {chosen!r}; a {stream} series is of a rank, rank:N")
+            raise UsageError(f"source is {chosen!r}; a {stream} series needs a rank, rank:N")
         return chosen, Curve(Span(run_id, stream, keyed=Keyed("rank", rank)), name)
     return chosen, Curve(Span(run_id, stream, _only(chosen)), name)
 

@@ -207,7 +207,7 @@ def _spans(
     num = numbers.num_rows(span._replace(sources=tuple(sources)) if is_one else span)
     if num > MAX_SCANNED_ROWS:
         raise UsageError(
-            f"the question looks at {num} rows; {MAX_SCANNED_ROWS} is the most",
+            f"the query would scan {num} rows; at most {MAX_SCANNED_ROWS} are allowed",
             hint="narrow it with from_step and to_step, or ask for one rank: rank = 3",
         )
     return [span._replace(sources=(source,)) for source in sources]

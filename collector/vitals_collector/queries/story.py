@@ -102,7 +102,7 @@ def _began(incident: StoryFacts) -> str:
     sentences = [f"Began at step {incident.onset} of attempt {incident.ordinal}, detected {when}."]
     alerts = episodes(view.finding for view in incident.findings)
     sentences += [_of_user(alert) for alert in _few(alerts)]
-    sentences += _others(alerts, "alert of yours")
+    sentences += _others(alerts, "custom alert")
     findings = _findings([view for view in incident.findings if not view.finding.severity])
     sentences += _few(findings)
     sentences += _others(findings, "finding")

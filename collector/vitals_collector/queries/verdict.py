@@ -51,7 +51,7 @@ _ENDED = {
     "failed": "Failed at step {}",
     "interrupted": "Interrupted at step {}",
     "finished": "Finished at step {}",
-    "lost": "Lost after step {}: nothing reports any more",
+    "lost": "Lost after step {}: no process reports",
 }
 
 
@@ -489,7 +489,7 @@ def _while_open(facts: VerdictFacts, why: str, report: str) -> tuple[str, tuple[
         return f"{text} VITALS_RUN_ID={run.run_id}.", (f"vitals stacks {run.run_id}", why, report)
     if machine:
         return f"Check {machine}.", (why, report)
-    return "Nothing to do yet: Vitals goes on watching.", (why, report)
+    return "Nothing to do yet: Vitals keeps watching.", (why, report)
 
 
 def _machine(findings: Sequence[FindingView]) -> str:

@@ -337,7 +337,7 @@ def _alarm_blocks(made: Audit) -> list[Block]:
     blocks: list[Block] = [
         Heading(2, "Alarms"),
         Table(
-            ("steps", "what", "Vitals would", "severity", "what the log did", "judgement"),
+            ("steps", "what", "Vitals would", "severity", "in the log", "judgement"),
             [
                 (
                     _span(alarm),
@@ -390,12 +390,12 @@ def _ended(alarm: Alarm) -> str:
         case "recovered":
             return f"loss back at step {alarm.end_step}"
         case "restarted":
-            return f"went on to step {alarm.end_step}, then back to step {alarm.back_to}"
+            return f"continued to step {alarm.end_step}, then restarted from step {alarm.back_to}"
         case "not recovered":
             return f"loss not back by the end, step {alarm.end_step}"
         case "log ends":
-            return "the log ends too soon to tell"
-    return "not told by the loss"
+            return "the log ends too soon"
+    return "not visible in the loss"
 
 
 def _judgement(alarm: Alarm) -> str:
@@ -520,11 +520,11 @@ def _limits(made: Audit) -> list[str]:
     """Say what nothing can be said about, and why."""
     columns, words = made.history.columns, []
     if "loss" not in columns:
-        words.append("It has no loss: nothing is said about spikes, divergence or recovery.")
+        words.append("It has no loss: spikes, divergence and recovery cannot be judged.")
     if "grad_norm" not in columns:
-        words.append("It has no gradient norm: nothing is said about the gradients.")
+        words.append("It has no gradient norm: the gradients cannot be judged.")
     if "lr" not in columns:
-        words.append("It has no learning rate: jumps of it are not seen.")
+        words.append("It has no learning rate: jumps are not detected.")
     if made.cadence.counts_records:
         gaps = " or ".join(f"{gap:,}" for gap in made.cadence.gaps) or "many"
         words.append(

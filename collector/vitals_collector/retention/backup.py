@@ -67,8 +67,8 @@ def copy_lake(folder: Path, target: Path) -> Copied:
     """
     if not (folder / CATALOGUE).is_file():
         raise UsageError(
-            f"{folder / CATALOGUE} does not exist; a lake with a SQLite catalogue is expected",
-            hint="of PostgreSQL, make a dump first (pg_dump) and then copy the folder",
+            f"{folder / CATALOGUE} does not exist; a lake with a SQLite catalog is expected",
+            hint="with PostgreSQL, make a dump first (pg_dump) and then copy the directory",
         )
     if target.exists():
         raise UsageError(f"{target} already exists", hint="give another name")
@@ -116,7 +116,7 @@ def _copied(folder: Path, partial: Path) -> Copied:
 def _refuse_bucket(folder: Path, copied: Path) -> None:
     if bucket := known_bucket(copied):
         raise UsageError(
-            f"the rows of {folder} lie in {bucket}, where files have no second names",
+            f"the rows of {folder} are stored in {bucket}, where files have no hard links",
             hint="let the bucket keep versions of its objects, and copy the files of the data"
             " folder while the collector is stopped (docs/scale.md)",
         )
@@ -181,8 +181,8 @@ def _link(source: Path, target: Path) -> int:
 
 _PAGES_AT_ONCE = -1
 """All pages in one step: a copy in several begins anew whenever somebody writes between them."""
-EXISTS = "V304"
-"""Error code: there is something of that name."""
+EXISTS = "V103"
+"""Error code: the output already exists."""
 
 
 @dataclass(frozen=True, slots=True)

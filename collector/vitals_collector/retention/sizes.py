@@ -18,14 +18,14 @@ def rule_of(stream: str, settings: VolumeSettings) -> str:
     margin = settings.margin_steps
     if stream == "steps":
         return (
-            f"ranks beside 0: the minimum, mean and maximum over ranks of each step, and the whole "
+            f"ranks other than 0: minimum, mean and maximum over ranks for each step, and the full "
             f"rows of the {settings.num_worst_ranks} worst ranks of every {window_size(settings)} "
             f"steps; whole within {margin} steps of a decision or an acting finding"
         )
     if stream == LAYERS:
         return f"every {settings.layer_steps}th step; all within {margin} steps of a finding"
     return (
-        f"the least and greatest values of every {settings.host_seconds} seconds; "
+        f"the minimum and maximum values of every {settings.host_seconds} seconds; "
         f"all within {settings.margin_seconds:g} s of a decision or an acting finding"
     )
 

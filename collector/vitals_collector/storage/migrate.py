@@ -66,14 +66,14 @@ def _upgrade(connection: Connection, current: str, where: str) -> None:
     scripts = ScriptDirectory.from_config(config)
     if current in _OF_BEFORE:
         raise StorageError(
-            f"{where} has version {current}, of before {scripts.get_base()}; "
-            f"this Vitals reads {NEWEST}",
+            f"{where} has version {current}, older than {scripts.get_base()}; "
+            f"this version of Vitals reads {NEWEST}",
             hint="give another --data or --database; a new store imports the run directories that "
             "--folder names",
         )
     if current not in {s.revision for s in scripts.walk_revisions()}:
         raise StorageError(
-            f"{where} has version {current}; this Vitals knows up to {NEWEST}",
+            f"{where} has version {current}; this program reads up to {NEWEST}",
             hint="upgrade this program (pip install -U trainvitals), or give another --data",
         )
     config.attributes["connection"] = connection

@@ -390,7 +390,7 @@ class Store:
         except sqlalchemy.exc.TimeoutError as error:
             raise StorageError(
                 f"{self.where} has no free connection: {error}",
-                hint="many questions are asked at once; try again",
+                hint="too many queries at the same time; try again",
                 code=LOCKED,
             ) from error
 
@@ -484,7 +484,7 @@ def open_data_store(
     if lake and not url and not lake.startswith(S3):
         raise UsageError(
             f"--lake {lake} is a folder, which goes with --database postgresql://...",
-            hint="without one the rows lie in the folder of --data: give that another place",
+            hint="without a database the rows are stored in --data: set that instead",
         )
     ensure_data_dir(data)
     if not url:
@@ -550,7 +550,7 @@ def _known_lake(connection: Connection) -> str:
     folder = Path(root).parent
     if not folder.is_dir():
         raise StorageError(
-            f"the rows of this database lie in {folder}, which is not on this machine",
+            f"the rows of this database are stored in {folder}, which is not on this machine",
             hint="collectors on one database share a folder: give it to each of them with --lake",
         )
     return str(folder)

@@ -127,9 +127,9 @@ class KnownTokens:
         if state != "active":
             raise UnauthorizedError(
                 f"token {row.token_id} of {row.owner} is {state}",
-                hint="who runs the collector makes another one: `vitals token create`"
+                hint="the operator of the collector creates another one: `vitals token create`"
                 if state == "revoked"
-                else "take its new secret, or ask who runs the collector for one: "
+                else "use its new secret, or ask the operator of the collector for one: "
                 f"`vitals token rotate {row.token_id}`",
                 code=ENDED,
             )

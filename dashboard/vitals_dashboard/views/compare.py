@@ -210,7 +210,7 @@ def _means(
 
 def _say_missing(names: Sequence[str], what: str) -> None:
     if names:
-        st.text(f"Left out, for there is {what}: {', '.join(names)}")
+        st.text(f"Left out ({what}): {', '.join(names)}")
 
 
 def _draw(

@@ -36,7 +36,7 @@ def _body(source: Source, run: RunSummary) -> None:
     num_all = formatting.count(len(ledger), "decision")
     count = f"{len(shown):,} of {num_all}; select one for its evidence."
     if shadow := tally(view.hindsight or None for view in ledger):
-        count += f"  Of the observed decisions, {shadow}."
+        count += f"  Observed decisions: {shadow}."
     st.caption(count)
     rows = tables.decision_rows(shown)
     newest = sorted(shown, key=lambda view: view.decision.ledger_seq, reverse=True)

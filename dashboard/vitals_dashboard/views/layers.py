@@ -52,8 +52,8 @@ def _why_nothing(detail: RunDetail, chosen: Choice) -> str:
     if chosen.metric == "layers.grad_norm":
         return "No layer metrics in these steps: they are measured every 10th step."
     return (
-        "This run does not measure it. Weights, updates and activations of layers are opt-in: see"
-        " `layer_stats` in the settings."
+        "This run does not measure it. Norms of weights, updates and activations are opt-in: see"
+        " `SignalSettings`."
     )
 
 

@@ -122,8 +122,8 @@ def _asked(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
 def _branch_choice() -> Branch:
     chosen = st.selectbox(
         "Branch", BRANCHES, key="branch", bind="query-params", width=120,
-        help="all: a step that was trained again has a row of each attempt. lineage: without what"
-        " rollbacks left behind. discarded: only that.",
+        help="all: a step that was trained again has one row per attempt. lineage: without"
+        " discarded steps. discarded: only those.",
     )  # fmt: skip
     return chosen if chosen in BRANCHES else "all"
 

@@ -47,7 +47,7 @@ def _body(source: Source, run: RunSummary) -> None:
     waits = next((metric for metric in WAITS if metric in detail.metrics), "")
     choices = [choice for choice in CHOICES if choice.metric != waits]
     if waits:
-        title = "Wait of each rank for the others; the one that waits least is waited for"
+        title = "Wait of each rank for the others; the rank that waits least is the slow one"
         choices.insert(1, Choice(word="wait for others", metric=waits, title=title))
     chosen, shade, steps = heatmap_page.controls(choices, key="ranks", shade="value")
     _stragglers(source, run, detail, steps)

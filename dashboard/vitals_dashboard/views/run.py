@@ -322,7 +322,7 @@ def _below(
             if part.open:
                 layout.table(rows_of(found), empty, key=key)
                 if title == "Decisions" and (shadow := tally(v.hindsight or None for v in found)):
-                    st.caption(f"Of the observed decisions, {shadow}.")
+                    st.caption(f"Observed decisions: {shadow}.")
 
 
 def _where_time_went(source: Source, detail: RunDetail) -> None:
@@ -338,7 +338,7 @@ def _where_time_went(source: Source, detail: RunDetail) -> None:
             if foreseen := _foreseen(source, detail):
                 st.text(foreseen)
             st.text(f"Goodput {formatting.share(view.ratio)}")
-            layout.table(tables.goodput_rows(view), "No process was heard of yet.", key="goodput")
+            layout.table(tables.goodput_rows(view), "No process has reported yet.", key="goodput")
             st.caption("  |  ".join(f"{name}: {text}" for name, text in view.cost()))
             for note in view.notes:
                 st.caption(note)

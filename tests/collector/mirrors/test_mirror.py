@@ -248,7 +248,7 @@ def test_a_damaged_state_is_said_and_not_overwritten(tmp_path: Path):
     state.path.write_text("{")
     with pytest.raises(FormatError, match="cannot be read") as failure:
         state.load()
-    assert "the mirror then writes all of it anew" in failure.value.hint
+    assert "the mirror then starts over" in failure.value.hint
     assert "{" == state.path.read_text()
 
 

@@ -185,7 +185,7 @@ def _combined(parts: list[Metadata]) -> Metadata:
             mine = merged.state_dict_metadata.setdefault(name, replace(stored, chunks=[]))
             assert isinstance(mine, TensorStorageMetadata)
             if (mine.size, mine.properties) != (stored.size, stored.properties):
-                raise CheckpointCorruptError(f"the ranks' parts of {name} are of different kinds")
+                raise CheckpointCorruptError(f"the ranks' parts of {name} differ in kind")
             offsets = {chunk.offsets for chunk in mine.chunks}
             mine.chunks += [chunk for chunk in stored.chunks if chunk.offsets not in offsets]
         for index, info in part.storage_data.items():
@@ -197,7 +197,7 @@ def _combined(parts: list[Metadata]) -> Metadata:
 def _check_whole(metadata: Metadata) -> None:
     for name, stored in tensors(metadata).items():
         if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
-            raise CheckpointError(f"of {name} the ranks wrote some parts only, or some twice")
+            raise CheckpointError(f"the ranks wrote only some parts of {name}, or some twice")
 
 
 def _renamed(name: str, rank: int) -> str:

@@ -424,8 +424,8 @@ class CheckpointFolder:
                 why = f"belongs to user {status.st_uid}"
             trust = f"if you trust it: chmod -R go-w {where}"
             if where != folder:
-                trust = f"if you trust it: chmod go-w {where}, or move {folder.name} to a folder "
-                trust += "of your own"
+                trust = f"if you trust it: chmod go-w {where}, or move {folder.name} to a "
+                trust += "directory that you own"
             raise InsecurePathError(
                 f"{where} {why}; other users can write there, and {error.text}, so "
                 "its weights cannot be trusted",

@@ -164,7 +164,7 @@ def read(folder: Path, key: bytes | None = None) -> Manifest:
         isinstance(version, int) and version > FORMAT_VERSION
     ):  # before its fields, which may be others
         raise NewerVersionError(
-            f"{name} has format {version}; this Vitals reads up to {FORMAT_VERSION}",
+            f"{name} has format {version}; this program reads up to {FORMAT_VERSION}",
             hint="pip install -U trainvitals",
         )
     if body.get("checksum") != _checksum(body):
@@ -176,7 +176,7 @@ def read(folder: Path, key: bytes | None = None) -> Manifest:
     except msgspec.ValidationError as error:
         raise CheckpointCorruptError(f"{name}: {MANIFEST} cannot be read: {error}") from error
     if manifest.id != name or parse_id(name) != (manifest.step, manifest.attempt):
-        raise CheckpointCorruptError(f"{name}: {MANIFEST} is that of {manifest.id}")
+        raise CheckpointCorruptError(f"{name}: {MANIFEST} belongs to {manifest.id}")
     odd = [file for file in manifest.files if not _FILE.match(file)]
     if odd:
         raise CheckpointCorruptError(f"{name}: {odd[0]!r} is not a file of a checkpoint")

@@ -223,7 +223,7 @@ class UpdateRatioWatcher(LayerOutlierWatcher):
     """
 
     name = "update_ratio"
-    label = "the update norm through the weight norm"
+    label = "the ratio of update norm to weight norm"
 
     def _numbers(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         return {layer: ratio for layer, ratio in _update_ratios(layers) if ratio < INFINITY}

@@ -58,7 +58,7 @@ class HeatMap:
 def rolled_back(steps: tuple[int, int]) -> str:
     """Say what a heat map shows between the first and the last step that was rolled back."""
     first, last = steps
-    return f"of steps {first} to {last} some were rolled back: a cell has the worst of all attempts"
+    return f"steps {first} to {last} include rollbacks: a cell shows the worst of all attempts"
 
 
 Block = Heading | Words | Commands | Table | Plot | HeatMap

@@ -54,8 +54,8 @@ def _legend() -> Node:
     letters = ", ".join(f"{letter} {words}" for letter, words in KINDS.values())
     return node(
         "p",
-        "A curve shows the least and the greatest value of each of its columns, so no spike is "
-        "hidden. A cross is a value that is not finite, grey is what a rollback left behind, "
+        "A curve shows the minimum and the maximum of each of its columns, so no spike is "
+        "hidden. A cross is a non-finite value, gray is a discarded attempt, "
         f"dashed the limit in force, shaded an incident. Letters: {letters}. Point at one to "
         "read why.",
         class_="dim",
