@@ -20,9 +20,10 @@ PYTEST = $(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
 CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks tests
 ARGS ?=
+BASE ?= main
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test collected pytest test-again test-fast test-nightly test-slow chaos soak fuzz test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast docs site screenshot lock sbom licences release clean
+.PHONY: help setup demo test collected pytest test-again test-fast test-changed test-nightly test-slow chaos soak fuzz test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast docs site screenshot lock sbom licences release clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +54,10 @@ test-again: $(STAMP) # what failed in the run before, alone, up to the first tha
 
 test-fast: $(STAMP) ## tests that start no ranks, servers or browser
 	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
+
+test-changed: $(STAMP) ## tests that the changes since the merge base with BASE can reach, with the reason of each (BASE=main)
+	@tests=$$($(BIN)/python -m tests.support.changed $(BASE)) && { test -z "$$tests" || \
+	$(PYTEST) -m "$(USUAL)" $(WORKERS) $$tests $(ARGS) || test $$? = 5; }
 
 test-nightly: $(STAMP) ## the rest of each matrix, benchmarks, drawn pages, deploy files
 	$(PYTEST) -m "nightly and not slow" $(WORKERS) $(ARGS)

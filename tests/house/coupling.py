@@ -16,12 +16,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    "trainvitals", "trainer_hooks", "agent/vitals_agent", "collector/vitals_collector",
-    "dashboard/vitals_dashboard", "deploy/vitals_deploy", "benchmarks/vitals_bench",
-)  # fmt: skip
 RECORD = Path(__file__).with_name("coupling.json")
-OURS = frozenset({Path(package).name for package in PACKAGES} | {"tests"})
+OURS = re.compile(r"(trainvitals|trainer_hooks|vitals_\w+|tests)\b")
 MEASURES = ("private", "private of hooks and policy", "setattr", "test modules")
 _PRIVATE = re.compile(r"_(?!_)\w*[A-Za-z]\w*")
 _OF_TUPLES = frozenset({"_asdict", "_fields", "_make", "_replace"})
@@ -123,7 +119,7 @@ def _root(node: ast.expr) -> str:
 
 
 def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in OURS
+    return OURS.match(module) is not None
 
 
 def _replaces(call: ast.Call, modules: dict[str, str]) -> bool:

@@ -17,8 +17,8 @@ def register_profiles() -> None:
     settings.register_profile(
         THOROUGH, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=_ALL
     )
-    settings.register_profile("vitals", settings.get_profile(THOROUGH), max_examples=_SOME)
-    settings.load_profile("vitals")
+    settings.register_profile("usual", settings.get_profile(THOROUGH), max_examples=_SOME)
+    settings.load_profile("usual")
 
 
 def examples(num: int) -> int:
