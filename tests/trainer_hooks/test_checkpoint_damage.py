@@ -1,7 +1,7 @@
 """A damaged, forged or foreign checkpoint is refused before a byte of it is trusted."""
 
-import os
 import enum
+import os
 import pickle
 import shutil
 from pathlib import Path

@@ -221,7 +221,7 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--yes", help="Burn in although a run trains here.")
         ] = False,
     ) -> None:
-        """Check this machine: versions, packages, a checkpoint, shared memory, where runs are written.
+        """Check this machine: versions, packages, a checkpoint, memory, where runs are written.
 
         ok and info need no action; note and fail name the remedy. Exits 1 if a check fails.
 

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
-    _MEM_FORMAT_ENCODING,
 )
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
