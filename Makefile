@@ -87,12 +87,13 @@ test-deploy: $(STAMP) ## all that compose would start, as plain processes, and a
 
 deploy-tools: $(DEPLOY_TOOLS)/.installed ## hadolint, shellcheck, helm and others to build/deploy-tools, where tests find them
 
-lint: $(STAMP) ## ruff, mypy, import contracts, and the prose linter
+lint: $(STAMP) ## ruff, mypy, import contracts, undeclared packages, and the prose linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.house.prose
+	$(BIN)/deptry trainvitals trainer_hooks agent/vitals_agent collector/vitals_collector dashboard/vitals_dashboard deploy/vitals_deploy
 
 bench: $(STAMP) ## what Vitals costs on this machine, beside others; writes docs/benchmarks.md
 	$(BIN)/python -m vitals_bench --page docs/benchmarks.md $(ARGS)

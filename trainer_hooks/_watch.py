@@ -353,7 +353,7 @@ def _controller(
         recovery=recovery,
         replicas=replicas,
         emitter=emitter,
-        inbox=open_inbox(place, ranks, environ, clock),
+        inbox=open_inbox(place, ranks, environ, clock, faults),
         run_dir=place.run_dir,
         plan=plan,
         faults=faults,

@@ -89,10 +89,10 @@ def test_types_are_shipped(wheel):
         assert {"trainvitals/py.typed", "trainer_hooks/py.typed"} <= set(archive.namelist())
 
 
-def test_the_base_asks_for_eleven_small_packages_and_never_for_torch(metadata):
+def test_the_base_asks_for_twelve_small_packages_and_never_for_torch(metadata):
     base = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     names = {re.split(r"[^A-Za-z0-9-]", line)[0] for line in base}
-    small = {"msgspec", "numpy", "rich", "typer", "httpx", "cryptography"}
+    small = {"msgspec", "numpy", "rich", "typer", "httpx", "httpcore", "cryptography"}
     agent = {"psutil", "nvidia-ml-py", "prometheus-client"}
     reading = {"sqlalchemy", "alembic"}
     assert small | agent | reading == names

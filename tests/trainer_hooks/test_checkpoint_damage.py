@@ -1,5 +1,6 @@
 """A damaged, forged or foreign checkpoint is refused before a byte of it is trusted."""
 
+import enum
 import os
 import pickle
 import shutil
@@ -195,6 +196,39 @@ def test_code_planted_in_the_metadata_does_not_run(run, tmp_path, forged_manifes
     with pytest.raises(CheckpointCorruptError):
         run.store.load(name)
     assert not witness.exists()
+
+
+class PicklerOfPython3112(pickle.Pickler):
+    """Pickles the members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_metadata_that_an_early_python_3_11_wrote_is_read(run):
+    name = run.save()
+    path = run.store.folder.path / name / ".metadata"
+    metadata = payload.read_metadata(path.parent)
+    with path.open("wb") as file:
+        PicklerOfPython3112(file).dump(metadata)
+    assert b"getattr" in path.read_bytes()
+    assert metadata == payload.read_metadata(path.parent)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\nV__init__\n",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nV__class__\n",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nI0\n",
+        b"ctorch\nfloat32\nVto_complex\n",
+    ],
+)
+def test_metadata_reads_no_attribute_but_the_name_of_a_memory_format(run, read):
+    folder = run.store.folder.path / run.save()
+    (folder / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(" + read + b"tR.")
+    with pytest.raises(CheckpointCorruptError, match="reads an attribute, which is not allowed"):
+        payload.read_metadata(folder)
 
 
 @pytest.mark.parametrize("state", [b"(N}Vforged\nI1\nst", b"}Vforged\nI1\ns"])

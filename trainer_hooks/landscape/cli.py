@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import click
 import msgspec
 import typer
 
@@ -203,7 +202,7 @@ def _measured(
     num_points = len(places) ** len(directions)
     with (
         surface(built.model, built.loss_of, chosen, mode=mode, seed=seed) as around,  # type: ignore[arg-type]
-        click.progressbar(
+        typer.progressbar(
             length=num_points, label="losses", file=sys.stderr, hidden=not sys.stderr.isatty()
         ) as bar,
     ):

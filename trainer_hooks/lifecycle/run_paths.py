@@ -31,12 +31,12 @@ from trainvitals.identity import (
     safe_node_id,
 )
 from trainvitals.io.control_key import control_folder
-from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
+from trainvitals.io.journal import JournalWriter, announce_run, check_room, journal_directory
 from trainvitals.io.mailbox import CommandInbox, Mailbox
 from trainvitals.io.node import Spot, name_nodes, spot_of
-from trainvitals.io.private import private_bases
+from trainvitals.io.private import is_memory_backed, private_bases
 from trainvitals.io.relaunch import earlier_run, remember_run
-from trainvitals.io.rundir import RunDir
+from trainvitals.io.rundir import RunDir, is_full
 from trainvitals.policy import JudgeConfig, load_judge_config
 from trainvitals.policy.plan import Plan, read_plan
 
@@ -93,24 +93,32 @@ def _folder_here(
 ) -> Path | None:
     """Make the run's folder where journals may lie; None, counted, where there is no such place.
 
+    A place without room is taken only where no other has any: there may be room later.
+
     Raises:
         VitalsError: the place that ``VITALS_SHM`` names cannot be used.
     """
     refused: list[VitalsError] = []
+    full: list[Path] = []
     for base in private_bases(environ, refused):
         try:
             folder = announce_run(base, run_id, run_dir)
+            try:
+                check_room(folder)
+            except StorageError:
+                full.append(folder)
+                raise
         except VitalsError as error:
             refused.append(error)
             continue
         for why in refused:
             faults.count(f"journal.folder, {base} is used instead", why)
         return folder
-    if environ.get("VITALS_SHM"):
+    if environ.get("VITALS_SHM") and not is_full(refused[0]):
         raise refused[0]
     for why in refused:
         faults.count("journal.folder", why)
-    return None
+    return full[0] if full else None
 
 
 def _open_on_root(
@@ -119,6 +127,27 @@ def _open_on_root(
     judge = load_judge_config(environ)
     base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
     nth = next(_runs)
+    try:
+        run_dir = _run_dir(base, environ, clock, nth)
+    except StorageError as error:
+        other = _other_disk(environ) if is_full(error) else None
+        if other is None:
+            raise
+        _LOG.warning("vitals: %s; the run is stored in %s instead", error.text, other)
+        run_dir = _run_dir(other, environ, clock, nth)
+    plan = _plan(run_dir)
+    # A clock may have gone back since; a relaunch is newer than what it follows all the same.
+    attempt = max(new_attempt_id(clock.time_ns()), plan.newest_attempt + 1)
+    return run_dir.run_id, str(run_dir.path), attempt, plan, judge
+
+
+def _run_dir(base: Path, environ: Mapping[str, str], clock: Clock, nth: int) -> RunDir:
+    """Make or find the directory of this process's ``nth`` run.
+
+    Raises:
+        StorageError: it cannot be made or written.
+        TrainingHalted: the run was halted, and nobody resumed it.
+    """
     run_id = environ.get("VITALS_RUN_ID") or earlier_run(base, environ, nth=nth)
     run_id = run_id or new_run_id(clock.time_ns())
     run_dir = RunDir.create(base, run_id, share=environ.get("VITALS_SHARE", ""))
@@ -131,19 +160,23 @@ def _open_on_root(
         )
     try:
         run_dir.command_key(create=True)
-        try:
-            remember_run(base, environ, run_id, nth=nth)
-        except InsecurePathError as error:  # another user took its name: no reason not to train
-            _LOG.warning("vitals: a restart of this job will begin a new run: %s", error.text)
     except OSError as error:
         raise StorageError(
             f"{run_dir.path}: the run's own files cannot be written: {error.strerror}",
             hint="set VITALS_DIR to a writable folder",
         ) from error
-    plan = _plan(run_dir)
-    # A clock may have gone back since; a relaunch is newer than what it follows all the same.
-    attempt = max(new_attempt_id(clock.time_ns()), plan.newest_attempt + 1)
-    return run_id, str(run_dir.path), attempt, plan, judge
+    try:
+        remember_run(base, environ, run_id, nth=nth)
+    except (OSError, InsecurePathError) as error:  # no reason not to train
+        _LOG.warning("vitals: a restart of this job will begin a new run: %s", error)
+    return run_dir
+
+
+def _other_disk(environ: Mapping[str, str]) -> Path | None:
+    """Return where run directories may lie while their disk is full: on no memory."""
+    elsewhere = {name: value for name, value in environ.items() if name != "VITALS_SHM"}
+    disks = (base for base in private_bases(elsewhere, []) if not is_memory_backed(base))
+    return next((base / "vitals_runs" for base in disks), None)
 
 
 def _plan(run_dir: RunDir) -> Plan:
@@ -187,9 +220,17 @@ def open_journal(
 
 
 def open_inbox(
-    place: RunPaths, ranks: Ranks, environ: Mapping[str, str], clock: Clock
+    place: RunPaths,
+    ranks: Ranks,
+    environ: Mapping[str, str],
+    clock: Clock,
+    faults: FaultCounter,
 ) -> CommandInbox | None:
-    """Open the run's mailbox on rank 0, which alone reads it; an error is raised on every rank."""
+    """Open the run's mailbox on rank 0, which alone reads it.
+
+    Without one training goes on, and the fault is counted. An error of the run's key is raised on
+    every rank.
+    """
     opened: list[CommandInbox] = []
 
     def at_root() -> None:
@@ -197,8 +238,15 @@ def open_inbox(
             key = place.run_dir.command_key()
             if place.folder is None:
                 return
+            path = place.folder / "mailbox"
+            try:
+                mailbox = Mailbox.create(path)
+            except (OSError, VitalsError) as error:
+                text = f"{path} cannot be made, so commands do not reach this run: {error}"
+                faults.count("mailbox", StorageError(text))
+                return
             inbox = CommandInbox(
-                mailbox=Mailbox.create(place.folder / "mailbox"),
+                mailbox=mailbox,
                 key=key,
                 keys=control_folder(environ),
                 run_id=place.run_dir.run_id,

@@ -5,9 +5,10 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,6 +22,9 @@ from trainvitals.errors import UsageError, VitalsError
 Status = Literal["ok", "info", "note", "fail"]
 """``info`` is no fault: something optional that is not installed. A ``note`` is a fault that
 training survives."""
+
+TRIALS = "trainvitals.trials"
+"""Entry points that are called with an empty directory, and raise if training here would fail."""
 
 MIN_SHARED_BYTES = 64 << 20
 """Less free shared memory than this is worth a word: Docker's default is 64 MB in all, and
@@ -90,6 +94,25 @@ def check_programs(importable: Callable[[str], bool]) -> Iterator[Check]:
             yield Check(name=extra, status="note", text=text, hint=install(extra))
 
 
+def check_checkpoint(trials: Iterable[EntryPoint]) -> Iterator[Check]:
+    """Yield whether a checkpoint can be saved and loaded with this Python and this torch."""
+    for trial in trials:
+        with tempfile.TemporaryDirectory(prefix="vitals-doctor-") as directory:
+            try:
+                trial.load()(Path(directory))
+            except Exception as error:  # noqa: BLE001 - of whatever a broken torch raises
+                text = error.text if isinstance(error, VitalsError) else f"{error!r}"
+                yield Check(
+                    name=trial.name,
+                    status="fail",
+                    text=f"a trial checkpoint cannot be saved and loaded: {text}",
+                    hint="train with another Python or torch; without checkpoints nothing can be "
+                    "rolled back",
+                )
+            else:
+                yield Check(name=trial.name, status="ok", text="saved and loaded one as a trial")
+
+
 def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
     """Yield whether journals lie where only this user reaches them, in memory, with room left."""
     from trainvitals.io.private import is_memory_backed, private_bases
@@ -147,9 +170,11 @@ def check_run_directory(environ: Mapping[str, str]) -> Check:
 
 def examine(environ: Mapping[str, str]) -> list[Check]:
     """Return every check of this machine, in the order they are shown."""
+    torch = check_torch(_installed_version)
     return [
         *check_versions(),
-        check_torch(_installed_version),
+        torch,
+        *check_checkpoint(entry_points(group=TRIALS) if torch.status == "ok" else ()),
         *check_programs(lambda module: find_spec(module) is not None),
         *check_memory(environ),
         check_run_directory(environ),
@@ -196,7 +221,7 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--yes", help="Burn in although a run trains here.")
         ] = False,
     ) -> None:
-        """Check this machine: versions, packages, shared memory, and where runs are written.
+        """Check this machine: versions, packages, a checkpoint, memory, where runs are written.
 
         ok and info need no action; note and fail name the remedy. Exits 1 if a check fails.
 

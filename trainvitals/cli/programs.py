@@ -40,20 +40,20 @@ OWN = ("demo", "up", "doctor", "resume", "plan")
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "base": (
-        *("msgspec", "numpy", "rich", "typer", "httpx", "cryptography"),
+        *("msgspec", "numpy", "rich", "typer", "httpx", "httpcore", "cryptography"),
         *("psutil", "pynvml", "prometheus_client", "sqlalchemy", "alembic"),
     ),
     "collector": (
-        *("fastapi", "uvicorn", "httptools", "uvloop", "pyarrow"),
+        *("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "pyarrow"),
         *("duckdb", "duckdb_extension_ducklake", "duckdb_extension_sqlite_scanner"),
     ),
     "notify": ("apprise",),
     "remote-write": ("cramjam",),
     "postgresql": ("psycopg", "duckdb_extension_postgres_scanner"),
     "s3": ("duckdb_extension_httpfs",),
-    "dashboard": ("streamlit",),
+    "dashboard": ("streamlit", "pandas"),
     "oidc": ("authlib",),
-    "grafana": ("grafana_api",),
+    "grafana": ("grafana_api", "requests"),
 }
 """Modules behind the base install and each extra, held against pyproject.toml by a test."""
 

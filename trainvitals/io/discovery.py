@@ -9,8 +9,11 @@ import msgspec
 
 from trainvitals.errors import UNREADABLE, StorageError, UsageError, VitalsError
 from trainvitals.identity import Identity, check_run_id
-from trainvitals.io.private import ensure_private_dir, open_private, read_own
+from trainvitals.io.private import ensure_private_dir, open_private, read_own, write_all
 from trainvitals.io.segments import CLOSED, ClosedMarker
+
+ROOM_BYTES = 64 << 10
+"""Mailbox, heartbeat and a small segment of each stream, with the folders they lie in."""
 
 AWAY_FILE = "collector_away"
 """In the run's folder: the collector that does not answer, as long as it does not. The agent writes
@@ -46,6 +49,27 @@ def announce_run(base: Path, run_id: str, run_dir: Path) -> Path:
             hint="free some shared memory, or set VITALS_SHM to a folder with room",
         ) from error
     return folder
+
+
+def check_room(folder: Path) -> None:
+    """Return if the folder has room for one writer's files; nothing is left of the trial.
+
+    Raises:
+        StorageError: it has not.
+    """
+    path = folder / f".room.{os.getpid()}.tmp"
+    try:
+        fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(fd, bytes(ROOM_BYTES), 0)
+        finally:
+            os.close(fd)
+            path.unlink()
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: no room for {ROOM_BYTES} bytes of journal: {error.strerror}",
+            hint="free some shared memory, or set VITALS_SHM to a folder with room",
+        ) from error
 
 
 def journal_directory(run_folder: Path, identity: Identity) -> Path:
@@ -96,7 +120,10 @@ def _write_small(path: Path, raw: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        os.write(fd, raw)
+        write_all(fd, raw, 0)
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink()
+        raise
     finally:
         os.close(fd)
-    temporary.rename(path)

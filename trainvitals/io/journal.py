@@ -20,6 +20,7 @@ from trainvitals.identity import Identity
 from trainvitals.io.discovery import (
     JournalRef,
     announce_run,
+    check_room,
     discover,
     journal_directory,
     mark_closed,
@@ -43,6 +44,7 @@ __all__ = [
     "JournalWriter",
     "StreamWriter",
     "announce_run",
+    "check_room",
     "discover",
     "journal_directory",
     "mark_closed",

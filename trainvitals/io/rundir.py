@@ -243,6 +243,9 @@ class RunDir:
                 try:
                     write_all(fd, secrets.token_hex(_KEY_BYTES).encode(), 0)
                     os.fsync(fd)
+                except OSError:
+                    path.unlink()  # an empty key would be called damaged at the next start
+                    raise
                 finally:
                     os.close(fd)
                 sync_folder(self.path)

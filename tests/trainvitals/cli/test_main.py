@@ -12,7 +12,7 @@ import typer
 
 from trainvitals import __version__
 from trainvitals.cli import doctor, main, programs
-from trainvitals.errors import ConfigError, StorageError
+from trainvitals.errors import CheckpointCorruptError, ConfigError, StorageError
 
 ROOT = Path(__file__).parents[3]
 
@@ -204,6 +204,24 @@ class TestDoctor:
             names.discard("trainvitals")  # an extra that brings another one
             asked[extra] = {modules.get(name, name.replace("-", "_")) for name in names}
         assert {extra: set(names) for extra, names in programs.PACKAGES.items()} == asked
+
+    def test_a_checkpoint_is_saved_and_loaded_as_a_trial(self):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        ((name, value),) = project["entry-points"][doctor.TRIALS].items()
+        (check,) = doctor.check_checkpoint([EntryPoint(name, value, doctor.TRIALS)])
+        assert ("checkpoint", "ok") == (check.name, check.status), check.text
+
+    def test_a_checkpoint_that_cannot_be_saved_fails_with_the_reason(self, monkeypatch):
+        from trainer_hooks.recovery.checkpoints import payload
+
+        def refuse(folder: Path) -> None:
+            raise CheckpointCorruptError("the metadata names builtins.getattr")
+
+        monkeypatch.setattr(payload, "read_metadata", refuse)
+        trial = "trainer_hooks.recovery.checkpoints.trial:try_checkpoint"
+        (check,) = doctor.check_checkpoint([EntryPoint("checkpoint", trial, doctor.TRIALS)])
+        assert "fail" == check.status
+        assert "not saved: the metadata names builtins.getattr" in check.text
 
     def test_a_run_directory_that_cannot_be_made_fails(self, tmp_path):
         (tmp_path / "file").write_text("")

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -110,9 +111,21 @@ class _MetadataUnpickler(pickle._Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         raise CheckpointCorruptError(
             f"the metadata names {module}.{name}, which is not allowed there"
         )
+
+
+def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
+    """Return a memory format by its name; stands in for ``getattr``, and reads nothing else.
+
+    Python 3.11.0 to 3.11.3 pickle the member of an enum as ``getattr(Enum, name)``.
+    """
+    if kind is not _MEM_FORMAT_ENCODING or name not in [member.name for member in kind]:
+        raise CheckpointCorruptError("the metadata reads an attribute, which is not allowed there")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class _Writer(FileSystemWriter):
