@@ -19,6 +19,8 @@ class FaultCounter:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.last: dict[str, str] = {}
+        """By place, the latest error in one line."""
 
     def fail_open(self, where: str) -> FailOpen:
         """Run the body; an ``Exception`` in it is counted under ``where`` and goes no further."""
@@ -27,6 +29,7 @@ class FaultCounter:
     def count(self, where: str, error: Exception) -> None:
         """Count an error that was kept from the loop, and log it if it is the 1st, 2nd, 4th..."""
         self.counts[where] += 1
+        self.last[where] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         count = self.counts[where]
         if count & (count - 1):
             return

@@ -159,6 +159,25 @@ ALERTS: tuple[AlertSpec, ...] = (
         to_do="Restart from a checkpoint; if the run is healthy, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
+        name="Unguarded",
+        severity="page",
+        point=True,
+        did="applied these updates unchecked; training continues.",
+        help="10 or more steps could not be measured, so the guard is not in force: a NaN would "
+        "reach the weights.",
+        to_do="Read the error in the event `unguarded` or in the training's log, and fix its cause "
+        "or report it; `vitals why RUN STEP` shows a step.",
+    ),
+    AlertSpec(
+        name="ZeroGradient",
+        severity="notify",
+        point=True,
+        help="All gradients were exactly 0 for 5 steps in a row (50 if the loss was 0 as well, or "
+        "is not minimized), so the run trains nothing.",
+        to_do="Look for frozen parameters, a detached loss, dead activations, or half-precision "
+        "gradients too small without a `GradScaler`.",
+    ),
+    AlertSpec(
         name="NonFiniteState",
         severity="page",
         point=True,

@@ -71,9 +71,9 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         "verdict",
         "",
         "Bits: 1 loss and 2 gradients non-finite, 4 loss and 8 norm outlier, "
-        "16 scaler overflow, 32 a rank failed to prepare, 64 outlier withheld, 128 the loop clips, "
+        "16 scaler overflow, 32 a rank could not measure, 64 outlier withheld, 128 the loop clips, "
         "256 optimizer state or buffers non-finite, 512 a snapshot was missed, "
-        "16384 the learning rate rose as declared.",
+        "16384 the learning rate rose as declared, 32768 all gradients were 0.",
         dtype="i8",
     ),
     _step("skipped", "", "1 if the update was not applied.", dtype="i8"),

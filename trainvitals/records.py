@@ -31,12 +31,14 @@ ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"
 BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
 WITHHELD, CLIPS, NONFINITE_STATE, SNAPSHOT_MISSED, COMMANDED = 64, 128, 256, 512, 1024
 REPLICAS_DIFFER, SETTINGS_DIFFER, REPLAYED_ALIKE, RATE_DECLARED = 2048, 4096, 8192, 16384
+NO_GRADIENT = 32768
 """Bits of the column ``steps.verdict``. The first two, OVERFLOW and WITHHELD keep the update from
 being applied; a finite outlier alone does not. CLIPS: the loop clips what an outlier brings.
 NONFINITE_STATE, SNAPSHOT_MISSED: what the ranks said of their state where they looked at it.
 COMMANDED: an operator had the update skipped. REPLICAS_DIFFER, SETTINGS_DIFFER: ranks do not hold
 alike what they must; REPLAYED_ALIKE: bit for bit as before a rollback. RATE_DECLARED: the learning
-rate rose to what the declared schedule has at this step."""
+rate rose to what the declared schedule has at this step. NO_GRADIENT: every gradient was exactly 0,
+or no parameter had one."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +86,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     clips: bool = False
     """Whether the loop clips, to no more than a usual gradient norm: the first outlier in a row is
     left to that."""
+    no_gradient: bool = False
+    """Whether every gradient was exactly 0, or no parameter had one: the update trains nothing."""
     turn: int = 0
     """Whose update it was: 0 of all optimizers together, k of the k-th alone."""
 

@@ -31,7 +31,7 @@ from trainvitals.redaction import redact_text
 from trainvitals.units import humanize, humanize_seconds
 
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
-Health = Literal["healthy", "acting", "critical", "unknown"]
+Health = Literal["healthy", "acting", "critical", "unguarded", "unknown"]
 TableName = Literal["runs", "steps", "ranks", "decisions", "findings", "alerts", "events"]
 Along = Literal["step", "tokens"]
 Branch = Literal["lineage", "discarded", "all"]

@@ -78,7 +78,7 @@ def run_rows(
     ]
 
 
-_HEALTH_ORDER = ("critical", "acting", "unknown", "healthy")
+_HEALTH_ORDER = ("critical", "unguarded", "acting", "unknown", "healthy")
 ORDERS: dict[str, Callable[[RunSummary], Any]] = {
     "newest first": lambda run: -run.started_unix_ns,
     "worst first": lambda run: (

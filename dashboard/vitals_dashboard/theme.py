@@ -95,9 +95,16 @@ HEALTH_WORDS = {
     "healthy": "\N{CHECK MARK} healthy",
     "acting": "\N{BLACK UP-POINTING TRIANGLE} acting",
     "critical": "\N{BLACK SQUARE} critical",
+    "unguarded": "\N{WARNING SIGN} unguarded",
     "unknown": "\N{EN DASH} unknown",
 }
-HEALTH_BADGES = {"healthy": "green", "acting": "orange", "critical": "red", "unknown": "gray"}
+HEALTH_BADGES = {
+    "healthy": "green",
+    "acting": "orange",
+    "critical": "red",
+    "unguarded": "red",
+    "unknown": "gray",
+}
 LABELS = {
     "red": "#B3261E",
     "orange": "#8A4B00",

@@ -5,10 +5,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from docs.drawn.entry import Entry, rest_of
 from docs.drawn.runs import State, in_loop
 from docs.drawn.svg import Line, Panel
-from trainvitals.detect import level, outliers, spike
+from trainvitals.detect import guard, level, outliers, spike
 from trainvitals.detect.outliers import RobustWindow
 from trainvitals.detect.spike import BURST_DEFAULTS, BurstDetector
 from trainvitals.records import StepRecord
@@ -64,6 +66,18 @@ def nonfinite() -> list[Panel]:
             column="grad_norm",
             limit=False,
         ),
+    ]
+
+
+def in_force() -> list[Panel]:
+    """Dead units; batches without a loss term."""
+    dead = losses(noisy([2.6] * 120, 0.01, 22))
+    dead[60:] = [replace(record, no_gradient=True) for record in dead[60:]]
+    sparse = losses(noisy(falling(120), 0.02, 23))
+    sparse[30::30] = [replace(record, no_gradient=True) for record in sparse[30::30]]
+    return [
+        in_loop("all gradients are 0 from step 60 on", dead, "guard", limit=False),
+        in_loop("silent: every 30th batch has no loss term", sparse, limit=False),
     ]
 
 
@@ -214,6 +228,19 @@ ENTRIES = (
         examples=nonfinite,
         notes=("MAX_OVERFLOWS",),
         source=outliers,
+    ),
+    Entry(
+        name="guard",
+        title="Unguarded or untrained steps",
+        owner=guard.GuardDetector,
+        needs="Nothing but the step itself. `unguarded` reports steps that could not be measured, "
+        "so their updates were not checked; `zero_gradient` reports updates that train nothing.",
+        good="Every kind of training. If the loss is not minimized, or is exactly 0 as well, "
+        "gradients of 0 may be normal, so 50 steps in a row are needed.",
+        bad="A part of the model that is not trained, while another part is.",
+        examples=in_force,
+        notes=("UNMEASURED", "AGAIN", "ZERO", "ZERO_IS_USUAL"),
+        source=guard,
     ),
     Entry(
         name="loss_spike",

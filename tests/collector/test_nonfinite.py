@@ -15,6 +15,7 @@ from trainvitals.views import (
     RunQuestion,
     RunsQuestion,
     StepQuestion,
+    VerdictQuestion,
 )
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.storage.store import Store
@@ -75,6 +76,22 @@ def test_a_run_that_ends_with_nan_says_so_wherever_it_is_asked(
     told = capsys.readouterr().out
     assert "| loss, gradient norm | nan, inf |" in told
     assert "loss nan, grad_norm inf, limit 2" in told
+
+
+def test_a_run_whose_latest_steps_nobody_measured_is_unguarded(store: Store):
+    writer = Writer(world_size=1)
+    found = Finding(
+        kind="unguarded", level="advisory", step=99, detector="guard", reason="", onset_step=90
+    )
+    ingest(store, writer.steps(range(100), loss=1.0))
+    ingest(store, writer.events(FindingRaised(finding=found), step=99))
+    (line,) = query(store).ask(RunsQuestion())
+    assert "unguarded" == line.health
+    told = query(store).ask(VerdictQuestion(run_id=RUN)).verdict
+    assert "nothing checked these updates" in told.next
+    ingest(store, writer.steps(range(100, 300), loss=1.0))
+    (line,) = query(store).ask(RunsQuestion())
+    assert "healthy" == line.health  # measured again
 
 
 def test_a_run_whose_state_is_not_finite_under_a_finite_loss_is_not_healthy(store: Store):

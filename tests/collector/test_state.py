@@ -129,6 +129,10 @@ def test_silence_while_the_collector_was_away_is_not_held_against_a_run():
         ("finished", {"is_broken": True}, "critical"),
         ("running", {"is_broken": True, "lr_factor": 0.5}, "critical"),
         ("running", {"is_broken": True, "recent_action": True}, "acting"),
+        ("running", {"is_unguarded": True, "firing_pages": 1}, "unguarded"),
+        ("finished", {"is_unguarded": True}, "unguarded"),
+        ("finished", {"is_unguarded": True, "is_broken": True}, "critical"),
+        ("failed", {"is_unguarded": True}, "critical"),
     ],
 )
 def test_health_is_the_worst_that_is_known(state: str, how: dict[str, object], word: str):

@@ -20,6 +20,7 @@ from trainvitals.detect import (
     SpikeConfig,
     SpikeDetector,
 )
+from trainvitals.detect.guard import GuardDetector
 from trainvitals.detect.outliers import OutlierRule
 from trainvitals.errors import ConfigError
 from trainvitals.policy.judge import DetectConfig, DetectorSet
@@ -28,6 +29,7 @@ from trainvitals.testing import series
 
 STATEFUL: list[Callable[[], Any]] = [
     NonFiniteDetector,
+    GuardDetector,
     lambda: SpikeDetector("loss"),
     lambda: SpikeDetector("grad_norm"),
     BurstDetector,
@@ -51,6 +53,8 @@ def records(draw: st.DrawFn) -> list[StepRecord]:
             loss_limit=draw(maybe),
             grad_norm_limit=draw(maybe),
             nonfinite_ranks=draw(st.sampled_from([(), (), (), (1,), (0, 3)])),
+            failed_ranks=draw(st.sampled_from([(), (), (1,)])),
+            no_gradient=draw(st.booleans()),
             nonfinite_params=draw(st.sampled_from([0, 0, 0, 2])),
             skipped=draw(st.booleans()),
             overflow=draw(st.booleans()),

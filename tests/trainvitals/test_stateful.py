@@ -149,6 +149,7 @@ def test_a_class_adds_its_attributes_to_those_of_its_base() -> None:
 
 IN_CHECKPOINTS = {
     "nonfinite": "overflows",
+    "guard": "unmeasured zero",
     "loss_spike": (
         "deviations course suspended clock groups begins rises newest recurring_told "
         "accepted farthest wandered highest computed evidence counts told held"

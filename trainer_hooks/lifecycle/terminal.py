@@ -19,7 +19,9 @@ from trainvitals.printable import LineFormatter
 from trainvitals.records import ActionName, Decision, Finding, RunInfo, decision_text
 
 _LOG = logging.getLogger("trainvitals")
-_UNPROTECTED = {kind for name in ("snapshots", "replicas") for kind in DETECTORS[name].kinds}
+_UNPROTECTED = {kind for name in ("snapshots", "replicas") for kind in DETECTORS[name].kinds} | {
+    "unguarded"
+}
 """Kinds of findings that a person is told of where nothing is done about them."""
 SECONDS_BETWEEN_LINES = 1.0
 """Of one kind: a fast loop with many bad steps must not fill the terminal."""
@@ -80,6 +82,9 @@ class Terminal:
         self.in_row = False
         """Whether the step before was skipped."""
         self._untold, self._last_skip = 0, -1
+        self.num_unguarded = 0
+        """Steps that were not measured."""
+        self._unguarded_since = -1
         self._last_hidden = -1
         """Where parameters, optimizer state or buffers were last not finite, and it was left so."""
 
@@ -145,6 +150,9 @@ class Terminal:
             if finding.kind == "nonfinite_state":
                 self._last_hidden = finding.step
             is_new = finding.onset_step in (-1, finding.step)
+            if finding.kind == "unguarded":  # it is found some steps after it began
+                is_new = finding.onset_step != self._unguarded_since
+                self._unguarded_since = finding.onset_step
             if is_new and finding.kind in _UNPROTECTED:
                 _LOG.warning(
                     "vitals: step %d: %s; details: vitals show %s",
@@ -157,6 +165,13 @@ class Terminal:
         """Say how the run ended and what it cost."""
         steps = _num(num_steps, "step")
         _LOG.info("vitals: run %s %s after %s: %s", self._name, state, steps, self._summary())
+        if self.num_unguarded:
+            _LOG.warning(
+                "vitals: NOT GUARDED: %s of %s could not be measured, so nothing checked "
+                "whether their updates would damage the model",
+                f"{self.num_unguarded:,}",
+                _num(num_steps, "step"),
+            )
         if self._last_hidden >= 0:
             _LOG.warning(
                 "vitals: parameters, optimizer state or buffers were NaN or infinite at step "

@@ -398,12 +398,29 @@ class StepController:
             judgement = self._name_replicas(self.replicas, difference, record, judgement)
         if judgement.decision is not None and judgement.decision.command_number:
             judgement = judgement._replace(decision=self._with_reason(judgement.decision))
+        if record.failed_ranks:
+            judgement = self._name_unguarded(record, judgement)
         self.last_step, self.judged = measured.step, (record, reduced)
         self._after_judgement(record, reduced, judgement)
         self.log.write(measured, record, reduced, derived, samples, judgement, name)
         if self.recovery is not None:
             with self.times.checkpoint():
                 self.recovery.promote(measured.step, self.judge.last_unhealthy_step)
+        return judgement
+
+    def _name_unguarded(self, record: StepRecord, judgement: Judgement) -> Judgement:
+        """Count a step that was not measured, and give a finding about it this rank's own error."""
+        if self.terminal is not None:
+            self.terminal.num_unguarded += 1
+        finding = next((f for f in judgement.findings if f.kind == "unguarded"), None)
+        if finding is None or self.ranks.rank not in record.failed_ranks:
+            return judgement
+        error = self.faults.last.get("prepare", "unknown")
+        self._note_own("unguarded", f"the step could not be measured: {error}", record.step)
+        named = replace(finding, reason=f"{finding.reason} ({error})")
+        findings = tuple(named if f is finding else f for f in judgement.findings)
+        judgement = judgement._replace(findings=findings)
+        self._tell_unprotected(judgement)
         return judgement
 
     def _name_what_is_bad(

@@ -389,6 +389,10 @@ class GradNorms:
             if grad.is_sparse and not grad.is_coalesced():
                 grad = param.grad = grad.coalesce()
             local = local_tensor(grad)
+            # backward(create_graph=True) leaves gradients that are part of a graph. Neither the
+            # sum into the pack nor a scaling in place can be: torch refuses out= and in-place.
+            if local.requires_grad:
+                local = local.detach()
             if local.is_sparse:
                 local = local._values()
             if local.numel() == 0:
@@ -406,7 +410,8 @@ class GradNorms:
     @torch.no_grad()
     def untouched(self) -> list[Tensor]:
         """Return the gradients just as they are: what is clipped where ``gradients`` failed."""
-        return [local_tensor(p.grad) for p in self.params[self.part] if p.grad is not None]
+        grads = [p.grad for p in self.params[self.part] if p.grad is not None]
+        return [local_tensor(grad).detach() for grad in grads]
 
     def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
         """Write each parameter's share of its square into ``out`` (float64); missing ones are 0.

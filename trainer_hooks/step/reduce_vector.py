@@ -38,6 +38,7 @@ from trainvitals.records import (
     CLIPS,
     COMMANDED,
     LOSS_OUTLIER,
+    NO_GRADIENT,
     NONFINITE_STATE,
     NORM_OUTLIER,
     OVERFLOW,
@@ -665,6 +666,7 @@ class Derived:
             | (SETTINGS_DIFFER if record.settings_differ else 0)
             | (REPLAYED_ALIKE if record.replayed_alike else 0)
             | (RATE_DECLARED if record.rate_declared else 0)
+            | (NO_GRADIENT if record.no_gradient else 0)
         )
 
 
@@ -713,6 +715,9 @@ def step_record(
     has_norm = reduced.has_gradients and (before_clip or not math.isfinite(derived.grad_norm))
     nonfinite = bool(derived.bits & (BAD_LOSS | BAD_GRADIENTS))
     in_state = reduced.ranks_where("nonfinite_state")
+    failed = reduced.ranks_where("failed")
+    # A norm of 0 after the loop's own clip was 0 before it, too.
+    is_zero = not reduced.has_gradients or derived.grad_norm == 0.0
     return StepRecord(
         step=step,
         attempt=attempt,
@@ -723,7 +728,7 @@ def step_record(
         loss_limit=reduced.limit("loss_limit"),
         grad_norm_limit=reduced.limit("grad_norm_limit"),
         nonfinite_ranks=culprits(reduced, losses) if nonfinite else (),
-        failed_ranks=reduced.ranks_where("failed"),
+        failed_ranks=failed,
         nonfinite_params=len(reduced.ranks_where("nonfinite_params")),
         nonfinite_state=len(in_state),
         nonfinite_state_rank=in_state[0] if len(in_state) == 1 else -1,
@@ -736,6 +741,7 @@ def step_record(
         lr_factor=lr_factor,
         rate_declared=bool(reduced.root["rate_declared"]),
         clips=bool(reduced.root["clips"]),
+        no_gradient=is_zero and not failed,
         turn=turn,
     )
 

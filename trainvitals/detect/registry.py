@@ -73,6 +73,8 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="snapshot_missed", alert="SnapshotMissed", domain="storage"),
         Kind(name="approval_needed", alert="ApprovalNeeded"),
         Kind(name="rank_failed", subject="machine"),
+        Kind(name="unguarded", alert="Unguarded", subject="machine"),
+        Kind(name="zero_gradient", alert="ZeroGradient"),
         _numbers("spike", "SpikeSeen"),
         _numbers("level_shift"),
         _numbers("grad_explosion", "GradientExplosion"),
@@ -199,6 +201,11 @@ DETECTORS: Mapping[str, DetectorSpec] = {
                 "nonfinite_streak": "advisory",
                 "rank_failed": "advisory",
             },
+        ),
+        DetectorSpec(
+            name="guard",
+            where="rank",
+            kinds={"unguarded": "advisory", "zero_gradient": "advisory"},
         ),
         DetectorSpec(
             name="loss_spike",

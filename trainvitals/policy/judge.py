@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import fields, replace
 
 from trainvitals.config import Settings, load_settings
+from trainvitals.detect.guard import GuardDetector
 from trainvitals.detect.level import (
     DRIFT_DEFAULTS,
     LEVEL_DEFAULTS,
@@ -99,8 +100,8 @@ class DetectorSet(Stateful):
     """
 
     STATE = (
-        "_nonfinite", "_loss_spike", "_grad_norm_spike", "_grad_norm_burst", "_loss_level",
-        "_loss_drift", "_loss_progress", "_suspended",
+        "_nonfinite", "_guard", "_loss_spike", "_grad_norm_spike", "_grad_norm_burst",
+        "_loss_level", "_loss_drift", "_loss_progress", "_suspended",
     )  # fmt: skip
     MAY_LACK = True  # a detector that an older version did not have starts anew
 
@@ -110,6 +111,7 @@ class DetectorSet(Stateful):
         config = config or DetectConfig()
         self._minimizes = loss_kind == "minimize"
         self._nonfinite = NonFiniteDetector()
+        self._guard = GuardDetector(loss_kind=loss_kind)
         self._loss_spike = SpikeDetector("loss", config.loss, together=self._minimizes)
         self._grad_norm_spike = SpikeDetector("grad_norm", config.grad_norm)
         self._grad_norm_burst = BurstDetector(config.burst)
@@ -118,6 +120,7 @@ class DetectorSet(Stateful):
         self._loss_progress = ProgressDetector(config.progress)
         self._parts: tuple[Detector, ...] = (
             self._nonfinite,
+            self._guard,
             self._loss_spike,
             self._grad_norm_spike,
             self._grad_norm_burst,
@@ -129,7 +132,7 @@ class DetectorSet(Stateful):
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
         """Take one step in and return all findings about it."""
-        findings = self._nonfinite.update(record)
+        findings = self._nonfinite.update(record) + self._guard.update(record)
         clean = is_clean(record)
         # The norm first: where it is an outlier, the loss of that step enters no reference either.
         outliers = self._grad_norm_spike.update(record, clean)

@@ -23,7 +23,7 @@ from trainvitals.records import Decision, StepRecord
 
 _FLOATS = ("loss", "loss_max", "grad_norm", "learning_rate", "loss_limit", "grad_norm_limit")
 _COUNTS = ("nonfinite_params", "loss_max_rank")
-_FLAGS = ("skipped", "overflow")
+_FLAGS = ("skipped", "overflow", "no_gradient")
 _RANKS = ("nonfinite_ranks", "failed_ranks")
 
 

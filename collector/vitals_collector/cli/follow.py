@@ -319,7 +319,7 @@ class LivePanel:
         self._height = self._drawn.count("\n")
 
 
-_STYLES = {"healthy": "green", "critical": "red", "acting": "yellow"}
+_STYLES = {"healthy": "green", "critical": "red", "unguarded": "red", "acting": "yellow"}
 
 
 def _title(summary: RunSummary) -> str:

@@ -19,9 +19,11 @@ RECENT_STEPS = 50
 """An action this many steps back still makes a run ``acting``."""
 _LAST_STEPS = 5
 """A run that ended so few steps after a step was skipped ended in trouble."""
-_NONFINITE_STATE = "nonfinite_state"
+_NONFINITE_STATE, _UNGUARDED = "nonfinite_state", "unguarded"
 _SAID_AGAIN_STEPS = 600
 """While a state is not finite that is told every 50 steps, or at each snapshot if that is later."""
+_UNGUARDED_STEPS = 100
+"""While steps are not measured, that is reported every 50 steps."""
 
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _info = msgspec.msgpack.Decoder(RunInfo).decode
@@ -121,17 +123,20 @@ class _Counts:
         for of, labels in connection.execute(absences):
             self.missing[of].append(msgspec.json.decode(labels, type=dict[str, str])["cause"])
         damaged = _of(
-            select(findings.c.run_id, findings.c.attempt, func.max(findings.c.step)),
+            select(
+                findings.c.run_id, findings.c.attempt, findings.c.kind, func.max(findings.c.step)
+            ),
             findings.c.run_id,
             run_id,
-        ).where(findings.c.kind == _NONFINITE_STATE)
+        ).where(findings.c.kind.in_((_NONFINITE_STATE, _UNGUARDED)))
         self.damaged = {
-            (of, attempt): step
-            for of, attempt, step in connection.execute(
-                damaged.group_by(findings.c.run_id, findings.c.attempt)
+            (of, attempt, kind): step
+            for of, attempt, kind, step in connection.execute(
+                damaged.group_by(findings.c.run_id, findings.c.attempt, findings.c.kind)
             )
         }
-        """By run and attempt, the last step at which its state was told to be not finite."""
+        """By run, attempt and kind, the last step at which its state was reported as not finite, or
+        its steps as unmeasured."""
 
 
 def _counted(
@@ -194,7 +199,8 @@ def _summary(
             firing_pages=num_pages,
             is_partial=bool(missing),
             is_broken=(loss is not None and not math.isfinite(loss))
-            or _is_damaged(run_id, head, counts),
+            or _is_recently(_NONFINITE_STATE, _SAID_AGAIN_STEPS, run_id, head, counts),
+            is_unguarded=_is_recently(_UNGUARDED, _UNGUARDED_STEPS, run_id, head, counts),
         ),
         world_size=row.world_size or max((source.world_size for source in of_run), default=0),
         started_unix_ns=row.started_unix_ns,
@@ -211,12 +217,14 @@ def _summary(
     )
 
 
-def _is_damaged(run_id: str, head: Row[Any] | None, counts: _Counts) -> bool:
-    """Return whether the newest attempt's state is not finite; while it is, that is said again."""
+def _is_recently(
+    kind: str, steps: int, run_id: str, head: Row[Any] | None, counts: _Counts
+) -> bool:
+    """Return whether such a finding of the newest attempt is at most ``steps`` old: it recurs."""
     if head is None:
         return False
-    told_at = counts.damaged.get((run_id, head.last_attempt))
-    return told_at is not None and head.last_step - told_at <= _SAID_AGAIN_STEPS
+    told_at = counts.damaged.get((run_id, head.last_attempt, kind))
+    return told_at is not None and head.last_step - told_at <= steps
 
 
 def _float(stored: float | str | None) -> float | None:

@@ -154,14 +154,18 @@ def health(
     firing_pages: int,
     ended_in_trouble: bool = False,
     is_broken: bool = False,
+    is_unguarded: bool = False,
     is_partial: bool = False,
 ) -> Health:
     """Return the one word a list of runs shows beside the state.
 
     A run that ended while its last steps were being skipped is not healthy for having ended; nor is
-    a broken one, whose last loss is not finite: critical, unless it is being acted on. Where a part
-    is not heard of, nobody knows.
+    a broken one, whose last loss is not finite: critical, unless it is being acted on. A run whose
+    latest steps nobody could measure is unguarded, whatever else holds: its page alone says less.
+    Where a part is not heard of, nobody knows.
     """
+    if is_unguarded and not is_broken and state in ("running", "finished", "interrupted"):
+        return "unguarded"
     if state in ("halted", "failed", "lost") or firing_pages:
         return "critical"
     if not has_steps or (is_partial and state == "running"):

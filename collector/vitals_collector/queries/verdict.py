@@ -454,6 +454,9 @@ def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
     if run.state in ("lost", "failed"):
         text = f"Check its nodes and its log, then restart with VITALS_RUN_ID={run.run_id}."
         return text, (f"vitals tail {run.run_id}", report)
+    if any(view.finding.kind == "unguarded" for view in facts.findings):
+        text = "Fix the error that measuring ended with, or report it. Check the weights before "
+        return f"{text}you use them: nothing checked these updates.", (why, report)
     if run.state != "running" or not facts.is_open:
         return "Nothing to do.", (report, why)
     return _while_open(facts, why, report)

@@ -27,6 +27,7 @@ from trainvitals.records import (
     BAD_LOSS,
     CLIPS,
     COMMANDED,
+    NO_GRADIENT,
     NONFINITE_STATE,
     OVERFLOW,
     RANK_FAILED,
@@ -575,6 +576,7 @@ def step_record(
         lr_factor=1.0 if factor is None else factor,
         rate_declared=bool(bits & RATE_DECLARED),
         clips=bool(bits & CLIPS),
+        no_gradient=bool(bits & NO_GRADIENT),
         turn=turn,
     )
 

@@ -193,11 +193,14 @@ def _curves(source: Source, runs: Sequence[RunSummary]) -> dict[str, str]:
     return curves
 
 
+_IN_TROUBLE = ("acting", "critical", "unguarded")
+
+
 def _totals(runs: Sequence[RunSummary]) -> None:
     values = (
         ("Runs", len(runs)),
         ("Running", sum(run.state == "running" for run in runs)),
-        ("Acting or critical", sum(run.health in ("acting", "critical") for run in runs)),
+        ("Acting or critical", sum(run.health in _IN_TROUBLE for run in runs)),
         ("Lost or failed", sum(run.state in ("lost", "failed") for run in runs)),
         ("Firing alerts", sum(run.num_firing_alerts for run in runs)),
         ("Steps skipped", sum(run.num_skips for run in runs)),

@@ -1,0 +1,116 @@
+"""A guard that is not in force never looks like one."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_hooks
+from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
+from tests.trainer_hooks.test_resume import events_of
+from trainvitals.records import FindingRaised, Note
+
+NAN = float("nan")
+
+
+def findings(events, kind):
+    return [e.finding for e in events if isinstance(e, FindingRaised) and e.finding.kind == kind]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("how", ["watch", "attach"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("form", ["fused", "foreach"])
+def test_gradients_that_are_part_of_a_graph_are_guarded_and_train_as_others_do(how, clip, form):
+    def train(create_graph):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 80), nn.Tanh(), nn.Linear(80, 64))  # both sums' sizes
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{form: True})
+        if how == "watch":
+            monitor = trainer_hooks.watch(model, optimizer, mode="guard")
+        else:
+            monitor = trainer_hooks.attach(model, optimizer, mode="guard", max_norm=clip)
+        with monitor:
+            for step in range(12):
+                loss = model(torch.randn(16, 8)).square().mean() * (NAN if step == 7 else 1.0)
+                loss.backward(create_graph=create_graph)
+                if how == "watch":
+                    monitor.step(loss, max_norm=clip)
+                else:
+                    monitor.loss(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert {} == monitor.swallowed_errors
+        return [param.detach().clone() for param in model.parameters()]
+
+    with_graph, without = train(True), train(False)
+    assert all(map(torch.equal, without, with_graph))
+    assert all(bool(param.isfinite().all()) for param in with_graph)
+
+
+def test_ten_unmeasured_steps_are_a_page_a_health_and_a_sentence_at_the_end(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, logger="trainvitals")
+    loop = Loop(mode="guard")
+    events = events_of(loop.monitor)
+    with loop.monitor as monitor:
+        monkeypatch.setattr(monitor._device.norms, "squares_into", lambda *_: 1 / 0)
+        for _ in range(12):
+            monitor.step(loop.forward())
+    (finding,) = findings(events, "unguarded")
+    assert (9, 0) == (finding.step, finding.onset_step)
+    assert "10 of 10 steps" in finding.reason and "ZeroDivisionError" in finding.reason
+    assert [True] == ["ZeroDivisionError" in e.text for e in events if isinstance(e, Note)
+                      and e.code == "unguarded"]  # fmt: skip
+    said = [message for message in caplog.messages if "step 9: rank 0 could not" in message]
+    assert 1 == len(said)
+    assert any("NOT GUARDED: 12 of 12 steps" in message for message in caplog.messages)
+
+
+def test_a_run_that_was_measured_throughout_says_nothing_of_it(caplog):
+    caplog.set_level(logging.INFO, logger="trainvitals")
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        for _ in range(12):
+            monitor.step(loop.forward())
+    assert not any("GUARDED" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("how", ["dead units", "a constant loss", "cleared"])
+def test_an_update_that_trains_nothing_is_found_within_five_steps(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    if how == "dead units":
+        with torch.no_grad():
+            model[0].bias.fill_(-100.0)
+        model[2].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = trainer_hooks.watch(model, optimizer, mode="guard")
+    events = events_of(monitor)
+    with monitor:
+        for step in range(20):
+            loss = model(torch.randn(16, 4)).square().mean() + 1.0
+            (loss * 0.0 if how == "a constant loss" else loss).backward()
+            if how == "cleared" and step > 2:
+                optimizer.zero_grad()
+            monitor.step(loss)
+    (finding,) = findings(events, "zero_gradient")
+    assert (7 if how == "cleared" else 4) == finding.step
+    assert "exactly 0" in finding.reason
+
+
+def test_what_begins_at_zero_and_trains_is_healthy():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 1, bias=False))
+    model[0].requires_grad_(False)
+    nn.init.zeros_(model[2].weight)  # as LoRA's B: its A has no gradient in the first step
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    monitor = trainer_hooks.watch(model, optimizer, mode="guard")
+    events = events_of(monitor)
+    with monitor:
+        for _ in range(20):
+            x = torch.randn(16, 4)
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            monitor.step(loss)
+    assert [] == findings(events, "zero_gradient")
