@@ -29,6 +29,7 @@ from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step
 from trainer_hooks.step.reduce_vector import Verdict
+from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import UsageError
 from trainvitals.records import OnHang
@@ -43,7 +44,7 @@ def attach(
     run: str | None = None,
     mode: Literal["off", "observe", "guard"] = "guard",
     scaler: torch.amp.GradScaler | None = None,
-    max_norm: float | None = None,
+    max_norm: MaxNorm | None = None,
     dir: str | Path | None = None,
     tokens_per_step: int | None = None,
     config: Mapping[str, object] | None = None,
@@ -69,8 +70,9 @@ def attach(
         mode: ``guard`` skips, ``observe`` only decides and records, ``off`` does nothing.
             ``VITALS_MODE=off|observe`` overrides the code.
         scaler: the loop's own gradient scaler.
-        max_norm: clip to this norm within ``optimizer.step()``: the loop then must not clip. Inf
-            measures the norm and never clips.
+        max_norm: clip to this norm within ``optimizer.step()``: the loop then must not clip.
+            ``"auto"`` clips to a multiple of the recent median norm. Inf measures the norm and
+            never clips.
         dir: where run directories go; else ``VITALS_DIR``, else ``./vitals_runs``.
         tokens_per_step: tokens of all ranks in one step, for throughput and utilization.
         config: hyperparameters to keep with the run.
@@ -120,7 +122,7 @@ class Judged(NamedTuple):
     verdict: Verdict
     prepared: Prepared
     orders: Orders
-    max_norm: float | None
+    max_norm: MaxNorm | None
     before_clip: bool
     """Whether the loop's own clip came, or comes, after the measurement."""
 
@@ -134,7 +136,7 @@ class Attached(Loop):
         controller: StepController,
         *,
         tokens_per_step: int | None,
-        max_norm: float | None,
+        max_norm: MaxNorm | None,
     ) -> None:
         super().__init__(device, controller, tokens_per_step=tokens_per_step)
         self._max_norm = None if max_norm == math.inf else max_norm
@@ -222,7 +224,7 @@ class Attached(Loop):
         self._parts.apply(guards, judged.orders)
         self._finish(judged)
 
-    def _judge(self, max_norm: float | None, *, before_clip: bool) -> Judged:
+    def _judge(self, max_norm: MaxNorm | None, *, before_clip: bool) -> Judged:
         """Measure, exchange and judge the gradients of all optimizers as they are now."""
         controller, device, parts = self._controller, self._device, self._parts
         refuse_at_step(None, device.joinables)
@@ -311,7 +313,7 @@ class Attached(Loop):
         super()._release()
 
 
-def _finite(max_norm: float | None) -> float | None:
+def _finite(max_norm: MaxNorm | None) -> MaxNorm | None:
     """Return what the loop clips to; an infinite norm is no clip."""
     return None if max_norm == math.inf else max_norm
 

@@ -415,7 +415,7 @@ def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restor
     restored = recovery.resume() if recovery is not None else None
     attempt = AttemptStarted(id=place.attempt, parent=None, fork_step=0, reason="start")
     if restored is not None:
-        controller.take_meta(restored.meta)
+        controller.take_meta(restored.meta, step=restored.step)
         reason = f"resumed from {restored.id}"
         attempt = AttemptStarted(
             id=place.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason

@@ -24,6 +24,7 @@ from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.step.device import Engine
 from trainer_hooks.step.gradients import Models, unwrap
 from trainer_hooks.step.phases import refuse_max_norm
+from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
@@ -65,7 +66,7 @@ class Arguments:
     """Whether the gradients are clipped by us, if at all; else they may come clipped."""
     owns_step: bool = True
     """Whether the loop hands its step to us, so that a rollback is ours to make."""
-    max_norm: float | None = None
+    max_norm: MaxNorm | None = None
 
     def tokens(self) -> int | None:
         """Return the tokens of a step as a number, checked."""

@@ -27,6 +27,7 @@ from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import Prepared, refuse_at_step, refuse_probe
 from trainer_hooks.step.reduce_vector import Verdict
+from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 from trainvitals.records import Decision
 
@@ -179,7 +180,7 @@ class Monitor(Loop):
         loss: Tensor | float | None = None,
         *,
         weight: Tensor | float | None = None,
-        max_norm: float | None = None,
+        max_norm: MaxNorm | None = None,
         optimizer: Optimizer | None = None,
     ) -> StepOutcome:
         """Clip, update, schedule and zero the gradients, unless the update would do harm.
@@ -196,7 +197,8 @@ class Monitor(Loop):
                 ``micro`` it counts as one more micro-batch, unless it is the tensor that ``micro``
                 was given last.
             weight: its weight in the mean over ranks, usually the rank's number of tokens.
-            max_norm: the gradient norm to clip to; None does not clip.
+            max_norm: gradient norm to clip to. ``"auto"`` clips to a multiple of the recent median
+                norm (``[auto_clip]``), inf measures and never clips, and None does not clip.
             optimizer: the one to step, of those given to ``watch``; None steps all. The gradients
                 of all are cleared either way: what one loss left in the others' parameters is not
                 theirs.
@@ -204,9 +206,9 @@ class Monitor(Loop):
         Raises:
             TrainingHalted: the ladder stopped the run; the only error raised once training runs.
             SystemExit: with checkpoints, a rank was sent SIGTERM, and all have saved.
-            UsageError: at the very first step no parameter has a gradient, or ``max_norm`` is no
-                number above 0; the loss is a closure, the loop runs within ``Join``, or the
-                optimizer was not given to ``watch``.
+            UsageError: at the very first step no parameter has a gradient, or ``max_norm`` is
+                neither a number above 0 nor ``"auto"``; the loss is a closure, the loop runs within
+                ``Join``, or the optimizer was not given to ``watch``.
         """
         self._refuse_after_the_end()
         refuse_at_step(loss, self._device.joinables)
@@ -227,6 +229,7 @@ class Monitor(Loop):
             self._count_backwards(self._backwards, loss)
         if self._schedules is not None:
             self._look_at_schedulers(self._schedules)
+        never_clips = max_norm is None
         max_norm = parts.usable(max_norm, first=first)
         parts.clock.enter()
         prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
@@ -235,6 +238,8 @@ class Monitor(Loop):
         if attempted == self._first_step:
             if not turn.number:
                 controller.tell_without_probe(_PROBE_LINE)
+                if never_clips:
+                    controller.tell_without_clip()
             if self._schedules is not None and position is not None:
                 with controller.faults.fail_open("schedules"):  # a stranger's class may lack much
                     self._schedules.of_epochs(attempted, *self._feed.epochs, position.num_batches)
@@ -432,7 +437,7 @@ class Monitor(Loop):
 
     # ---------------------------------------------------------------------------- one step
 
-    def _update(self, verdict: Verdict, prepared: Prepared, max_norm: float | None) -> None:
+    def _update(self, verdict: Verdict, prepared: Prepared, max_norm: MaxNorm | None) -> None:
         """Clip and step every optimizer under the verdict; then scaler, schedulers, gradients."""
         device, parts, turn = self._device, self._parts, self._parts.turn
         orders = parts.orders(verdict, prepared, self._step, max_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -18,6 +19,7 @@ from trainer_hooks.guard.route import Route
 from trainer_hooks.guard.schedules import SchedulerEvery, every_update, optimizer_of
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
+from trainvitals.auto_clip import DELAY, AutoClip, MaxNorm
 from trainvitals.records import Severity
 
 
@@ -42,6 +44,7 @@ class NullMonitor:
         self._ends_epochs = False
         self._emas = emas_in(state or {})
         self._schedulers = schedulers
+        self._clipper = _Clipper()
         self._scaler = scaler
         self.step_index = 0
         self.swallowed_errors: dict[str, int] = {}
@@ -120,7 +123,7 @@ class NullMonitor:
         loss: Tensor | float | None = None,
         *,
         weight: Tensor | float | None = None,
-        max_norm: float | None = None,
+        max_norm: MaxNorm | None = None,
         optimizer: Optimizer | None = None,
     ) -> StepOutcome:
         """Clip, update, schedule and zero the gradients, whatever they are."""
@@ -129,7 +132,7 @@ class NullMonitor:
         if scaler is not None and scaler.is_enabled():
             unscale(scaler, stepped)
         if max_norm is not None:
-            _clip(stepped, max_norm)
+            self._clipper.clip(stepped, max_norm)
         for one in stepped:
             if scaler is not None:
                 scaler.step(one)
@@ -168,7 +171,7 @@ class Unattached(NullMonitor):
         self,
         optimizers: Sequence[Optimizer],
         scaler: torch.amp.GradScaler | None,
-        max_norm: float | None,
+        max_norm: MaxNorm | None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(tuple(optimizers), (), scaler, state)
@@ -179,7 +182,7 @@ class Unattached(NullMonitor):
         ]
         self._max_norm = max_norm
         self._route: Route | None = None
-        if max_norm is not None and math.isfinite(max_norm):
+        if max_norm not in (None, math.inf):
             self._route = Route(optimizers, scaler, self._step_one, FaultCounter())
 
     def _step_one(self, index: int, begins: bool) -> None:
@@ -188,7 +191,7 @@ class Unattached(NullMonitor):
             if scaler is not None:
                 unscale(scaler, self._optimizers)
             assert self._max_norm is not None, "without a norm to clip to nothing is routed"
-            _clip(self._optimizers, self._max_norm)
+            self._clipper.clip(self._optimizers, self._max_norm)
         if scaler is not None:
             scaler.step(self._optimizers[index])
         else:
@@ -217,6 +220,30 @@ class Unattached(NullMonitor):
         self.close()
 
 
-def _clip(optimizers: Sequence[Optimizer], max_norm: float) -> None:
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    torch.nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], max_norm)
+class _Clipper:
+    """Clips as a watched loop does: to a number, or to ``max_norm="auto"``."""
+
+    def __init__(self) -> None:
+        self._auto: dict[tuple[int, ...], AutoClip] = {}
+        """Norms by the optimizers that were stepped together."""
+        self._unread: deque[tuple[AutoClip, int, Tensor]] = deque()
+        self._step = 0
+
+    def clip(self, optimizers: Sequence[Optimizer], max_norm: MaxNorm) -> None:
+        """Clip the gradients of the optimizers."""
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        params = [param for group in groups for param in group["params"]]
+        if max_norm != "auto":
+            torch.nn.utils.clip_grad_norm_(params, max_norm)
+            return
+        auto = self._auto.setdefault(tuple(map(id, optimizers)), AutoClip())
+        # A norm is read only when a limit needs it: reading it at once waits for the device.
+        while self._unread and self._unread[0][1] <= self._step - DELAY:
+            clip, step, norm = self._unread.popleft()
+            clip.add(step, norm.item())
+        total = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        limit = auto.limit(self._step)
+        if limit is not None:
+            torch.nn.utils.clip_grads_with_norm_(params, limit, total)
+        self._unread.append((auto, self._step, total))
+        self._step += 1

@@ -272,6 +272,12 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         "",
         "Gradient norm that the loop clips to; absent if it does not clip, or nobody said.",
     ),
+    _step(
+        "auto_max_norm",
+        "",
+        'Gradient norm that `max_norm="auto"` clips to; absent in the first steps, and if the loop '
+        "does not use it.",
+    ),
     _step("weight_decay", "", "Largest weight decay of any parameter group."),
     _step(
         "rank_grad_norm",

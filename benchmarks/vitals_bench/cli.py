@@ -37,6 +37,14 @@ class Format(StrEnum):
     JSON = "json"
 
 
+class Trainings(StrEnum):
+    """Which of the chosen trainings run."""
+
+    ALL = "all"
+    HEALTHY = "healthy"
+    FAULTS = "faults"
+
+
 Quick = Annotated[
     bool, typer.Option("--quick", help="Small models and few rounds: does it run at all.")
 ]
@@ -76,6 +84,10 @@ Worlds = Annotated[
 Policies = Annotated[
     str, typer.Option(help="Only these policies, between commas, such as guard,heal+probe.")
 ]
+Kinds = Annotated[
+    str, typer.Option(help="Only these kinds of training, between commas; all takes every kind.")
+]
+TrainingsPart = Annotated[Trainings, typer.Option(help="Healthy trainings, or with faults.")]
 Seeds = Annotated[str, typer.Option(help="Only these seeds, between commas.")]
 Minutes = Annotated[
     float, typer.Option(help="How long the simulated fleet of ingest trains.", min=0.5)
@@ -280,6 +292,8 @@ def bench_judgement(
     policies: Policies = "",
     seeds: Seeds = "",
     ranks: RanksOf = 1,
+    kinds: Kinds = "",
+    part: TrainingsPart = Trainings.ALL,
 ) -> None:
     """Train small models, healthy and damaged, and show what the monitor did to each.
 
@@ -295,6 +309,8 @@ def bench_judgement(
         policies=_words(policies),
         seeds=tuple(int(seed) for seed in _words(seeds)),
         ranks=ranks,
+        kinds=_words(kinds),
+        part=part.value,
     )
     options = {"judgement": {"asked": asked}}
     _run(("judgement",), quick=quick, output=output, page=page, options=options)

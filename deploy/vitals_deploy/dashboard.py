@@ -193,8 +193,10 @@ TRAINING = (
         queries={
             "{{name}}": named(of_runs("train_grad_norm")),
             "{{name}} limit": named(of_runs("train_grad_norm_limit")),
+            "{{name}} clip limit": named(of_runs("train_auto_max_norm")),
         },
-        help="L2 norm before clipping, and the limit above which a step is an outlier.",
+        help="L2 norm before clipping, the limit above which a step is an outlier, and the one of "
+        'max_norm="auto".',
         custom=LOGARITHMIC,
         dashed="/limit$/",
     ),

@@ -5,15 +5,18 @@ import math
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from trainvitals.jsonable import to_json
+from trainvitals.records import Finding
 from vitals_bench import page
 from vitals_bench.judgement import jobs, tables
 from vitals_bench.judgement.faults import Fault
 from vitals_bench.judgement.jobs import Asked, Job, jobs_of, read_outcomes, run_jobs
+from vitals_bench.judgement.ledger import Ledger
 from vitals_bench.judgement.run import NumberedBatches, Outcome, run_one
 from vitals_bench.judgement.tables import Results
-from vitals_bench.judgement.worlds import WORLDS
+from vitals_bench.judgement.worlds import FAULTS, KINDS, NEW_KINDS, WORLDS
 from vitals_bench.rows import Grid
 
 
@@ -41,10 +44,13 @@ def test_poison_lies_in_its_window_alone(name):
     task = world.make(seed=0)
     data = NumberedBatches(task, world.fault)
     if world.fault.kind == "nan_loss":
-        assert [349, 390] == [i for i in range(349, 391) if not world.fault.spoils_loss(i)]
+        begin, end = world.fault.begin, world.fault.begin + world.fault.steps
+        around = range(begin - 1, end + 1)
+        assert [begin - 1, end] == [i for i in around if not world.fault.spoils_loss(i)]
         return
     first, last = world.fault.begin, world.fault.begin + world.fault.steps - 1
-    for index, is_poisoned in [(first - 1, False), (first, True), (last, True), (last + 1, False)]:
+    cases = [(first - 1, False), (first, True), (last, True), (last + 1, False)]
+    for index, is_poisoned in cases[: 2 if last > task.steps else 4]:
         pairs = zip(data[index][1:], task.batch(index), strict=True)
         same = all(torch.equal(one, other) for one, other in pairs)
         assert is_poisoned is not same, index
@@ -78,6 +84,59 @@ def test_a_healthy_world_is_compared_with_itself_and_a_faulty_one_with_its_base(
     assert {"none", "guard", "heal+probe", "heal+kind"} == {
         job.policy for job in made if job.world == "gan-tail"
     }
+
+
+def test_kinds_run_without_a_clip_with_one_and_with_an_automatic_one():
+    asked = Asked(kinds=("diffusion", "gan"), part="healthy", seeds=(1,))
+    made = jobs_of(asked, quick=False)
+    assert {"diffusion", "gan"} == {job.world for job in made}
+    assert {1.0, None, "auto"} == {job.clip for job in made}
+    assert {"none", "guard", "heal+probe", "guard+declared", "heal+declared"} == {
+        job.policy for job in made
+    }
+    faults = jobs_of(Asked(kinds=("diffusion",), part="faults", seeds=(1,)), quick=False)
+    assert {"diffusion"} | {f"diffusion!{name}" for name in FAULTS} == {job.world for job in faults}
+    everything = jobs_of(Asked(kinds=("all",), part="healthy", seeds=(1,)), quick=False)
+    assert set(KINDS) == {job.world for job in everything}
+    assert 30 <= len(KINDS) and 20 == len(FAULTS)
+
+
+def test_worlds_chosen_by_name_are_what_they_were_before_there_were_kinds():
+    made = jobs_of(Asked(seeds=(0,)), quick=False)
+    assert not {job.world for job in made} & set(NEW_KINDS)
+    assert {1.0, None} == {job.clip for job in made}
+
+
+@pytest.mark.parametrize("kind", ["sam", "accumulation", "byol", "dqn", "edge-of-stability"])
+def test_an_automatic_clip_is_the_same_bare_and_watched(kind):
+    bare, ours = (
+        run_one(kind, clip="auto", policy=policy, seed=1, steps=40)
+        for policy in ("none", "observe")
+    )
+    assert bare.digest == ours.digest
+    assert {} == ours.errors
+
+
+@pytest.mark.parametrize("name", [name for name in WORLDS if name.startswith("moe!")])
+def test_a_fault_changes_a_training_from_its_step_on(name):
+    fault = WORLDS[name].fault
+    assert 250 == fault.begin
+    faulty = run_one(name, clip=None, policy="none", seed=0, steps=24)
+    clean = run_one("moe", clip=None, policy="none", seed=0, steps=24)
+    assert faulty.digest != clean.digest
+
+
+def test_a_loop_that_pages_is_counted_once_while_its_alert_lasts():
+    finding = Finding(
+        kind="lost_progress", level="advisory", step=40, detector="loss_progress", reason="",
+        onset_step=40, cause="lost_progress",
+    )  # fmt: skip
+    ledger = Ledger("run")
+    later = [replace(finding, step=step) for step in (90, 150, 400)]
+    ledger.findings += [finding, *later]
+    assert {"ProgressLost": 2} == ledger.messages()
+    assert 2 == ledger.num_pages()
+    assert 10 == ledger.reported_after(30)
 
 
 def test_what_was_run_before_is_read_and_not_run_again(tmp_path, monkeypatch):
@@ -131,17 +190,19 @@ def test_a_trainings_first_answer_is_right_where_it_says_what_the_world_is():
 def test_the_goals_name_the_worlds_that_miss_them():
     outcomes = [
         outcome(),
-        outcome(policy="guard", digest="b", withheld=39, accepted=1, final=2.0),
+        outcome(policy="guard", digest="b", withheld=9, final=2.0),
         outcome(policy="heal+probe", rollbacks=[(5, 1, "state_damaged")], digest="a"),
+        outcome(policy="heal+declared", longest=3, pages=1, messages={"LossDiverged": 1}),
         outcome(seed=1),
         outcome(policy="guard", seed=1),
     ]
     rows = {row.name: row for row in tables.goals(Results.of(outcomes))}
-    assert 50.0 == rows["healthy and undisturbed, set: bit for bit"].ours
-    assert 100.0 == rows["healthy and undisturbed, held out: bit for bit"].ours
+    assert 200 / 3 == pytest.approx(rows["healthy, set: bit for bit untouched"].ours)
+    assert 100.0 == rows["healthy, held out: bit for bit untouched"].ours
+    assert 2 == rows["healthy, set: more than 8 withheld, or 2 in a row"].ours
     missed = [name for name, row in rows.items() if row.met is False]
-    assert 3 == len(missed), missed  # one seed is no spread that a run could end beyond
-    assert {"gpt", ""} == {rows[name].note for name in missed}
+    assert 5 == len(missed), missed  # one seed is no spread that a run could end beyond
+    assert {"gpt"} == {rows[name].note for name in missed}
     assert "healthy, set: halted" not in missed
     made = list(tables.grids(Results.of(outcomes)))
     assert ["healthy trainings, seeds set", "healthy trainings, seeds held out"] == [

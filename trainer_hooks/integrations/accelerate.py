@@ -25,6 +25,7 @@ from trainer_hooks.arguments import as_list
 from trainer_hooks.guard.optimizers import AfterLoad
 from trainer_hooks.integrations import framework
 from trainer_hooks.integrations.framework import Options, is_off, require
+from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 
 OLDEST = "1.4"
@@ -41,7 +42,7 @@ def attach(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Any,
     *,
-    max_norm: float | None = None,
+    max_norm: MaxNorm | None = None,
     **options: Unpack[Options],
 ) -> Attached:
     """Put a loop that trains with Accelerate under guard. Call on all ranks, after ``prepare``.
@@ -55,7 +56,8 @@ def attach(
         model: the prepared model, or several.
         optimizer: the prepared optimizer, or several that are stepped after the same backward.
         max_norm: for a loop that does not clip: inf says so, and the norm is known without it; any
-            other number is clipped to within ``optimizer.step()``.
+            other number is clipped to within ``optimizer.step()``, and ``"auto"`` clips to a
+            multiple of the recent median norm.
         options: as ``trainer_hooks.attach`` takes them.
 
     Raises:
@@ -79,7 +81,7 @@ def guard(
     optimizers: Sequence[Any],
     *,
     options: Options,
-    max_norm: float | None = None,
+    max_norm: MaxNorm | None = None,
     parts: bool = False,
 ) -> tuple[Attached, Hooks | None]:
     """Attach, and learn from the accelerator what it alone knows: losses and the clip.
@@ -115,7 +117,7 @@ def _is_deepspeed(accelerator: Any) -> bool:
     return getattr(accelerator.distributed_type, "value", "") == "DEEPSPEED"
 
 
-def _guard_engine(engine: Any, max_norm: float | None, options: Options) -> Attached:
+def _guard_engine(engine: Any, max_norm: MaxNorm | None, options: Options) -> Attached:
     """Guard DeepSpeed's engine: it is given the losses, and it clips and steps."""
     from trainer_hooks.integrations import deepspeed
 

@@ -23,6 +23,7 @@ from trainer_hooks._attach import Attached
 from trainer_hooks.arguments import as_list
 from trainer_hooks.guard.optimizers import unscale
 from trainer_hooks.integrations.framework import Options, replace, require
+from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 
 _GUARDED = "_vitals_attached"
@@ -33,7 +34,7 @@ def attach(
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
     *,
-    max_norm: float | None = None,
+    max_norm: MaxNorm | None = None,
     loss_divisor: float = 1.0,
     **options: Unpack[Options],
 ) -> Attached:
@@ -47,8 +48,9 @@ def attach(
         fabric: the Fabric, launched.
         model: what ``fabric.setup`` returned, or ``fabric.setup_module``.
         optimizers: what ``fabric.setup`` returned; all of them are stepped after the same backward.
-        max_norm: clip to this norm within ``optimizer.step()``, for a loop that does not clip; inf
-            says that nothing is clipped.
+        max_norm: clip to this norm within ``optimizer.step()``, for a loop that does not clip:
+            ``"auto"`` clips to a multiple of the recent median norm, and with inf nothing is
+            clipped.
         loss_divisor: what the loop divides each loss by before ``fabric.backward``, as some do that
             accumulate.
         options: as ``trainer_hooks.attach`` takes them.

@@ -316,7 +316,7 @@ class Loop:
         self._parts.clock.step = kept.step
         if controller.evaluations is not None:
             controller.evaluations.load_state_dict(kept.stopping)
-        controller.resume(attempt, kept.detectors, kept.tokens)
+        controller.resume(attempt, kept.detectors, kept.tokens, kept.auto_clip)
         self._device.shadow.keep()
         if self._device.sampler is not None:
             self._device.sampler.begin(self._step)

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.emit import TokenCount
+from trainvitals.auto_clip import AutoClip
 from trainvitals.errors import ConfigError, FormatError, NewerVersionError
 from trainvitals.policy import Judge, JudgeConfig
 from trainvitals.policy.stopping import EarlyStopping, Stopper
@@ -30,6 +31,8 @@ class LoopState:
     tokens: TokenCount
     stopping: dict[str, Any] | None
     """Of early stopping; None where the run had none."""
+    auto_clip: dict[str, Any] | None
+    """Norms of ``max_norm="auto"``; None if the run did not use it."""
 
 
 def loop_state(controller: StepController, step: int) -> dict[str, Any]:
@@ -43,6 +46,7 @@ def loop_state(controller: StepController, step: int) -> dict[str, Any]:
         "tokens_seen": controller.log.tokens.seen,
         "tokens_trained": controller.log.tokens.trained,
         "stopping": controller.stopping_state(),
+        "auto_clip": controller.auto_clip_state(),
     }
 
 
@@ -79,6 +83,7 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
             detectors=dict(state["detectors"]),
             tokens=TokenCount(int(state["tokens_seen"]), int(state["tokens_trained"])),
             stopping=_stopping(state.get("stopping")),
+            auto_clip=_auto_clip(state.get("auto_clip")),
         )
     except _DAMAGE as error:
         raise FormatError(
@@ -93,6 +98,16 @@ def _stopping(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     settings = EarlyStopping(metric=state["metric"], mode=state["mode"])
     Stopper(settings).load_state_dict(state)
+    return dict(state)
+
+
+def _auto_clip(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the norms of each turn, once limits could be computed from them."""
+    if state is None:
+        return None
+    for turn, norms in state.items():
+        int(turn)
+        AutoClip().load_state_dict(norms)
     return dict(state)
 
 

@@ -112,6 +112,10 @@ class Terminal:
             self._path,
         )
 
+    def hint(self, text: str) -> None:
+        """Print one line about what the loop could do better."""
+        _LOG.info("vitals: %s", text)
+
     def without_agent(self, missing: Sequence[str]) -> None:
         """Say that nothing of this run can be read later, and the way out."""
         names = ", ".join(missing)

@@ -51,6 +51,9 @@ class HostMeasurements:
     """Other settings of the parameter groups that changed; on rank 0."""
     lr_factor: float
     max_norm: float | None
+    """Number that the loop clips to."""
+    clips_automatically: bool
+    """Whether it clips to ``auto_max_norm``."""
     tokens: int | None
     weighted: bool
     """Whether the weights of the step's losses are numbers of tokens."""
@@ -66,6 +69,8 @@ class HostMeasurements:
     epoch: int | None
     batch_index: int | None
     num_batches: int | None
+    auto_max_norm: float | None = None
+    """Limit of ``max_norm="auto"`` in this step; it arrives with the reduced numbers."""
     norm_after_clip: float | None = None
     """Where the loop clips by itself: what was measured after that."""
     before_clip: bool = False

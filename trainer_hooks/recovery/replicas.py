@@ -29,6 +29,7 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.copying import fingerprint_of, word_of
 from trainer_hooks.recovery.state import TrainingState
 from trainer_hooks.step.emit import Emitter
+from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.replicas import EVERY, Vote, further, shown, vote
 
 ROUND = EVERY
@@ -267,7 +268,7 @@ class Replicas:
         self,
         step: int,
         *,
-        max_norm: float | None,
+        max_norm: MaxNorm | None,
         turn: int = 0,
         order: tuple[int, int] = NO_ORDER,
         snapshot: Tensor | None = None,
@@ -709,15 +710,19 @@ def _device_name(device: torch.device) -> str:
     return f"GPU {device.index or 0} {uuid}".rstrip()
 
 
+_NO_CLIP, _AUTO = -1.0, -2.0
+"""Values of ``max_norm`` that are not numbers, in the settings that ranks compare."""
+
+
 def _settings_bytes(
     optimizers: Sequence[Optimizer],
-    max_norm: float | None,
+    max_norm: MaxNorm | None,
     step: int,
     turn: int,
     order: tuple[int, int],
 ) -> bytes:
     """Return the settings of one step as the optimizers apply them: to the digits of float32."""
-    values = [-1.0 if max_norm is None else float(max_norm)]
+    values = [_NO_CLIP if max_norm is None else _AUTO if max_norm == "auto" else float(max_norm)]
     for _, value in _group_settings(optimizers):
         values.append(value)
     with np.errstate(over="ignore"):
@@ -752,5 +757,7 @@ def _group_settings(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
 
 
 def _number(value: float) -> str:
+    if value in (_NO_CLIP, _AUTO):
+        return "none" if value == _NO_CLIP else '"auto"'
     digits = 16 if value.is_integer() else 7
-    return "none" if value == -1.0 else f"{value:.{digits}g}"
+    return f"{value:.{digits}g}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
@@ -44,6 +44,7 @@ from trainer_hooks.step.reduce_vector import (
     step_record,
 )
 from trainer_hooks.step.user_alerts import RankAlerts
+from trainvitals.auto_clip import AutoClip, MaxNorm
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
 from trainvitals.errors import CheckpointError, TrainingHalted, UsageError
@@ -158,6 +159,8 @@ class StepController:
     _profiling: Profiling = field(init=False)
     _begun: set[int] = field(default_factory=set)
     """Turns that have brought a step."""
+    _auto_clips: dict[int, AutoClip] = field(default_factory=dict)
+    """Norms behind the limits of ``max_norm="auto"``, by turn; empty if it is not used."""
     _was_announced: bool = False
     _disagreed: bool = False
     _bad_names: str = ""
@@ -182,7 +185,7 @@ class StepController:
     def rank0_values(
         self,
         step: int,
-        max_norm: float | None,
+        max_norm: MaxNorm | None,
         turn: int = 0,
         rates: Sequence[float | None] = (),
     ) -> Rank0Values | None:
@@ -200,7 +203,9 @@ class StepController:
         limits = self.judge.limits(turn) if not self.expecting else Limits()
         # A clip at a thousand times the usual norm takes nothing from an outlier.
         usual = limits.grad_norm
-        clips = max_norm is not None and (usual is None or max_norm <= _NO_CLIP * usual)
+        auto_max_norm = self._auto_clip(turn).limit(step) if max_norm == "auto" else None
+        clip = auto_max_norm if max_norm == "auto" else max_norm
+        clips = clip is not None and (usual is None or clip <= _NO_CLIP * usual)
         withholding = self.judge.withholding(clips=clips, turn=turn)
         recovery = self.recovery
         ratio, self.loss_evaluations.ratio = self.loss_evaluations.ratio, 0.0
@@ -232,7 +237,25 @@ class StepController:
             evaluation_ratio=ratio,
             stepped_twice=self.stepped_twice is not None,
             rate_declared=rate_declared,
+            auto_max_norm=auto_max_norm,
         )
+
+    def _auto_clip(self, turn: int) -> AutoClip:
+        """Return the norms of one optimizer's turn, or of all optimizers together."""
+        if turn not in self._auto_clips:
+            self._auto_clips[turn] = AutoClip(self.judge.config.auto_clip)
+        return self._auto_clips[turn]
+
+    def auto_clip_state(self) -> dict[str, Any] | None:
+        """Return the norms behind the limits of ``max_norm="auto"``; None if it is not used."""
+        clips = self._auto_clips.items()
+        return {str(turn): clip.state_dict() for turn, clip in clips} if clips else None
+
+    def load_auto_clip_state(self, state: Mapping[str, Any] | None, *, step: int) -> None:
+        """Continue the limits of ``max_norm="auto"`` from ``step``."""
+        state = state or {}
+        for turn in self._auto_clips.keys() | {int(turn) for turn in state}:
+            self._auto_clip(turn).roll_back(step, state.get(str(turn)))
 
     def _command_words(self, step: int) -> tuple[float, float, float]:
         """Return rank 0's waiting command as number, code and argument; zeros where none waits."""
@@ -293,7 +316,9 @@ class StepController:
                 return self.state_check.flag(step)
         return None
 
-    def replicas_word(self, step: int, max_norm: float | None, turn: int) -> Tensor | float | None:
+    def replicas_word(
+        self, step: int, max_norm: MaxNorm | None, turn: int
+    ) -> Tensor | float | None:
         """Return what this rank is compared by in ``step``; None: it says nothing."""
         replicas, recovery = self.replicas, self.recovery
         if replicas is None or (recovery is not None and recovery.missed(step)):
@@ -400,6 +425,10 @@ class StepController:
             judgement = judgement._replace(decision=self._with_reason(judgement.decision))
         if record.failed_ranks:
             judgement = self._name_unguarded(record, judgement)
+        if measured.clips_automatically:
+            measured.auto_max_norm = reduced.limit("auto_max_norm")
+            if not (record.skipped or record.failed_ranks or record.grad_norm is None):
+                self._auto_clip(measured.turn).add(measured.step, record.grad_norm)
         self.last_step, self.judged = measured.step, (record, reduced)
         self._after_judgement(record, reduced, judgement)
         self.log.write(measured, record, reduced, derived, samples, judgement, name)
@@ -562,6 +591,19 @@ class StepController:
             text = "no probe, so Vitals cannot check whether the weights are damaged; add one: "
             text += line
             self._note("no_probe", text, max(self.first_step, 0), "info")
+
+    def tell_without_clip(self) -> None:
+        """Report once, before anything has gone wrong, that the loop does not clip gradients."""
+        if self.mode != "observe":
+            text = (
+                "this loop does not clip gradients, so one outlier can move the weights far; "
+                'monitor.step(loss, max_norm="auto") clips to '
+                f"{self.judge.config.auto_clip.multiple:g} times the recent median norm, and "
+                "max_norm=math.inf measures the norm without this message"
+            )
+            self._note("no_clip", text, max(self.first_step, 0), "info")
+            if self.terminal is not None:
+                self.terminal.hint(text)
 
     def _announced(self, steps: int) -> None:
         """Take in, on all ranks at the same step, the change that rank 0's pack announced."""
@@ -749,7 +791,7 @@ class StepController:
             text = f"{decision.checkpoint_id} could not be read; used {restored.id} instead"
             self._note("older_checkpoint", text, decision.step, "warning")
             self.plan.add(self.judge.facts, branch=_branch_of(decision, restored.step))
-        self.take_meta(restored.meta)
+        self.take_meta(restored.meta, step=restored.step)
         attempt = AttemptStarted(
             id=decision.new_attempt,
             parent=decision.attempt,
@@ -804,12 +846,14 @@ class StepController:
         attempt: AttemptStarted,
         detectors: dict[str, Any],
         tokens: TokenCount,
+        auto_clip: dict[str, Any] | None,
     ) -> None:
         """Go on, before the first step, from a state that the loop itself kept. Collective.
 
         Where there are snapshots, the first is taken anew, of this branch.
         """
         self.log.tokens = tokens
+        self.load_auto_clip_state(auto_clip, step=attempt.fork_step)
         self.start_branch(attempt, detectors)
         self.emitter.of_run(attempt, step=attempt.fork_step, attempt=attempt.id)
         if self.recovery is not None:  # it is of this branch, and of what the loop has loaded
@@ -840,10 +884,11 @@ class StepController:
             "stopping": self.stopping_state(),
             "alerts": None if self.emitter.alerts is None else self.emitter.alerts.state_dict(),
             "schedule": None if schedule is None else schedule.follower.state_dict(),
+            "auto_clip": self.auto_clip_state(),
         }
 
-    def take_meta(self, meta: Meta) -> None:
-        """Set the counts to what they were; consumed tokens stay consumed."""
+    def take_meta(self, meta: Meta, *, step: int) -> None:
+        """Set the counts to what they were at ``step``; consumed tokens stay consumed."""
         kept = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
         self.log.tokens.go_back(kept)
         if self.emitter.alerts is not None:
@@ -852,6 +897,7 @@ class StepController:
             self.evaluations.load_state_dict(meta.get("stopping"))
         if self.log.schedule is not None:
             self.log.schedule.follower.load_state_dict(meta.get("schedule"))
+        self.load_auto_clip_state(meta.get("auto_clip"), step=step)
 
     def close_profile(self) -> None:
         """Write a profile that has not come to its end."""

@@ -105,7 +105,8 @@ class _StepRow:
         others = map(extra.get, self._others)
         if not self._is_rank0:
             return self._in_order((*self._controller(measured), *others))
-        factor, clipped, limit = measured.lr_factor, record.grad_norm, measured.max_norm
+        factor, clipped = measured.lr_factor, record.grad_norm
+        limit = measured.auto_max_norm if measured.clips_automatically else measured.max_norm
         if clipped is not None and limit is not None and clipped > limit:
             clipped = limit
         if measured.norm_after_clip is not None:
@@ -611,6 +612,7 @@ class RootColumns:
             "mfu_ratio": self._utilization.ratio(tokens, seconds),
             "loss_spread": _spread(losses),
             "max_norm": None if measured.clip_unknown else measured.max_norm,
+            "auto_max_norm": measured.auto_max_norm,
             "weight_decay": measured.weight_decay,
         }
         if tokens is not None and record.loss is not None:

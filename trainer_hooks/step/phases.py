@@ -35,9 +35,11 @@ from trainer_hooks.step.reduce_vector import (
     RankContribution,
     Reduced,
     Verdict,
+    auto_clip_divisor,
     clip_divisor,
     judge_on_device,
 )
+from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 
 
@@ -189,7 +191,7 @@ class StepPhases:
         weight: Tensor | float | None,
         *,
         first: bool,
-        max_norm: float | None = None,
+        max_norm: MaxNorm | None = None,
         norm: Tensor | None = None,
     ) -> Prepared:
         """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more.
@@ -268,7 +270,7 @@ class StepPhases:
         num_gradients: int,
         overflow: Tensor | None,
         norm: Tensor | None,
-        max_norm: float | None,
+        max_norm: MaxNorm | None,
     ) -> RankContribution:
         norms, controller = self._device.norms, self._controller
         return RankContribution(
@@ -308,7 +310,7 @@ class StepPhases:
         return Reduced(packer.layout, packer.pack.tolist()).losses()[packer.layout.rank]
 
     def orders(
-        self, verdict: Verdict, prepared: Prepared, step: int, max_norm: float | None
+        self, verdict: Verdict, prepared: Prepared, step: int, max_norm: MaxNorm | None
     ) -> Orders:
         """Clip, make ready for the update, and return what the verdict means for each optimizer."""
         device = self._device
@@ -350,7 +352,7 @@ class StepPhases:
         if (sampler := self._device.sampler) is not None and len(guards) == len(self.turn.guards):
             sampler.after_update()
 
-    def usable(self, max_norm: float | None, *, first: bool) -> float | None:
+    def usable(self, max_norm: MaxNorm | None, *, first: bool) -> MaxNorm | None:
         """Return what to clip to; what cannot be clipped to is counted, and nothing is clipped.
 
         Raises:
@@ -370,7 +372,7 @@ class StepPhases:
         else:
             self._device.shadow.keep()
 
-    def _clip(self, verdict: Verdict, prepared: Prepared, max_norm: float) -> Tensor | None:
+    def _clip(self, verdict: Verdict, prepared: Prepared, max_norm: MaxNorm) -> Tensor | None:
         """Clip the gradients to ``max_norm``, or return what the optimizers shall divide them by.
 
         An optimizer that takes the verdict on the device takes the divisor as well: that saves a
@@ -384,9 +386,16 @@ class StepPhases:
                 measured = verdict.num_failed != self._controller.ranks.world_size
                 norm = torch.where(measured, norm, own)
         # Most steps clip nothing: a read of the CPU's own memory saves a pass over the gradients.
-        if reads_are_free(norm.device) and norm.item() + 1e-6 <= min(max_norm, SHORT_FROM):
+        is_free = reads_are_free(norm.device)
+        if max_norm == "auto":
+            limit = self._device.packer.auto_max_norm
+            if is_free and not norm.item() > limit.item():
+                return None
+            divisor = auto_clip_divisor(norm, limit)
+        elif is_free and norm.item() + 1e-6 <= min(max_norm, SHORT_FROM):
             return None
-        divisor = clip_divisor(norm, max_norm)
+        else:
+            divisor = clip_divisor(norm, max_norm)
         if not self._device.engine.reads_verdict:
             return divisor
         scale(prepared.grads, divisor.reciprocal())
@@ -398,7 +407,7 @@ class StepPhases:
         prepared: Prepared,
         *,
         step: int,
-        max_norm: float | None,
+        max_norm: MaxNorm | None,
         position: Fed | None,
         samples: int | None = None,
         before_clip: bool = False,
@@ -434,7 +443,7 @@ class StepPhases:
     def _host_step(
         self,
         step: int,
-        max_norm: float | None,
+        max_norm: MaxNorm | None,
         weighted: bool,
         position: Fed | None,
         samples: int | None,
@@ -466,7 +475,8 @@ class StepPhases:
             weight_decay=self._weight_decay,
             changes=self._changes,
             lr_factor=self._lr_factor(step),
-            max_norm=max_norm,
+            max_norm=None if max_norm == "auto" else max_norm,
+            clips_automatically=max_norm == "auto",
             tokens=self._tokens_per_step if self.turn.is_headline else None,
             weighted=weighted,
             samples=samples,
@@ -495,12 +505,14 @@ def refuse_max_norm(max_norm: object) -> None:
     """Refuse a norm that gradients cannot be clipped to: by NaN or 0 the clip itself ruins them.
 
     Raises:
-        UsageError: it is no number above 0.
+        UsageError: ``max_norm`` is neither a number above 0 nor "auto".
     """
-    if max_norm is not None and not (isinstance(max_norm, Real) and float(max_norm) > 0):
+    is_number = isinstance(max_norm, Real) and float(max_norm) > 0
+    if max_norm is not None and not is_number and max_norm != "auto":
         raise UsageError(
-            f"max_norm is {max_norm!r}; it must be a number above 0",
-            hint="leave it out to not clip; inf measures and never clips",
+            f'max_norm is {max_norm!r}; it must be a number above 0, or "auto"',
+            hint='"auto" clips to a multiple of the recent median norm; leave it out to not clip; '
+            "inf measures and never clips",
         )
 
 

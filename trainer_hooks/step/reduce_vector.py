@@ -93,6 +93,7 @@ ROOT_FIELDS = (
     "evaluation_ratio",  # an evaluation's loss over the one before; 0: there was none
     "stepped_twice",  # rank 0's loop steps a scheduler that monitor.step() steps too
     "rate_declared",  # the learning rate rose to what the declared schedule has at this step
+    "auto_max_norm",  # the limit of max_norm="auto"; inf: none
 )
 OWN_FIELDS = ("loss", "digest", "replicas")
 """What each rank has a place for where slots are shared."""
@@ -233,6 +234,7 @@ class Rank0Values:
     evaluation_ratio: float = 0.0
     stepped_twice: bool = False
     rate_declared: bool = False
+    auto_max_norm: float | None = None
 
     def words(self) -> list[float]:
         """Return the numbers in the order of ROOT_FIELDS."""
@@ -260,6 +262,7 @@ class Rank0Values:
             self.evaluation_ratio,
             float(self.stepped_twice),
             float(self.rate_declared),
+            math.inf if self.auto_max_norm is None else self.auto_max_norm,
         ]
 
 
@@ -358,6 +361,11 @@ class ReduceVector:
         pack[layout.mine_of_own("loss")] = loss
         pack[layout.mine_of_own("replicas")] = pack[layout.mine("replicas")]
 
+    @property
+    def auto_max_norm(self) -> Tensor:
+        """The limit of ``max_norm="auto"`` in the reduced pack, 0-dim float64; inf: none."""
+        return self.pack[self.layout.root + ROOT_FIELDS.index("auto_max_norm")]
+
     def undo_clip(self) -> None:
         """Scale the summed squares to those before the loop's own clip, where it gave the norm.
 
@@ -436,7 +444,9 @@ class Reduced:
         """Return what each rank's replicas are compared by, 0.0 where it did not say."""
         return (self._own if self.layout.is_shared else self._sums)["replicas"]
 
-    def limit(self, field: Literal["loss_limit", "grad_norm_limit"]) -> float | None:
+    def limit(
+        self, field: Literal["loss_limit", "grad_norm_limit", "auto_max_norm"]
+    ) -> float | None:
         """Return the limit that was in force, None where there was none."""
         value = self.root[field]
         return None if math.isinf(value) else value
@@ -554,6 +564,21 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     """
     divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0)
     return divisor.masked_fill_(norm >= SHORT_FROM, torch.inf)
+
+
+def auto_clip_divisor(norm: Tensor, limit: Tensor) -> Tensor:
+    """Return the divisor that clips the gradients to the limit of ``max_norm="auto"``.
+
+    Exactly 1 at or below the limit, however small both are, for NaN, and while there is no limit.
+    Above it ``clip_divisor`` without the 1e-6, which is not small compared with every limit.
+
+    Args:
+        norm: global L2 norm before the clip, 0-dim float64.
+        limit: the reduced limit, 0-dim float64; inf: none.
+    """
+    is_above = norm > limit
+    divisor = torch.where(is_above, norm / limit, 1.0)
+    return divisor.masked_fill_(is_above & (norm >= SHORT_FROM), torch.inf)
 
 
 # ------------------------------------------------------------------ the way to the host

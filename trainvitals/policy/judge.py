@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import fields, replace
 
+from trainvitals.auto_clip import AutoClipConfig
 from trainvitals.config import Settings, load_settings
 from trainvitals.detect.guard import GuardDetector
 from trainvitals.detect.level import (
@@ -187,6 +188,8 @@ class JudgeConfig(Settings, frozen=True, kw_only=True):
     """What is done about it."""
     loss_kind: LossKind = "minimize"
     """What the loss is good for: ``watch(loss_kind=...)``."""
+    auto_clip: AutoClipConfig = AutoClipConfig()
+    """Limit of ``max_norm="auto"``. The loop clips; the judge does not read it."""
     rules: tuple[Rule, ...] = ()
     """Alerts of a person's own. Each rank judges them by what it records; the judge does not."""
 
@@ -194,6 +197,7 @@ class JudgeConfig(Settings, frozen=True, kw_only=True):
 SECTIONS: dict[str, type[Settings]] = {
     "ladder": LadderConfig,
     "outlier": OutlierConfig,
+    "auto_clip": AutoClipConfig,
     **{of.name: type(of.default) for of in fields(DetectConfig)},
 }
 
@@ -210,11 +214,12 @@ def load_judge_config(environ: Mapping[str, str]) -> JudgeConfig:
     """
     path = Path(environ["VITALS_CONFIG"]) if environ.get("VITALS_CONFIG") else None
     settings = load_settings(SECTIONS, path=path, environ=environ)
-    detect = {name: value for name, value in settings.items() if name not in ("ladder", "outlier")}
+    detect = {of.name: settings[of.name] for of in fields(DetectConfig)}
     return JudgeConfig(
         outlier=settings["outlier"],
         detect=DetectConfig(**detect),
         ladder=settings["ladder"],
+        auto_clip=settings["auto_clip"],
         rules=() if path is None else load_rules(path),
     )
 

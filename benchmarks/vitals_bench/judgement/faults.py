@@ -11,7 +11,10 @@ from torch.optim import Optimizer
 
 from vitals_bench.judgement.tasks import Poison
 
-FaultKind = Literal["poison", "rate", "creep", "moments", "layer", "overflow", "nan_loss"]
+FaultKind = Literal[
+    "poison", "rate", "creep", "moments", "layer", "overflow", "nan_loss",
+    "dead", "flip", "logits", "decay", "repeat", "gradient",
+]  # fmt: skip
 FOR_GOOD = 10**9
 CREEP, CREEP_AT_MOST = 1.03, 60.0
 DAMAGING = 3.0
@@ -40,6 +43,15 @@ class Fault:
         """Return whether this batch is poisoned."""
         return self.kind == "poison" and self.begin <= index < self.begin + self.steps
 
+    def repeats(self, index: int) -> bool:
+        """Return whether the loader delivers the batch of ``begin`` again instead of this one."""
+        return self.kind == "repeat" and self.begin < index < self.begin + self.steps
+
+    def gradient_factor(self, attempted: int) -> float:
+        """Return what the gradients of this update are multiplied by."""
+        is_on = self.kind == "gradient" and 0 <= attempted - self.begin < self.steps
+        return self.factor if is_on else 1.0
+
     def rate_factor(self, attempted: int) -> float:
         """Return what the loop multiplies the schedule's rate by, by mistake, in this update."""
         since = attempted - self.begin
@@ -51,7 +63,9 @@ class Fault:
 
     def damages(self, attempted: int) -> bool:
         """Return whether this update, or what comes just before it, damages the state."""
-        at_once = self.kind in ("moments", "layer", "overflow") and attempted == self.begin
+        once = ("moments", "layer", "overflow", "dead", "flip")
+        lasting = self.kind in ("logits", "decay") and attempted >= self.begin
+        at_once = lasting or (self.kind in once and attempted == self.begin)
         return at_once or self.rate_factor(attempted) >= DAMAGING
 
     def spoils_loss(self, attempted: int) -> bool:
@@ -60,14 +74,24 @@ class Fault:
 
     def damage(self, model: nn.Module, optimizer: Optimizer, attempted: int) -> None:
         """Damage the state, where it is time."""
+        matrices = [p for p in model.parameters() if p.dim() > 1 and p.requires_grad]
+        if self.kind == "decay" and attempted >= self.begin:
+            for group in optimizer.param_groups:
+                group["weight_decay"] = self.factor
+        if self.kind == "logits" and 0 <= attempted - self.begin < self.steps:
+            with torch.no_grad():
+                matrices[-1].mul_(self.factor)
         if attempted != self.begin:
             return
-        matrices = [p for p in model.parameters() if p.dim() > 1]
         with torch.no_grad():
             if self.kind == "moments":
                 for state in optimizer.state.values():
                     state["exp_avg_sq"].zero_()
             elif self.kind == "layer":
                 matrices[len(matrices) // 2].mul_(self.factor)
+            elif self.kind == "dead":
+                matrices[len(matrices) // 2].zero_()
+            elif self.kind == "flip":
+                matrices[len(matrices) // 2].view(-1)[0].mul_(2.0**40)
             elif self.kind == "overflow":
                 matrices[-1].mul_(1e25)

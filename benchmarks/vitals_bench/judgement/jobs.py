@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 import torch
@@ -19,11 +19,14 @@ import torch
 from trainvitals.errors import FormatError
 from trainvitals.jsonable import from_json, to_json
 from vitals_bench.judgement.rank import Work
-from vitals_bench.judgement.run import Outcome, Policy, run_one
-from vitals_bench.judgement.worlds import WORLDS, World
+from vitals_bench.judgement.run import Clip, Outcome, Policy, run_one
+from vitals_bench.judgement.worlds import KINDS, NEW_KINDS, WORLDS, World
 from vitals_bench.training import own_place
 
-CLIPS: tuple[float | None, ...] = (1.0, None)
+CLIPS: tuple[Clip, ...] = (1.0, None)
+KIND_CLIPS: tuple[Clip, ...] = (1.0, None, "auto")
+KIND_MODES: tuple[Policy, ...] = ("guard", "heal+probe", "guard+declared", "heal+declared")
+"""What each of ``KINDS`` is watched with."""
 MODES: tuple[Policy, ...] = ("guard", "heal+probe")
 """What every world is watched with."""
 MORE_MODES: tuple[Policy, ...] = ("guard", "guard+probe", "heal", "heal+probe")
@@ -51,13 +54,17 @@ class Asked:
     """Seeds instead of the usual ones."""
     ranks: int = 1
     """Processes that each training runs on; more than one take the worlds that are dealt out."""
+    kinds: tuple[str, ...] = ()
+    """Names of ``KINDS``, or ``all``: these trainings, and no other worlds."""
+    part: Literal["all", "healthy", "faults"] = "all"
+    """Which trainings of the chosen ones."""
 
 
 class Job(NamedTuple):
     """One training."""
 
     world: str
-    clip: float | None
+    clip: Clip
     policy: Policy
     seed: int
     ranks: int = 1
@@ -72,7 +79,8 @@ def jobs_of(asked: Asked, *, quick: bool) -> list[Job]:
     jobs = []
     for seed in seeds:
         for world in worlds:
-            for clip in CLIPS[:1] if quick else CLIPS:
+            clips = KIND_CLIPS if asked.kinds else CLIPS
+            for clip in clips[:1] if quick else clips:
                 jobs += _of_world(world, clip, seed, asked)
     return list(dict.fromkeys(jobs))
 
@@ -80,12 +88,22 @@ def jobs_of(asked: Asked, *, quick: bool) -> list[Job]:
 def _is_chosen(world: World, asked: Asked) -> bool:
     if asked.ranks > 1 and not world.name.startswith("ranks-"):
         return False
+    if asked.part != "all" and (world.label == "healthy") != (asked.part == "healthy"):
+        return False
+    if asked.kinds:
+        base = world.name.partition("!")[0]
+        is_kind = world.name in KINDS if world.label == "healthy" else "!" in world.name
+        return is_kind and ("all" in asked.kinds or base in asked.kinds)
+    if "!" in world.name or world.name in NEW_KINDS:
+        return any(part in world.name for part in asked.worlds)
     return not asked.worlds or any(part in world.name for part in asked.worlds)
 
 
-def _of_world(world: World, clip: float | None, seed: int, asked: Asked) -> list[Job]:
+def _of_world(world: World, clip: Clip, seed: int, asked: Asked) -> list[Job]:
     policies: list[Policy] = list(MORE_MODES if asked.full else MODES)
-    if world.make(seed=seed).loss_kind != "minimize":
+    if asked.kinds:
+        policies = list(KIND_MODES if world.label == "healthy" else MODES)
+    elif world.make(seed=seed).loss_kind != "minimize":
         policies.append("heal+kind")
     pairs = [(world.base, "none")]
     if world.label != "healthy":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainvitals.alerting import Alert, alerts_for_decision, alerts_for_finding, is_answered
 from trainvitals.io.journal import JournalReader, discover
 from trainvitals.io.private import private_base
 from trainvitals.records import (
@@ -22,6 +23,8 @@ from trainvitals.records import (
 )
 from trainvitals.wire import Batch
 
+RESOLVES_AFTER = 100
+"""Healthy steps after which an alert is over."""
 READ_EVERY = 100
 """Steps between two looks: a journal is bounded, and forgets the oldest rows."""
 
@@ -31,6 +34,8 @@ class Ledger:
     """Everything of one run that a table of the bench asks for."""
 
     run_id: str
+    loss_kind: str = "minimize"
+    """What the run declared of its loss."""
     withheld: int = 0
     """Updates that were not applied although loss and gradients were finite."""
     nonfinite: int = 0
@@ -88,6 +93,36 @@ class Ledger:
             assert isinstance(step, int)
             self.withheld_steps.append(step)
 
+    def _alerts(self) -> Iterator[Alert]:
+        """Yield the alerts that notify or page somebody; one that goes on is one."""
+        actions: dict[int, set[str]] = {}
+        for decision in self.decisions:
+            actions.setdefault(decision.step, set()).add(decision.action)
+        alerts = [a for d in self.decisions for a in alerts_for_decision(d, run_id=self.run_id)]
+        for finding in self.findings:
+            if not is_answered(finding, actions.get(finding.step, ())):
+                alerts += alerts_for_finding(finding, run_id=self.run_id, loss_kind=self.loss_kind)
+        latest: dict[str, int] = {}
+        for alert in sorted(alerts, key=lambda alert: alert.step):
+            before = latest.get(alert.fingerprint)
+            latest[alert.fingerprint] = alert.step
+            if alert.severity != "log" and (before is None or alert.step > before + RESOLVES_AFTER):
+                yield alert
+
+    def messages(self) -> dict[str, int]:
+        """Return how many alerts notify or page, by name."""
+        return dict(Counter(alert.name for alert in self._alerts()))
+
+    def num_pages(self) -> int:
+        """Return how many alerts page."""
+        return sum(alert.severity == "page" for alert in self._alerts())
+
+    def reported_after(self, begin: int) -> int | None:
+        """Return the steps from ``begin`` to the first finding or decision; None: there is none."""
+        steps = [finding.step for finding in self.findings]
+        steps += [decision.step for decision in self.decisions if decision.action != "continue"]
+        return min((step - begin for step in steps if step >= begin), default=None)
+
     def rollbacks(self) -> list[Decision]:
         """Return the rollbacks that were done."""
         return [d for d in self.decisions if d.action == "rollback" and d.acted]
@@ -95,7 +130,3 @@ class Ledger:
     def halts(self) -> int:
         """Return whether the run was stopped."""
         return sum(d.action == "halt" and d.acted for d in self.decisions)
-
-    def by_rule(self, rule: str) -> int:
-        """Return the number of decisions by one rule."""
-        return sum(d.rule == rule for d in self.decisions)

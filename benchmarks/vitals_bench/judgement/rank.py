@@ -10,14 +10,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from vitals_bench.judgement.run import Outcome, Policy, run_one
+from vitals_bench.judgement.run import Clip, Outcome, Policy, run_one
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks are told to train."""
 
     world: str
-    clip: float | None
+    clip: Clip
     policy: Policy
     seed: int
     steps: int | None

@@ -38,6 +38,12 @@ class RegressionTask(Task):
     hinge: bool = False
     """Whether the loss is zero within .3 of the target, so that many gradients are 0."""
 
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """Another teacher, or another batch size, begins here."""
+        ramp = (self.steps // 3, 2 * self.steps // 3) if self.batch_ramp else ()
+        return (*ramp, self.new) if self.new else ramp
+
     def model(self) -> nn.Module:
         """Return the untrained network."""
         return mlp(INPUTS, 64, 1)

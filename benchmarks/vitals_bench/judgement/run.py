@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, cast
 
@@ -16,9 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 import trainer_hooks
+from trainvitals.auto_clip import AutoClip
 from trainvitals.errors import TrainingHalted
 from vitals_bench.judgement.faults import Fault
 from vitals_bench.judgement.ledger import READ_EVERY, Ledger
@@ -28,10 +30,12 @@ from vitals_bench.training import own_place
 
 Policy = Literal[
     "none", "oracle", "observe", "guard", "guard+probe", "heal", "heal+probe", "guard+kind",
-    "heal+kind",
+    "heal+kind", "guard+declared", "heal+declared",
 ]  # fmt: skip
 """``none``: no monitor. ``oracle``: none, and without the poisoned batches. ``observe``: a monitor
-that never acts. The others watch in that mode, with a probe, or with the kind of loss declared."""
+that never acts. The others watch in that mode, with a probe, or with the kind of loss declared.
+``declared``: with a probe, the kind of loss, the schedule, and every change of the task."""
+Clip = float | Literal["auto"] | None
 Mode = Literal["observe", "guard", "heal"]
 LAST_EVALUATIONS = (0.92, 0.94, 0.96, 0.98, 1.0)
 """Where in the training it is evaluated for its last word, which is the median."""
@@ -43,7 +47,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one training."""
 
     world: str
-    clip: float | None
+    clip: Clip
     policy: Policy
     seed: int
     ranks: int = 1
@@ -65,13 +69,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Each with its step, where it went, and its rule."""
     halted: str = ""
     """Why it was stopped, or empty."""
-    accepted: int = 0
-    recurring: int = 0
     readings: list[tuple[int, str, str, float | None, bool]] = []
     """Step, trigger, verdict, ratio, and whether the state was really damaged then."""
     advisories: dict[str, int] = {}
     """Findings that were not acted on, by kind."""
     notes: dict[str, int] = {}
+    messages: dict[str, int] = {}
+    """Alerts that notify or page, by name; one that goes on is one."""
+    pages: int = 0
+    reported: int | None = None
+    """Steps from the fault to the first finding or decision; None: nothing was reported."""
     errors: dict[str, int] = {}
     """What the library swallowed: there should be none."""
     error: str = ""
@@ -93,7 +100,8 @@ class NumberedBatches(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         """Return one batch behind its number."""
-        batch = self._task.batch(index)
+        is_frozen = self._fault is not None and self._fault.repeats(index)
+        batch = self._task.batch(self._fault.begin if is_frozen and self._fault else index)
         if self._fault is not None and self._fault.poisons(index):
             batch = self._task.poison(batch, self._fault.poison, index)
         if self._num_ranks > 1:
@@ -104,7 +112,7 @@ class NumberedBatches(Dataset[Batch]):
 class Training:
     """A loop as people write it, and what the bench wants to know of it."""
 
-    def __init__(self, world: World, seed: int, clip: float | None) -> None:
+    def __init__(self, world: World, seed: int, clip: Clip) -> None:
         torch.manual_seed(seed)
         self.task = world.make(seed=seed)
         self.model = self.task.model()
@@ -114,9 +122,8 @@ class Training:
         if dist.is_initialized():
             self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
             self.wrapped = DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=self.task.lr, weight_decay=0.01, fused=True
-        )
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = self.task.optimizer(self.parameters)
         self.clip = clip
         self.fault = world.fault
         self.attempted = 0
@@ -145,13 +152,14 @@ class Training:
             self.damaged = self.damaged or fault.damages(self.attempted)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self.task.is_on_policy:
-            loss = self.task.loss(self.wrapped, self.task.collect(self.model, index))
-        else:
-            loss = self.loss_of(batch)
+        parts = self.task.collect(self.model, index) if self.task.is_on_policy else batch[1:]
+        loss = self.task.loss(self.wrapped, parts)
         if fault is not None and fault.spoils_loss(self.attempted):
             loss = loss * math.nan
-        loss.backward()
+        self.task.backward(self.wrapped, loss, parts)
+        factor = 1.0 if fault is None else fault.gradient_factor(self.attempted)
+        if factor != 1.0:
+            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
         self.attempted += 1
         return loss.detach()
 
@@ -177,6 +185,17 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def clip_automatically(parameters: Sequence[nn.Parameter], clip: AutoClip, step: int) -> None:
+    """Clip as ``max_norm="auto"`` does, without a monitor."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
+    norm = torch.stack(norms).square().sum().sqrt()
+    limit = clip.limit(step)
+    if limit is not None and norm.item() > limit:
+        torch._foreach_div_(gradients, (norm / limit).float())
+    clip.add(step, norm.item())
+
+
 def clip_exactly(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
     """Clip as ``clip_grad_norm_`` does, but by a norm summed in float64.
 
@@ -192,26 +211,43 @@ def clip_exactly(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
 
 def train_bare(training: Training, *, leaves_out: bool = False) -> None:
     """Train without any monitor; ``leaves_out`` passes over what is poisoned."""
-    parameters = list(training.model.parameters())
+    parameters, auto_clip = training.parameters, AutoClip()
     for batch in training.loader():
         fault = training.fault
         if leaves_out and fault is not None and fault.poisons(int(batch[0])):
             continue
         training.backward(batch)
-        if training.clip is not None:
+        if training.clip == "auto":
+            clip_automatically(parameters, auto_clip, training.attempted - 1)
+        elif training.clip is not None:
             clip_exactly(parameters, training.clip)
         training.optimizer.step()
         training.optimizer.zero_grad()
         training.after(batch)
 
 
+class TaskSchedule(LRScheduler):
+    """The task's own learning rates as a scheduler, which a loop can declare."""
+
+    def __init__(self, optimizer: Optimizer, task: Task) -> None:
+        self._task = task
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """Return the rate of every group."""
+        return [self._task.learning_rate(self.last_epoch)] * len(self.optimizer.param_groups)
+
+
 def train_watched(
-    training: Training, mode: Mode, *, probe: bool, declares_kind: bool
+    training: Training, mode: Mode, *, probe: bool, declares: Literal["", "kind", "declared"]
 ) -> dict[str, Any]:
     """Train with the library in the loop; return what it did, as fields of an Outcome."""
     options: dict[str, Any] = {}
-    if declares_kind and _takes(trainer_hooks.watch, "loss_kind"):
+    if declares:
         options["loss_kind"] = training.task.loss_kind
+    if declares == "declared":
+        options["schedulers"] = TaskSchedule(training.optimizer, training.task)
+    changes = training.task.changes if declares == "declared" else ()
     halted = ""
     damage: dict[tuple[int, int], bool] = {}
     with (
@@ -224,13 +260,15 @@ def train_watched(
             **options,
         ) as monitor,
     ):
-        ledger = Ledger(monitor.run_id)
+        ledger = Ledger(monitor.run_id, loss_kind=options.get("loss_kind", "minimize"))
         feed: dict[str, Any] = {}
-        if probe and not training.task.is_on_policy and _takes(monitor.batches, "probe"):
+        if probe and not training.task.is_on_policy:
             feed["probe"] = training.loss_of
         try:
             batches = cast("Iterator[Batch]", monitor.batches(training.loader(), **feed))
             for batch in batches:
+                if int(batch[0]) in changes:
+                    monitor.expect("the task changes")
                 loss = training.backward(batch)
                 damage[monitor.attempt, monitor.step_index] = training.damaged
                 outcome = monitor.step(loss, max_norm=training.clip)
@@ -250,11 +288,20 @@ def train_watched(
         errors = dict(monitor.swallowed_errors)
         monitor.close()
         ledger.read()
-    return {"halted": halted, "errors": errors, **_recorded(ledger, damage)}
+    begin = None if training.fault is None else training.fault.begin
+    return {"halted": halted, "errors": errors, **_recorded(ledger, damage, begin)}
 
 
-def _recorded(ledger: Ledger, damage: Mapping[tuple[int, int], bool]) -> dict[str, Any]:
-    """Return what the run wrote down of itself; ``damage`` is by attempt and step."""
+def _recorded(
+    ledger: Ledger, damage: Mapping[tuple[int, int], bool], begin: int | None
+) -> dict[str, Any]:
+    """Return what the run wrote down of itself.
+
+    Args:
+        ledger: of the run.
+        damage: whether the state was damaged, by attempt and step.
+        begin: of the fault; None: the run is healthy.
+    """
     kinds = [f.kind for f in ledger.findings if f.level == "advisory"]
     return {
         "withheld": ledger.withheld,
@@ -262,30 +309,27 @@ def _recorded(ledger: Ledger, damage: Mapping[tuple[int, int], bool]) -> dict[st
         "longest": ledger.longest,
         "withheld_steps": ledger.withheld_steps[:200],
         "rollbacks": [(d.step, d.rollback_to_step, d.rule) for d in ledger.rollbacks()],
-        "accepted": ledger.by_rule("level_accepted"),
-        "recurring": ledger.by_rule("recurring_level"),
         "readings": [
             (step, read.trigger, read.verdict, read.ratio, damage.get((attempt, step), False))
             for attempt, step, read in ledger.readings
         ],
         "advisories": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
         "notes": dict(ledger.notes),
+        "messages": ledger.messages(),
+        "pages": ledger.num_pages(),
+        "reported": None if begin is None else ledger.reported_after(begin),
     }
 
 
-def _takes(function: Callable[..., object], name: str) -> bool:
-    return name in inspect.signature(function).parameters
-
-
 def run_one(
-    world: str, *, clip: float | None, policy: Policy, seed: int, steps: int | None = None
+    world: str, *, clip: Clip, policy: Policy, seed: int, steps: int | None = None
 ) -> Outcome:
     """Train a world once and return what became of it; ``steps`` shortens it."""
     chosen = WORLDS[world] if steps is None else shortened(WORLDS[world], steps)
     return run_world(chosen, clip=clip, policy=policy, seed=seed)
 
 
-def run_world(world: World, *, clip: float | None, policy: Policy, seed: int) -> Outcome:
+def run_world(world: World, *, clip: Clip, policy: Policy, seed: int) -> Outcome:
     """Train once and return what became of it."""
     begin = time.monotonic()
     training = Training(world, seed, clip)
@@ -297,8 +341,8 @@ def run_world(world: World, *, clip: float | None, policy: Policy, seed: int) ->
         watched = train_watched(
             training,
             cast("Mode", mode),
-            probe=extra == "probe",
-            declares_kind=extra == "kind",
+            probe=extra in ("probe", "declared"),
+            declares=extra if extra in ("kind", "declared") else "",
         )
     return Outcome(
         world=world.name,

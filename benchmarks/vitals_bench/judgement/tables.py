@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vitals_bench.judgement.jobs import Job, key_of
-from vitals_bench.judgement.run import Outcome
+from vitals_bench.judgement.jobs import KIND_CLIPS, Job, key_of
+from vitals_bench.judgement.run import Clip, Outcome
 from vitals_bench.judgement.worlds import WORLDS, Label, World
 from vitals_bench.rows import Cell, Goal, Grid, Row, at_least, at_most, exactly
 
@@ -16,10 +16,12 @@ HALVES: Mapping[str, int] = {"set": 0, "held out": 1}
 """Seeds by their remainder of two: even ones may set thresholds, odd ones only report."""
 HARMFUL = 0.3
 """Share of its gain that the unwatched run must lose by a damage that the probe is to see."""
-FREE_UPDATES, OF_A_LEVEL = 6, 32
-"""Updates that a healthy run may lose, and those for each level that it took on."""
-UNDISTURBED = frozenset({"plain", "memorising", "adversarial"})
-"""Families of trainings in which nothing unusual happens: nine in ten stay bit for bit."""
+UNTOUCHED = 95.0
+"""Percent of the healthy runs that must be bit for bit those of the unwatched loop."""
+MAX_WITHHELD, MAX_IN_A_ROW = 8, 2
+"""Updates that a healthy run may lose, and how many of them in a row."""
+MAX_MESSAGES = 1.0
+"""Messages per 10,000 steps of healthy training."""
 ENOUGH_SEEDS = 10
 """Unwatched runs of a world from which on their spread says something."""
 WORST = 1e6
@@ -111,14 +113,15 @@ def grids(results: Results) -> Iterator[Grid]:
 
 COLUMNS = (
     "worlds", "clip", "policy", "runs", "bit for bit", "median", "mean", "worst",
-    "to the oracle", "withheld %", "most in a run", "rollbacks", "halts", "levels", "recurring",
-    "probe right", "wrong", "abstained",
+    "to the oracle", "withheld", "most in a run", "rollbacks", "halts", "reported", "after",
+    "paged", "messages", "probe right", "wrong", "abstained",
 )  # fmt: skip
 NOTES: Mapping[Label, str] = {
     "healthy": "Ratios are of the final loss to that of the unwatched run of the same seed: "
     "median, geometric mean and worst. Bit for bit: parameters equal to that run's.",
     "poisoned": "Ratios are to the run without the fault; `to the oracle` is the median to the run "
-    "that leaves exactly the poisoned batches out.",
+    "that leaves exactly the poisoned batches out. Reported: runs with a finding or decision from "
+    "the fault on, and its median delay in steps.",
     "damaged": "Ratios are to the run without the fault. The policy `none` is that of no monitor.",
 }
 
@@ -129,7 +132,7 @@ def _rows(
     skipped = ("none",) if label == "healthy" else ()
     families = dict.fromkeys(WORLDS[o.world].family for o in outcomes)
     for family in [*families, "all"]:
-        for clip in (1.0, None):
+        for clip in KIND_CLIPS:
             for policy in dict.fromkeys(o.policy for o in outcomes):
                 chosen = [
                     o
@@ -142,22 +145,26 @@ def _rows(
                     yield _line(results, family, chosen)
 
 
+_CLIPS: Mapping[Clip, str] = {1.0: "yes", None: "no", "auto": "auto"}
+
+
 def _line(results: Results, family: str, outcomes: Sequence[Outcome]) -> tuple[Cell, ...]:
     ratios = [ratio for o in outcomes if (ratio := results.ratio(o)) is not None]
     oracle = [ratio for o in outcomes if (ratio := results.to_oracle(o)) is not None]
     same = [same for o in outcomes if (same := results.is_identical(o)) is not None]
     right, wrong, abstained = verdicts(outcomes)
-    attempted = sum(o.attempted for o in outcomes)
+    after = [o.reported for o in outcomes if o.reported is not None]
     return (
-        family, "yes" if outcomes[0].clip else "no", outcomes[0].policy, len(outcomes),
+        family, _CLIPS[outcomes[0].clip], outcomes[0].policy, len(outcomes),
         f"{sum(same)}/{len(same)}" if same else None,
         *(_three(statistics.median(ratios), math.exp(_mean_log(ratios)), max(ratios))
           if ratios else (None, None, None)),
         _text(statistics.median(oracle)) if oracle else None,
-        f"{100 * sum(o.withheld for o in outcomes) / max(attempted, 1):.2f}",
-        max(o.withheld for o in outcomes), sum(len(o.rollbacks) for o in outcomes),
-        sum(bool(o.halted) for o in outcomes), sum(o.accepted for o in outcomes),
-        sum(o.recurring for o in outcomes), right, wrong, abstained,
+        sum(o.withheld for o in outcomes), max(o.withheld for o in outcomes),
+        sum(len(o.rollbacks) for o in outcomes), sum(bool(o.halted) for o in outcomes),
+        *((len(after), statistics.median(after)) if after else (0, None)),
+        sum(bool(o.pages) for o in outcomes), sum(sum(o.messages.values()) for o in outcomes),
+        right, wrong, abstained,
     )  # fmt: skip
 
 
@@ -196,7 +203,7 @@ def verdicts(outcomes: Iterable[Outcome]) -> tuple[int, int, int]:
 
 
 def goals(results: Results) -> Iterator[Row]:
-    """Yield what issue 16 asks for, beside what was measured, on either half of the seeds."""
+    """Yield what healthy and faulty trainings must reach, on each half of the seeds."""
     for half, remainder in HALVES.items():
         part = Results({job: o for job, o in results.by_job.items() if job.seed % 2 == remainder})
         yield from _healthy_goals(part, half)
@@ -207,15 +214,15 @@ def _healthy_goals(results: Results, half: str) -> Iterator[Row]:
     healthy = results.watched("healthy")
     if not healthy:
         return
-    calm = [o for o in healthy if WORLDS[o.world].family in UNDISTURBED]
-    same = [same for o in calm if (same := results.is_identical(o)) is not None]
-    beyond = [o for o in healthy if o.withheld > FREE_UPDATES + OF_A_LEVEL * o.accepted]
+    same = [same for o in healthy if (same := results.is_identical(o)) is not None]
+    touched = [o for o in healthy if results.is_identical(o) is False]
+    beyond = [o for o in healthy if o.withheld > MAX_WITHHELD or o.longest > MAX_IN_A_ROW]
     worse = [o for o in healthy if results.is_identical(o) is False and results.is_beyond_seeds(o)]
     if same:
-        name = f"healthy and undisturbed, {half}: bit for bit"
-        yield _row(name, _share(same), "%", at_least(90.0))
+        name = f"healthy, {half}: bit for bit untouched"
+        yield _row(name, _share(same), "%", at_least(UNTOUCHED), _names(touched))
     yield _row(
-        f"healthy, {half}: runs with more withheld than {FREE_UPDATES} and {OF_A_LEVEL} a level",
+        f"healthy, {half}: more than {MAX_WITHHELD} withheld, or {MAX_IN_A_ROW} in a row",
         len(beyond), "runs", exactly(0.0), _names(beyond),
     )  # fmt: skip
     yield _row(
@@ -226,6 +233,13 @@ def _healthy_goals(results: Results, half: str) -> Iterator[Row]:
     halted = [o for o in healthy if o.halted]
     yield _row(f"healthy, {half}: rolled back", len(back), "runs", exactly(0.0), _names(back))
     yield _row(f"healthy, {half}: halted", len(halted), "runs", exactly(0.0), _names(halted))
+    paged = [o for o in healthy if o.pages]
+    yield _row(f"healthy, {half}: paged", len(paged), "runs", exactly(0.0), _names(paged))
+    messages = 1e4 * sum(sum(o.messages.values()) for o in healthy)
+    name = f"healthy, {half}: messages per 10,000 steps"
+    loud = [o for o in healthy if o.messages]
+    steps = sum(o.attempted for o in healthy)
+    yield _row(name, messages / max(1, steps), "", at_most(MAX_MESSAGES), _names(loud))
 
 
 def _faulty_goals(results: Results, half: str) -> Iterator[Row]:

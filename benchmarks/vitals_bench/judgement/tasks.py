@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 Batch = tuple[Tensor, ...]
 Poison = Literal["shuffle", "const", "x50", "nan"]
@@ -57,6 +58,19 @@ class Task(ABC):
     def poison(self, batch: Batch, kind: Poison, index: int) -> Batch:
         """Return the batch with something wrong in it."""
         raise NotImplementedError(f"{type(self).__name__} cannot be poisoned")
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """Batches from which on the task is another one: what a person would announce."""
+        return ()
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """Return the optimizer of the trained parameters."""
+        return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=0.01, fused=True)
+
+    def backward(self, model: nn.Module, loss: Tensor, batch: Batch) -> None:
+        """Leave the gradients of the batch, whose loss is ``loss``."""
+        loss.backward()
 
     def learning_rate(self, index: int) -> float:
         """Return the schedule's rate."""

@@ -100,6 +100,12 @@ class TextTask(Task):
     dropout: float = 0.0
     tied: bool = False
 
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """The alphabet, the length or the difficulty changes here."""
+        blocks = range(self.blocks, self.steps, self.blocks) if self.blocks else ()
+        return *blocks, *(step for step in (self.curriculum, self.short, self.new) if step)
+
     def model(self) -> nn.Module:
         """Return the untrained GPT."""
         return Gpt(dropout=self.dropout, tied=self.tied)

@@ -12,6 +12,31 @@ from torch import Tensor, nn
 
 from vitals_bench.judgement.faults import FOR_GOOD, Fault
 from vitals_bench.judgement.games import GanTask, PpoTask, ReinforceTask
+from vitals_bench.judgement.kinds import (
+    AccumulatedTask,
+    ByolTask,
+    ContrastiveTask,
+    CountingTask,
+    DiffusionTask,
+    DqnTask,
+    EdgeTask,
+    ExpertsTask,
+    FlowTask,
+    GrpoTask,
+    LongTailTask,
+    LowRankTask,
+    MultitaskTask,
+    PhysicsTask,
+    QuantizedTask,
+    RnnTask,
+    ScheduledTask,
+    SegmentationTask,
+    Seq2seqTask,
+    SharpnessTask,
+    TripletTask,
+    VaeTask,
+    WganTask,
+)
 from vitals_bench.judgement.patterns import PatternsTask
 from vitals_bench.judgement.regression import RegressionTask
 from vitals_bench.judgement.tasks import Batch, Poison, Task
@@ -228,6 +253,88 @@ def _register_damage() -> None:
         _faulty("rate creeps", base, "creep", Fault(kind="creep", steps=FOR_GOOD))
 
 
+NEW_KINDS: Mapping[str, Make] = {
+    "diffusion": DiffusionTask,
+    "vae": VaeTask,
+    "flow": FlowTask,
+    "wgan": WganTask,
+    "infonce": ContrastiveTask,
+    "byol": ByolTask,
+    "triplet": TripletTask,
+    "moe": ExpertsTask,
+    "seq2seq": Seq2seqTask,
+    "rnn": RnnTask,
+    "segmentation": SegmentationTask,
+    "pinn": PhysicsTask,
+    "gpt-fast": CountingTask,
+    "cyclic": partial(ScheduledTask, steps=600, lr=3e-3),
+    "one-cycle": partial(ScheduledTask, steps=600, lr=3e-3, shape="one-cycle"),
+    "label-noise": partial(PatternsTask, steps=500, flips=0.5),
+    "long-tail": LongTailTask,
+    "edge-of-stability": EdgeTask,
+    "lora": LowRankTask,
+    "qat": QuantizedTask,
+    "sam": SharpnessTask,
+    "accumulation": AccumulatedTask,
+    "multitask": MultitaskTask,
+    "batch-of-one": partial(RegressionTask, steps=800, examples=1, lr=1e-3),
+    "memorizing": partial(TextTask, memorise=True, steps=400, lr=1e-2),
+    "hard-batches": partial(RegressionTask, steps=600, hard=0.03),
+    "new-task": partial(RegressionTask, steps=600, new=300),
+    "dqn": DqnTask,
+    "grpo": GrpoTask,
+}
+KINDS = (
+    *NEW_KINDS,
+    *("ppo", "reinforce", "gan", "gan-tail", "gpt-curriculum", "gpt-length", "patterns-restarts"),
+    *("patterns-epochs", "regression-heavy-tails", "regression-batch-ramp"),
+    *("regression-weights3", "regression-hinge", "fixed-set-noise"),
+)
+"""Kinds of healthy training: each runs without a clip, with one, and with ``max_norm="auto"``."""
+FAULT_KINDS = ("gpt-fast", "seq2seq", "diffusion", "moe", "segmentation", "regression")
+"""Kinds that every one of ``FAULTS`` happens to."""
+_MIDDLE = 250
+FAULTS: Mapping[str, Fault] = {
+    "shuffle12": Fault(kind="poison", begin=_MIDDLE, steps=12),
+    "const12": Fault(kind="poison", begin=_MIDDLE, steps=12, poison="const"),
+    "x50-3": Fault(kind="poison", begin=_MIDDLE, steps=3, poison="x50"),
+    "nan1": Fault(kind="poison", begin=_MIDDLE, steps=1, poison="nan"),
+    "nan40": Fault(kind="poison", begin=_MIDDLE, steps=40, poison="nan"),
+    "nan-loss": Fault(kind="nan_loss", begin=_MIDDLE, steps=5),
+    "labels": Fault(kind="poison", begin=_MIDDLE, steps=FOR_GOOD),
+    "repeat": Fault(kind="repeat", begin=_MIDDLE, steps=FOR_GOOD),
+    "gradient-x1000": Fault(kind="gradient", begin=_MIDDLE, factor=1e3),
+    "gradient-x30-20": Fault(kind="gradient", begin=_MIDDLE, steps=20, factor=30.0),
+    "sign20": Fault(kind="gradient", begin=_MIDDLE, steps=20, factor=-1.0),
+    "rate20": Fault(kind="rate", begin=_MIDDLE, steps=20, factor=30.0),
+    "rate": Fault(kind="rate", begin=_MIDDLE, steps=FOR_GOOD, factor=30.0),
+    "creep": Fault(kind="creep", begin=_MIDDLE, steps=FOR_GOOD),
+    "moments": Fault(kind="moments", begin=_MIDDLE),
+    "layer": Fault(kind="layer", begin=_MIDDLE, factor=10.0),
+    "dead": Fault(kind="dead", begin=_MIDDLE),
+    "flip": Fault(kind="flip", begin=_MIDDLE),
+    "logits": Fault(kind="logits", begin=_MIDDLE, steps=FOR_GOOD, factor=1.02),
+    "decay": Fault(kind="decay", begin=_MIDDLE, steps=FOR_GOOD, factor=3.0),
+}
+"""Faults by name, in the middle of a kind's training."""
+
+
+def _register_kinds() -> None:
+    for name, make in NEW_KINDS.items():
+        _healthy("kinds", name, make)
+    for base in FAULT_KINDS:
+        for name, fault in FAULTS.items():
+            world = World(
+                name=f"{base}!{name}",
+                label="poisoned" if fault.is_of_the_data else "damaged",
+                family=f"{name} in a kind",
+                make=WORLDS[base].make,
+                base=base,
+                fault=fault,
+            )
+            WORLDS[world.name] = world
+
+
 for _register in (
     _register_memorising,
     _register_hard,
@@ -236,6 +343,7 @@ for _register in (
     _register_games,
     _register_poison,
     _register_damage,
+    _register_kinds,
 ):
     _register()
 

@@ -255,6 +255,8 @@ def of_attempt(view: StepView, attempt: int) -> str:
         f"loss{at} {_number(head, 'loss' + at)}{_limit(head, 'loss_limit' + at)}, "
         f"gradient norm {_number(head, 'grad_norm' + at)}{_limit(head, 'grad_norm_limit' + at)}"
     ]
+    if "auto_max_norm" in values:
+        words[0] += f", clipped to {_number(head, 'auto_max_norm')}"
     if rates := learning_rates(values):
         words[0] += f", learning rate{'s' if len(rates.split()) > 1 else ''} {rates}"
     bits = int(values.get("verdict") or 0)

@@ -41,6 +41,7 @@ DRAWN = frozenset(
         f"steps.{name}"
         for name in (
             *("loss", "loss_limit", "grad_norm", "grad_norm_limit", "grad_norm_clipped"),
+            "auto_max_norm",
             *("learning_rate", "tokens_per_second", "mfu_ratio", "rank_loss", "loss_scale"),
         )
     }
@@ -277,6 +278,7 @@ def drawn(view: View, own: Sequence[str] = ()) -> tuple[list[charts.Chart], list
 def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
     """Yield the charts under the loss, two of them beside each other."""
     norm = view.with_limit("steps.grad_norm", "raw", clipped="steps.grad_norm_clipped")
+    norm.append(view.wanted("steps.auto_max_norm", "auto clip", role="limit"))
     yield Chart(title="Gradient norm (log)", curves=norm, log=True)
     rate = view.both("steps.learning_rate", "lr")
     yield Chart(title="Learning rate", curves=rate, exact=True)
