@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shutil
 import signal
 import sys
@@ -23,14 +24,26 @@ INDUCTOR_THREAD = "(_read_thread)"
 """What torch.compile reads its workers with, under torch's older name."""
 
 
+SELDOM = re.compile(r"^pytestmark = .*\b(slow|nightly)\b", re.M)
+"""How a file says that all of its tests are left out of `make test`."""
+
 register_profiles()
 
 
-def pytest_configure() -> None:
-    """Hear Ctrl-C again where a shell started us in the background, with SIGINT ignored.
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file all of whose tests are left out: each worker would."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    mark = SELDOM.search(collection_path.read_text()) if is_test else None
+    return True if mark and f"not {mark[1]}" in config.option.markexpr else None
 
-    What is ignored stays ignored in every program a test starts, and some are ended by it.
+
+def pytest_configure() -> None:
+    """Turn off the garbage collector for the collection, and hear Ctrl-C.
+
+    Nothing that is collected can be freed. SIGINT is ignored where a shell started us in the
+    background, and then in every program that a test starts; some are ended by it.
     """
+    gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -43,6 +56,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

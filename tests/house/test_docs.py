@@ -1,14 +1,13 @@
 """What a person reads is what the code is: generated pages, help, the list of targets."""
 
-import importlib.util
 import os
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.house.generated import COMMANDS, build_docs
 from trainvitals.catalog import CATALOG
 from trainvitals.errors import TrainingHalted
 from trainvitals.policy.judge import SECTIONS
@@ -16,25 +15,20 @@ from trainvitals.policy.judge import SECTIONS
 ROOT = Path(__file__).parents[2]
 
 
-def load_build_docs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_docs", ROOT / "docs" / "build_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# To draw the detectors takes seconds.
+PAGES = [
+    pytest.param(name, marks=[pytest.mark.nightly] if name == "DETECTORS.md" else [])
+    for name in build_docs.PAGES
+]
 
 
-build_docs = load_build_docs()
-COMMANDS = {path: (command, context) for path, command, context in build_docs.commands()}
-
-
-@pytest.mark.parametrize("name", build_docs.PAGES)
+@pytest.mark.parametrize("name", PAGES)
 def test_a_generated_page_is_current(name):
     text = (ROOT / "docs" / name).read_text()
     assert build_docs.PAGES[name]() == text, f"docs/{name} is stale: run `make docs`"
 
 
+@pytest.mark.nightly
 def test_every_generated_picture_is_current():
     drawn = build_docs.IMAGES()
     folders = {(ROOT / "docs" / name).parent for name in drawn}

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from tests.house.generated import COMMANDS
 from tests.house.pages import (
     GUIDES,
     README,
@@ -17,7 +18,6 @@ from tests.house.pages import (
     execute,
     run_program,
 )
-from tests.house.test_docs import COMMANDS
 from trainvitals.cli.demo import expected
 
 FOLDER = ROOT / "docs" / "guides"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.generated import COMMANDS
 from tests.house.pages import (
     FENCE,
     GUARANTEES,
@@ -20,7 +21,6 @@ from tests.house.pages import (
     blocks,
     execute,
 )
-from tests.house.test_docs import COMMANDS
 
 MOST_WORDS = 1200
 TEXT = README.read_text()

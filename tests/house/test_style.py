@@ -1,97 +1,34 @@
-"""The house style that no linter checks: silent handlers, annotations, folders.
-
-How long a file or a function may be is no rule: what it costs to follow one event is measured in
-``test_measures``.
-"""
+"""The style that no linter checks: silent handlers, halves of texts, folders."""
 
 import ast
-import functools
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
 
-FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-ROOT = Path(__file__).parents[2]
-ROOMS = (
-    "trainvitals",
-    "trainer_hooks",
-    "agent",
-    "collector",
-    "dashboard",
-    "deploy",
-    "docs",
-    "benchmarks",
-)
+from tests.house.source_files import ROOT, name_of, read_sources
 
 
-def sources() -> list[Path]:
-    return sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-
-
-def files_of_tests() -> list[Path]:
-    return sorted((ROOT / "tests").rglob("*.py"))
-
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-class Source(NamedTuple):
-    """One file of a room, read once for all that is asked of it."""
-
-    name: str
-    lines: list[str]
-    tree: ast.Module
-
-
-@functools.cache
-def read_sources() -> list[Source]:
-    """Read every file of the rooms. A test asks all: one for each file would cost more to start."""
-    texts = {name_of(path): path.read_text() for path in sources()}
-    return [Source(name, text.splitlines(), ast.parse(text)) for name, text in texts.items()]
-
-
-def each_node() -> Iterator[tuple[Source, ast.AST]]:
+def test_no_exception_is_swallowed_without_a_word_and_no_half_of_a_text_is_left_behind():
+    """A string alone on its line is the other half of the one before, without the parentheses."""
+    silent, halves = [], []
     for source in read_sources():
         for node in ast.walk(source.tree):
-            yield source, node
+            if isinstance(node, ast.ExceptHandler):
+                empty = all(isinstance(s, ast.Pass | ast.Continue) for s in node.body)
+                handler = source.lines[node.lineno - 1 : node.end_lineno]
+                if empty and "#" not in "\n".join(handler):
+                    silent.append(f"{source.name}:{node.lineno}: say why in a comment")
+            # A name of a module or a class may be followed by its description.
+            if not isinstance(node, ast.Module | ast.ClassDef):
+                halves += [f"{source.name}:{line}" for line in lines_of_halves(node)]
+    assert ([], []) == (silent, halves)
 
 
-def test_no_exception_is_swallowed_without_a_word():
-    for source, node in each_node():
-        if isinstance(node, ast.ExceptHandler):
-            empty = all(isinstance(s, ast.Pass | ast.Continue) for s in node.body)
-            handler = "\n".join(source.lines[node.lineno - 1 : node.end_lineno])
-            assert not empty or "#" in handler, f"{source.name}:{node.lineno}: say why in a comment"
-            assert node.type is not None, f"{source.name}:{node.lineno}: a bare except"
-
-
-def test_everything_is_annotated():
-    for source, function in each_node():
-        if not isinstance(function, FUNCTION):
-            continue
-        arguments = function.args
-        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        named += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
-        bare = [a.arg for a in named if a.annotation is None and a.arg not in ("self", "cls")]
-        assert [] == bare, f"{source.name}:{function.name}"
-        assert function.returns is not None, f"{source.name}:{function.name}"
-
-
-def test_no_half_of_a_text_is_left_behind():
-    """A string alone on its line is the other half of the one before, without the parentheses."""
-    left = [
-        f"{source.name}:{second.lineno}"
-        for source, function in each_node()
-        if isinstance(function, FUNCTION)
-        for node in ast.walk(function)
-        for field in ("body", "orelse", "finalbody")
-        if isinstance(block := getattr(node, field, None), list)
-        for first, second in itertools.pairwise(block)
-        if is_text(first) and is_text(second) and isinstance(second, ast.Expr)
-    ]
-    assert left == []
+def lines_of_halves(node: ast.AST) -> Iterator[int]:
+    for field in ("body", "orelse", "finalbody"):
+        block = getattr(node, field, None)
+        for first, second in itertools.pairwise(block if isinstance(block, list) else ()):
+            if isinstance(second, ast.Expr) and is_text(first) and is_text(second):
+                yield second.lineno
 
 
 def is_text(statement) -> bool:
@@ -106,7 +43,7 @@ def is_text(statement) -> bool:
 
 
 def test_every_folder_of_tests_is_a_package():
-    folders = {path.parent for path in files_of_tests()}
+    folders = {path.parent for path in (ROOT / "tests").rglob("*.py")}
     folders |= {
         parent
         for f in folders

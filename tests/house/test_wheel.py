@@ -17,8 +17,6 @@ import duckdb
 import pytest
 from packaging.requirements import Requirement
 
-from tests.support.examples import one_in
-
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "trainvitals",
@@ -130,7 +128,8 @@ def test_the_metadata_is_complete(metadata):
     assert extras == set(metadata.get_all("Provides-Extra", []))
 
 
-@pytest.mark.parametrize("extra", one_in(3, ["[all]", "[torch]", ""]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("extra", ["[all]", "[torch]", ""])
 def test_installing_it_changes_no_package_that_is_installed(wheel, extra, tmp_path):
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet"]
@@ -203,6 +202,7 @@ def installed(wheel, metadata, tmp_path_factory) -> Path:
     return home / "venv" / "bin" / "python"
 
 
+@pytest.mark.nightly
 class TestBaseInstall:
     """What `pip install trainvitals` beside a torch gives."""
 

@@ -1,4 +1,7 @@
-"""How many examples and cases a property is tried with: some in `make test`, all in `test-slow`."""
+"""How many cases and examples a property is tried with: some in `make test`.
+
+All cases are in `make test-nightly`, all examples in `make test-slow`.
+"""
 
 from collections.abc import Iterable
 
@@ -27,7 +30,7 @@ def examples(num: int) -> int:
 
 
 def one_in(num: int, values: Iterable[object]) -> list[ParameterSet]:
-    """Return the values of a parametrize: the first and each ``num``-th after it, others slow.
+    """Return the values of a parametrize: the first and each ``num``-th after it, others nightly.
 
     A tuple is a value for each of several arguments, as it is for pytest.
     """
@@ -35,6 +38,6 @@ def one_in(num: int, values: Iterable[object]) -> list[ParameterSet]:
     for index, value in enumerate(values):
         whole = value if isinstance(value, tuple) else (value,)
         given = value if isinstance(value, ParameterSet) else pytest.param(*whole)
-        marks = [pytest.mark.slow] if index % num else []
+        marks = [pytest.mark.nightly] if index % num else []
         some.append(pytest.param(*given.values, marks=[*given.marks, *marks], id=given.id))
     return some

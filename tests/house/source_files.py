@@ -1,0 +1,43 @@
+"""The Python sources of the project, read once for all tests of a file."""
+
+import ast
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = (
+    "trainvitals",
+    "trainer_hooks",
+    "agent",
+    "collector",
+    "dashboard",
+    "deploy",
+    "docs",
+    "benchmarks",
+)
+
+
+def sources() -> list[Path]:
+    """Return the sources without those of the tests."""
+    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """Return the path relative to the root."""
+    return str(path.relative_to(ROOT))
+
+
+class Source(NamedTuple):
+    """One source and its tree."""
+
+    name: str
+    lines: list[str]
+    tree: ast.Module
+
+
+@functools.cache
+def read_sources() -> list[Source]:
+    """Return every source. One test asks all: one for each file would cost more to start."""
+    texts = {name_of(path): path.read_text() for path in sources()}
+    return [Source(name, text.splitlines(), ast.parse(text)) for name, text in texts.items()]
