@@ -22,6 +22,7 @@ import msgspec
 import pytest
 
 from tests.support.forked import COMMANDS, NAME, TRAINING
+from tests.trainer_hooks.short_demo import PACE
 from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.rows import STREAMS
 from trainvitals.testing.faults import FaultPlan
@@ -29,6 +30,8 @@ from vitals_collector.numbers.lake_catalogue import KEYS, unspelled
 from vitals_collector.numbers.lake_engine import extension
 
 DEADLINE_SECONDS = 60.0
+ENDLESS = 100_000
+"""Steps of a training that a test ends."""
 RowKey = tuple[str, str, str, int]
 """Source, incarnation, stream, sequence number; of an event that of its last row."""
 _CHECKSUM_BYTES = 4
@@ -129,7 +132,9 @@ class Lab:
         name: str = "training",
         **environ: str,
     ) -> subprocess.Popen[bytes]:
-        """Start the demo's training under torchrun with the given options."""
+        """Start the demo's training under torchrun; one of very many steps takes its time."""
+        if steps >= ENDLESS:
+            environ = {PACE: "0.02", **environ}
         return self.start(
             name,
             *(sys.executable, "-m", "torch.distributed.run", *torchrun),

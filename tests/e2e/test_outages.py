@@ -3,7 +3,6 @@
 One training of two ranks goes through all of it; what the ranks wrote is compared with the store.
 """
 
-import itertools
 import os
 import signal
 import time
@@ -135,17 +134,11 @@ def test_every_step_up_to_a_ranks_sigkill_is_there(story):
     assert 0 != story.exit_code
 
 
-def test_training_goes_on_at_its_pace_while_agent_and_collector_are_away(story):
-    times = sorted(story.mirror.times[0].values())
-    gaps = [(after, after - before) for before, after in itertools.pairwise(times)]
-
-    def longest(began: int, ended: int) -> float:
-        return max(gap for at, gap in gaps if began <= at <= ended) / 1e9
-
-    first = min(began for began, _ in story.outages.values())
-    usual = longest(times[0], first)
+def test_training_goes_on_while_agent_and_collector_are_away(story):
+    times = story.mirror.times[0].values()
+    assert 3 == len(story.outages)
     for name, (began, ended) in story.outages.items():
-        assert longest(began, ended) < usual + 1.0, name
+        assert STEPS_OF_AN_OUTAGE <= sum(began <= at <= ended for at in times), name
 
 
 def test_the_agent_says_once_of_the_killed_rank_that_it_is_gone_and_where_it_was(story):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = """
 import torch
 import trainer_hooks
-from tests.trainer_hooks.test_monitor import _send
+from tests.support.watched import send_command
 
 torch.manual_seed(0)
 made = torch.Generator().manual_seed(1)
@@ -49,7 +49,7 @@ with trainer_hooks.watch(model, optimizer, mode="heal", checkpoints=True) as mon
             with torch.no_grad():
                 model[2].weight.mul_(100.0)
         if once(280):
-            _send(monitor, action="accept", argument=253.0)
+            send_command(monitor, action="accept", argument=253.0)
         if once(300):
             monitor.expect("larger numbers", steps=5)
         if monitor.step_index >= 300:

@@ -15,6 +15,7 @@ import pytest
 from tests.agent.builders import World
 from tests.e2e.lab import Lab, open_lab, stored_rows, until
 from tests.support.examples import one_in
+from tests.trainer_hooks.short_demo import PACE
 from trainvitals.cli.supervise import MAX_REVIVALS, Child, Stack
 from trainvitals.identity import safe_node_id
 from trainvitals.io.private import private_base
@@ -106,14 +107,6 @@ def test_the_agent_finds_a_collector_that_was_started_again_at_another_port(lab)
         rank.step(1)
         until(lambda: num_stored() == 2, "the second collector has the next row")
         rank.close()
-    assert {} == lab.alive()
-
-
-def test_run_keeps_the_commands_output_and_exit_code(lab):
-    program = "import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit(7)"
-    done = lab.vitals("run", *home(lab), "--", sys.executable, "-c", program)
-    assert (7, "to stdout\n") == (done.returncode, done.stdout)
-    assert "to stderr\n" in done.stderr
     assert {} == lab.alive()
 
 
@@ -215,13 +208,17 @@ sys.meta_path[:] = [Installed if finder is PathFinder else finder for finder in 
 def test_run_trains_without_what_is_not_installed_and_says_so_in_a_line(lab, package, line, agent):
     (lab.folder / "sitecustomize.py").write_text(WITHOUT)
     paths = os.pathsep.join((str(lab.folder), os.environ.get("PYTHONPATH", "")))
-    program = "import os; print(os.environ['VITALS_DIR'], os.environ.get('VITALS_AGENT'))"
+    program = (
+        "import os, sys; print(os.environ['VITALS_DIR'], os.environ.get('VITALS_AGENT'));"
+        "print('to stderr', file=sys.stderr); sys.exit(7)"
+    )
     done = lab.vitals(
         *("run", *home(lab), "--", sys.executable, "-c", program),
         PYTHONPATH=paths,
         NOT_INSTALLED=package,
     )
-    assert (0, f"{lab.folder / 'home' / 'runs'} {agent}\n") == (done.returncode, done.stdout)
+    assert (7, f"{lab.folder / 'home' / 'runs'} {agent}\n") == (done.returncode, done.stdout)
+    assert "to stderr\n" in done.stderr, "the command's own output and exit code are kept"
     assert 1 == sum(text.startswith(line) for text in done.stderr.splitlines()), done.stderr
     assert "Traceback" not in done.stderr
     assert {} == lab.alive()
@@ -236,8 +233,9 @@ def test_run_gives_128_and_the_number_of_the_signal_that_killed_the_command(lab)
 
 def test_ctrl_c_ends_a_training_and_all_around_it(lab):
     training = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-    script = ("-m", "trainer_hooks.demo.train", "--steps", "100000", "--mode", "guard")
-    run = lab.start_vitals("run", *home(lab), "--", sys.executable, *training, *script)
+    script = ("-m", "tests.trainer_hooks.short_demo", "--steps", "100000", "--mode", "guard")
+    words = ("--", sys.executable, *training, *script)
+    run = lab.start_vitals("run", *home(lab), *words, **{PACE: "0.02"})
     lab.runs = lab.folder / "home" / "runs"
     run_id = lab.run_id()
     spool = lab.runs / run_id / "agents"

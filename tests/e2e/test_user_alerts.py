@@ -50,7 +50,7 @@ with trainvitals.watch(model, optimizer, run="own alerts") as monitor:
         monitor.alert("loop says bad", when=now == "bad", value=0.95)
         monitor.alert("never", when=loss > 1e6, value=loss, level="page")
         monitor.step(loss)
-        time.sleep(0.004)
+        time.sleep(0.02)  # little to store: the processes next to it are the subject
     assert {} == monitor.swallowed_errors, monitor.swallowed_errors
 """
 
@@ -102,16 +102,16 @@ def seen(tmp_path_factory):
         training = lab.start("training", sys.executable, str(script), str(watched.phase), **environ)
         with lab.client(watched.port) as client:
             until(lambda: client.ask(RunsQuestion()), "the run is seen")
-        watched.wait_steps(60)
+        watched.wait_steps(20)
         seen = {"healthy": watched.posts()}
         watched.phase.write_text("bad")
         both = {("reward hacked", "firing"), ("loop says bad", "firing")}
         until(lambda: both <= watched.posts().keys(), "both fire")
-        watched.wait_steps(150)
+        watched.wait_steps(30)
         collector.kill()
         collector.wait()
         watched.serve()
-        watched.wait_steps(150)
+        watched.wait_steps(30)
         seen["restarted"] = watched.posts()
         tokens = read_tokens(lab.tokens)
         reply = httpx.get(

@@ -23,6 +23,7 @@ from tests.integrations.trainings.deepspeed import (
     stage,
     state,
 )
+from tests.support.inside import controller_of, probe_of
 from tests.trainer_hooks.probing import ask
 from trainer_hooks import SignalSettings
 from trainer_hooks.integrations.deepspeed import attach
@@ -240,7 +241,7 @@ def slowed(script: Script, config: Any) -> Seen:
     """Have the ladder put the learning rate down to nothing."""
     engine = make_engine(script, config)
     with attach(engine) as attached:
-        attached._controller.judge.lr_factor_at = lambda step, rate: 0.0
+        controller_of(attached).judge.lr_factor_at = lambda step, rate: 0.0
         before = full_weights(engine)
         seen = steps(script, engine, 1, {})
         still = all(map(torch.equal, before, full_weights(engine)))
@@ -283,9 +284,9 @@ def probed(script: Script, config: Any, *, gives: bool) -> Seen:
                 attached.keep_batch(batch, loss_of)
             engine.backward(loss_of(batch))
             engine.step()
-        probe = attached._controller.probe
+        probe = probe_of(attached)
         num_batches = probe.read(ask(30)).num_batches if gives else 0
-        kind = attached._controller.judge.config.loss_kind
+        kind = controller_of(attached).judge.config.loss_kind
         found = {"digest": digest(engine), "is_on": probe.is_on, "num_batches": num_batches}
         return found | {"kind": kind}
 

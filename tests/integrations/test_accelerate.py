@@ -11,8 +11,9 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
 from tests.integrations.accelerate_loop import Own, bare, ends, journal, same  # noqa: E402, F401
+from tests.support.inside import probe_of  # noqa: E402
+from tests.support.watched import own_place  # noqa: E402, F401
 from tests.trainer_hooks.probing import ask  # noqa: E402
-from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
 from trainer_hooks.integrations.accelerate import attach  # noqa: E402
 from trainvitals.errors import UsageError  # noqa: E402
 
@@ -293,8 +294,8 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_before(
     theirs, ours = train(Own()), Own()
     attached = ours.attach()
     train(ours, attached)
-    reading = attached._controller.probe.read(ask(30))
-    assert attached._controller.probe.is_on
+    reading = probe_of(attached).read(ask(30))
+    assert probe_of(attached).is_on
     assert 0 < reading.num_batches
     assert same(theirs.state(), ours.state())
     attached.close()

@@ -15,7 +15,7 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
 from tests.integrations.accelerate_loop import Own, bare, ends, journal, same  # noqa: E402, F401
-from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
+from tests.support.watched import own_place  # noqa: E402, F401
 from trainer_hooks.integrations import framework  # noqa: E402
 from trainer_hooks.integrations.accelerate import attach, refuse  # noqa: E402
 from trainvitals.errors import MissingDependencyError, UsageError  # noqa: E402

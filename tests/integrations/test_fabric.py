@@ -17,9 +17,10 @@ from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.loggers import CSVLogger  # noqa: E402
 from lightning.fabric.plugins import MixedPrecision  # noqa: E402
 
+from tests.support.inside import probe_of  # noqa: E402
+from tests.support.watched import own_place  # noqa: E402, F401
 from tests.trainer_hooks.measures.journal import Journal  # noqa: E402
 from tests.trainer_hooks.probing import ask  # noqa: E402
-from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
 from trainer_hooks.integrations import framework  # noqa: E402
 from trainer_hooks.integrations.fabric import attach  # noqa: E402
 from trainvitals.errors import MissingDependencyError, UsageError  # noqa: E402
@@ -327,8 +328,8 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_before(
     bare, ours = train(Loop(guarded=False)), Loop()
     with ours.attached:
         after = train(ours)
-        reading = ours.attached._controller.probe.read(ask(30))
-        assert ours.attached._controller.probe.is_on
+        reading = probe_of(ours.attached).read(ask(30))
+        assert probe_of(ours.attached).is_on
     assert 0 < reading.num_batches
     assert all(map(torch.equal, bare, after))
 

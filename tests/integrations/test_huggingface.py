@@ -23,9 +23,10 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
+from tests.support.inside import limits_of, probe_of  # noqa: E402
+from tests.support.watched import own_place  # noqa: E402, F401
 from tests.trainer_hooks.measures.journal import Journal  # noqa: E402
 from tests.trainer_hooks.probing import ask  # noqa: E402
-from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
 from trainer_hooks.integrations import framework  # noqa: E402
 from trainer_hooks.integrations.huggingface import VitalsCallback  # noqa: E402
 from trainer_hooks.lifecycle import shutdown  # noqa: E402
@@ -406,10 +407,8 @@ def test_the_trainer_s_own_loss_is_the_probe_and_leaves_no_trace(tmp_path, accum
 
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step in (18, 21):
-                self.readings.append(
-                    callback.attached._controller.probe.read(ask(state.global_step + 8))
-                )
-                self.is_on = callback.attached._controller.probe.is_on
+                self.readings.append(probe_of(callback.attached).read(ask(state.global_step + 8)))
+                self.is_on = probe_of(callback.attached).is_on
 
     arguments = {"gradient_accumulation_steps": accumulate, "model": model()}
     trainer, plain, _ = make(tmp_path, guard=False, **arguments)
@@ -447,9 +446,7 @@ def test_the_loss_of_a_policy_keeps_nothing_back_where_the_callback_is_told_its_
     monkeypatch.setenv("VITALS_OUTLIER_WARM_UP", "12")
     trainer, _, callback = make(tmp_path, options={"loss_kind": "rl"})
     limits = []
-    trainer.add_callback(
-        at_end(lambda: limits.append(callback.attached._controller.judge.limits()))
-    )
+    trainer.add_callback(at_end(lambda: limits.append(limits_of(callback.attached))))
     trainer.train()
     assert limits[-1].loss is None
     assert limits[-1].grad_norm is not None

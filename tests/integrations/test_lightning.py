@@ -30,8 +30,9 @@ from tests.integrations.lit import (  # noqa: E402
     same,
     trainer,
 )
+from tests.support.inside import probe_of  # noqa: E402
+from tests.support.watched import own_place  # noqa: E402, F401
 from tests.trainer_hooks.probing import ask  # noqa: E402
-from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
 from trainer_hooks.integrations.lightning import VitalsCallback, _max_norm  # noqa: E402
 from trainvitals.errors import TrainingHalted  # noqa: E402
 from trainvitals.records import AttemptStarted  # noqa: E402
@@ -261,7 +262,7 @@ class Gives(Lit):
         guard = next((c for c in self.trainer.callbacks if isinstance(c, VitalsCallback)), None)
         if guard is not None:
             guard.attached.keep_batch(batch, lambda x: self.net(x).square().mean())
-            self.probe = guard.attached._controller.probe
+            self.probe = probe_of(guard.attached)
         if guard is not None and batch_idx == 24:
             self.reading = self.probe.read(ask(30))
             self.is_on = self.probe.is_on

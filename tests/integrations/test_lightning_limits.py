@@ -18,7 +18,7 @@ pytestmark = [
 from lightning.pytorch.callbacks import BaseFinetuning  # noqa: E402
 
 from tests.integrations.lit import Gan, Lit, ends, fit, journal, loader, trainer  # noqa: E402
-from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
+from tests.support.watched import own_place  # noqa: E402, F401
 from trainer_hooks.integrations.lightning import VitalsCallback, _refuse_strategy  # noqa: E402
 from trainvitals.errors import UsageError  # noqa: E402
 

@@ -13,8 +13,8 @@ from tests.real_programs import data
 from tests.real_programs.on_ranks import MICRO_STEPS as ON_RANKS
 from tests.real_programs.playing import FOLDER, PAGE, Lines, play
 from tests.support.examples import one_in
+from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
-from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from trainvitals.errors import UsageError
 
 NAN_AT, SPIKE_AT = (12, 25), (70, 71)

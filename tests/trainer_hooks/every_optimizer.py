@@ -1,5 +1,6 @@
 """Every optimizer class of torch.optim in each of its implementations, and some from elsewhere."""
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -207,3 +208,42 @@ def differing(one, other):
         if not (torch.equal(left, right) if both else left == right):
             names.add(name)
     return sorted(names)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors of 48 elements gain nothing from threads, which spin on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def backward(model, step, fault=None, scaler=None):
+    """Train up to the gradients, with the fault in the place it says."""
+    value, site = fault or (None, None)
+    factor = 100.0 if value == "spike" else value
+    loss = model.loss(step) * (factor if site == "loss" else 1.0)
+    (scaler.scale(loss) if scaler else loss).backward()
+    for param in model.parameters() if site in ("element", "all") else ():
+        grad = param.grad._values() if param.grad.is_sparse else param.grad
+        if site == "all":
+            grad.mul_(factor) if value == "spike" else grad.fill_(factor)
+        else:
+            grad.view(-1)[:1].fill_(factor)
+            break
+    return loss.detach()
+
+
+def train_twin(make, faults, steps, **keywords):
+    """Train without us and without the bad steps."""
+    model, optimizers = make(**keywords)
+    losses = []
+    for step in range(steps):
+        if step in faults:
+            continue
+        losses.append(backward(model, step).item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return losses, bits(model, optimizers)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import trainer_hooks
+from tests.support.inside import facts_of
 from trainer_hooks.recovery.manager import RecoveryManager
 from trainer_hooks.recovery.state import TrainingState
 
@@ -164,8 +165,8 @@ def train(kind, folder, *, steps, wanted=None, leave_out=(), margin=0, stop_at=N
             if monitor.step_index >= (stop_at or steps):
                 break
         told["spent"] = [
-            monitor._controller.judge.facts.num_rollbacks,
-            len(monitor._controller.judge.facts.causes),
+            facts_of(monitor).num_rollbacks,
+            len(facts_of(monitor).causes),
         ]
         told["faults"] = monitor.swallowed_errors
     path.write_text(json.dumps(told))

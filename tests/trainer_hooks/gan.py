@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import trainvitals
+
 BATCHES = 60
 NAN = float("nan")
 
@@ -85,3 +87,16 @@ class Gan:
 
     def _buffers(self):
         return [buffer.clone() for buffer in self.g.buffers()]
+
+
+def watched(gan, *, each=lambda monitor, outcome: None, weight=None, **watch):
+    """Train under watch; return the state at the end and the monitor."""
+    models, optimizers = [gan.g, gan.d], [gan.of_g, gan.of_d]
+    with trainvitals.watch(models, optimizers, gan.schedules, **watch) as monitor:
+        for real in monitor.batches(gan.data):
+            gan.play(
+                real,
+                lambda o, loss: each(monitor, monitor.step(loss, optimizer=o, weight=weight)),
+            )
+    assert monitor.swallowed_errors == {}
+    return gan.state(), monitor

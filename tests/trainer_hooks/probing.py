@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import trainer_hooks
+from tests.support.inside import events_of, probe_of
 from trainvitals.policy.evidence import Ask
 from trainvitals.records import Note
 
@@ -79,9 +80,9 @@ def trained(model, *, probe, rank=0, accumulate=2, ask_every=7, count=120, **wat
             if (number + 1) % accumulate == 0:
                 monitor.step()
                 if probe and monitor.step_index % ask_every == 0:
-                    readings.append(monitor._controller.probe.read(ask(monitor.step_index)))
+                    readings.append(probe_of(monitor).read(ask(monitor.step_index)))
         faults = dict(monitor.swallowed_errors)
-        is_on = monitor._controller.probe.is_on
+        is_on = probe_of(monitor).is_on
     numbers = {
         "losses": losses,
         "counted": counted,
@@ -98,15 +99,8 @@ def ask(onset_step, floor=0.01):
 
 def notes(monitor):
     """Return a list that all notes of the monitor go to from now on."""
-    told, emitter = [], monitor._controller.emitter
-    write = emitter.event
-
-    def event(what, **keywords):
-        if isinstance(what, Note):
-            told.append(what)
-        write(what, **keywords)
-
-    emitter.event = event
+    told = []
+    events_of(monitor, keep=lambda event, **_: isinstance(event, Note) and told.append(event))
     return told
 
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import trainer_hooks
+from tests.support.inside import controller_of, facts_of, records_of
 from tests.trainer_hooks.each_outlier import withhold_each_outlier
 from tests.trainer_hooks.ranks_under_attack import alike, bits, boom, ddp, forward, same_on_all
 
@@ -37,8 +38,8 @@ def summary(attached, model, changed):
     return {
         "kept": [step for step, one in enumerate(changed) if not one],
         "same": same_on_all(model),
-        "skips": attached._controller.judge.facts.num_skips,
-        "digest": attached._controller.judge.digest(),
+        "skips": facts_of(attached).num_skips,
+        "digest": controller_of(attached).judge.digest(),
         "faults": attached.swallowed_errors,
     }
 
@@ -95,14 +96,9 @@ def sharded(rank):
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    kept, full = [], []
+    kept = []
     with trainer_hooks.attach(model, optimizer) as attached:
-        emitter = attached._controller.emitter
-        write = emitter.step
-        emitter.step = lambda host, record, extra: (
-            full.append(record.grad_norm),
-            write(host, record, extra),
-        )
+        full = records_of(attached, keep=lambda record: record.grad_norm)
         given = []
         for step in range(33):
             before = [p.to_local().detach().clone() for p in model.parameters()]

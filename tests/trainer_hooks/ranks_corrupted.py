@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import trainer_hooks
-from tests.trainer_hooks.test_resume import events_of
+from tests.support.inside import controller_of, events_of, refs_of
 from trainer_hooks.recovery import replicas
 from trainer_hooks.step.emit import Emitter
 from trainer_hooks.step.gradients import local_tensor
@@ -92,11 +92,8 @@ class Run:
                 back += [] if outcome.rolled_back_to is None else [outcome.rolled_back_to]
         except TrainingHalted as error:
             halted = str(error)
-        refs = (
-            []
-            if self.monitor._controller.recovery is None
-            else [[ref.step, ref.state] for ref in self.monitor._controller.recovery.refs()]
-        )
+        heals = controller_of(self.monitor).recovery is not None
+        refs = [[ref.step, ref.state] for ref in refs_of(self.monitor)] if heals else []
         self.monitor.close()
         found = [e.finding for e in self.events if isinstance(e, FindingRaised)]
         ours = ("replica_corrupted", "replica_named", "settings_differ")

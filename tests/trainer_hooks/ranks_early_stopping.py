@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
+from tests.support.inside import store_of
 from tests.trainer_hooks.ranks_under_attack import notes
 from trainer_hooks import CheckpointSettings, EarlyStopping
 from trainvitals.errors import VitalsError
@@ -38,9 +39,7 @@ def train(rank, folder, case, *, value, who=(0, 1), restore=False, **settings):
             monitor.step(loss)
             step = monitor.step_index
             if step % 3 == 0 and rank in who:
-                monitor._controller.recovery.keepers()[
-                    1
-                ].wait()  # as if the disk was faster than 3 steps
+                store_of(monitor).wait()  # as if the disk was faster than 3 steps
                 at[step] = [p.detach().clone() for p in model.parameters()]
                 monitor.evaluate(loss=value(rank, step))
         found["stopped"] = monitor.step_index if monitor.should_stop else None

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
+from tests.support.watched import run_directory
 from tests.trainer_hooks.bad_steps import ROWS, build, dataset
 from trainer_hooks.recovery import replicas
 
@@ -42,7 +43,7 @@ def main(rank, folder):
             loss = model(batch["x"]).square().mean()
             loss.backward()
             monitor.step(loss, max_norm=1.0)
-    path = str(monitor._controller.run_dir.path)
+    path = str(run_directory(monitor))
     Path(folder, f"{rank}.json").write_text(
         json.dumps({"run_dir": path, "faults": monitor.swallowed_errors})
     )

@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
+from tests.support.inside import probe_of
 from tests.trainer_hooks.probing import MoCo, ask, batches, loss_of, notes, seeded, trained
 
 STEPS, FEW_STEPS = 42, 26
@@ -105,8 +106,8 @@ def switched_off(make, rank, change, *, at=12):
             monitor.step(loss)
             now["step"] = monitor.step_index
             if monitor.step_index in (22, 24):
-                readings.append(monitor._controller.probe.read(ask(22)).num_batches)
-        is_on = monitor._controller.probe.is_on
+                readings.append(probe_of(monitor).read(ask(22)).num_batches)
+        is_on = probe_of(monitor).is_on
     return {
         "is_on": is_on,
         "readings": readings,

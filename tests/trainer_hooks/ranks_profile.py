@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
-from tests.trainer_hooks.test_monitor import _send, until
+from tests.support.watched import run_directory, send_command, until
 from trainvitals.records import Profiled
 
 RANKS, SLOW = 3, 1
@@ -24,7 +24,7 @@ def main(rank, folder):
 
     def loader():
         while True:
-            time.sleep(0.05 if rank == SLOW else 0.001)
+            time.sleep(0.1 if rank == SLOW else 0.001)
             yield torch.randn(8, 4)
 
     class Data:
@@ -33,24 +33,24 @@ def main(rank, folder):
 
     left = {}
     with trainer_hooks.watch(model, optimizer) as monitor:
-        traces = Path(monitor._controller.run_dir.profiles_dir)
+        traces = run_directory(monitor) / "profiles"
         for step, batch in enumerate(monitor.batches(Data())):
             model(batch).square().mean().backward()
             monitor.step()
             if step == 12 and rank == 0:
-                _send(monitor, action="profile", argument=Profiled(2).argument)
+                send_command(monitor, action="profile", argument=Profiled(2).argument)
             if step == 24:
                 until(lambda: len(list(traces.glob("step-*"))) == 2)
                 dist.barrier()
                 left["chosen"] = sorted(path.name for path in traces.glob("step-*"))
                 dist.barrier()
                 if rank == 0:
-                    _send(monitor, action="profile", argument=Profiled(2, rank=2).argument)
+                    send_command(monitor, action="profile", argument=Profiled(2, rank=2).argument)
             if step == 36:
                 until(lambda: len(list(traces.glob("step-*"))) == 3)
                 left["all"] = sorted(path.name for path in traces.glob("step-*"))
                 dist.barrier()
                 break
-        left["faults"] = monitor._controller.faults.counts
+        left["faults"] = monitor.swallowed_errors
     (Path(folder) / f"{rank}.json").write_text(json.dumps(left))
     dist.destroy_process_group()

@@ -15,8 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from tests.trainer_hooks.ranks_resharding import Trainee, _join, _leave
-from tests.trainer_hooks.saving import load_newest
-from tests.trainer_hooks.test_checkpoint_damage import flip
+from tests.trainer_hooks.saving import flip, load_newest
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TWO_RANKS
 from trainer_hooks.recovery.checkpoints import agreement, payload
 from trainer_hooks.recovery.checkpoints import manifest as manifests

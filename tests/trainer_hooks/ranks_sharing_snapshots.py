@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
+from tests.support.inside import controller_of, events_of, snapshots_of
 from tests.trainer_hooks.ranks_taking_turns import made
-from tests.trainer_hooks.test_resume import events_of
 from trainer_hooks.recovery import node_memory
 from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.checkpoints.store import CheckpointStore
@@ -51,7 +51,7 @@ class Kept:
             self.monitor = trainer_hooks.watch(
                 self.model, self.optimizer, mode="heal", checkpoints=where
             )
-        self.recovery = self.monitor._controller.recovery
+        self.recovery = controller_of(self.monitor).recovery
         self.ring, self.store = self.recovery.keepers()
         self.events = events_of(self.monitor)
         self.of_step = {}
@@ -251,7 +251,7 @@ def turns(rank, folder):
     with trainer_hooks.watch(
         {"g": gan.g, "d": gan.d}, [gan.of_g, gan.of_d], mode="heal", checkpoints=where
     ) as monitor:
-        ring = monitor._controller.recovery.keepers()[0]
+        ring = snapshots_of(monitor)
 
         def state():
             live = ring._state.tensors()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
+from tests.support.inside import controller_of, events_of, facts_of, tokens_of
 from trainer_hooks.step.reduce_vector import ReduceVector
 from trainvitals.errors import VitalsError
 
@@ -92,10 +93,7 @@ def failing_fill(rank):
 
 def notes(monitor):
     """Collect the codes of notes as they are said."""
-    said, emitter = [], monitor._controller.emitter
-    whole = emitter.event
-    emitter.event = lambda event, **k: (said.append(getattr(event, "code", "")), whole(event, **k))
-    return said
+    return events_of(monitor, keep=lambda event, **_: getattr(event, "code", ""))
 
 
 def nan_forward(rank, fused):
@@ -138,16 +136,17 @@ def announced_on_rank_0_alone(rank):
     return {
         "same": same_on_all(model),
         "notes": said,
-        "skips": monitor._controller.judge.facts.num_skips,
+        "skips": facts_of(monitor).num_skips,
     }
 
 
 def full_disk(rank):
     model, optimizer = ddp(fused=True)
     with trainer_hooks.watch(model, optimizer, mode="heal", checkpoints=True) as monitor:
-        monitor._controller.emitter._stream = monitor._controller.emitter._row = boom
+        emitter = controller_of(monitor).emitter
+        emitter._stream = emitter._row = boom
         if rank == 0:
-            type(monitor._controller.run_dir).append_plan = boom
+            type(controller_of(monitor).run_dir).append_plan = boom
         back = []
         for step in range(40):
             if step == 35 and rank == 1:
@@ -179,7 +178,7 @@ def accumulated(rank, sync):
                 monitor.micro(forward(model, rank, step), torch.tensor(rank + 1))
             monitor.micro(forward(model, rank, step + 10), torch.tensor(2.0 * (rank + 1)))
             monitor.step(max_norm=1.0)
-        tokens = monitor._controller.log.tokens.seen
+        tokens = tokens_of(monitor)
     return {"same": same_on_all(model), "tokens": tokens, "losses": losses}
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
-from tests.trainer_hooks.test_resume import events_of
+from tests.support.inside import events_of, refs_of
 from trainvitals.records import DecisionMade, Note
 
 
@@ -32,7 +32,7 @@ def main(rank, folder):
             loss.backward()
             outcome = monitor.step(loss)
             back += [] if outcome.rolled_back_to is None else [outcome.rolled_back_to]
-        refs = [[ref.step, ref.state] for ref in monitor._controller.recovery.refs()]
+        refs = [[ref.step, ref.state] for ref in refs_of(monitor)]
         faults = monitor.swallowed_errors
     result = {
         "back": back,

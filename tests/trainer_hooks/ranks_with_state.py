@@ -16,6 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
+from tests.support.inside import facts_of
 from tests.trainer_hooks.ranks_under_attack import NAN, alike, notes, refused, same_on_all
 
 STEPS = 12
@@ -236,7 +237,7 @@ def unregistered(rank, make):
             for step in range(6):
                 bad = step == 3 and rank == 1
                 monitor.step(forward(model, rank, step, NAN if bad else 1.0))
-            skips = monitor._controller.judge.facts.num_skips
+            skips = facts_of(monitor).num_skips
     finally:
         log.removeHandler(heard)
     return {"said": [t for t in heard.texts if "communication hook" in t], "skips": skips}

@@ -1,12 +1,30 @@
 """The demo's training, of small batches and with little to evaluate at its end.
 
-What the ranks compute took as long as everything else that a test of them waits for.
+What the ranks compute took as long as everything else that a test of them waits for. With
+``PACE_SECONDS`` in the environment a rank sleeps in each step: one that trains until the test ends
+it would use a core, and each of its steps is stored.
 """
+
+import os
+import time
 
 from trainer_hooks.demo import train
 
+PACE = "PACE_SECONDS"
+
 train.BATCH = 8
-train.VALIDATION_BYTES = 10_000
+train.TRAIN_BYTES, train.VALIDATION_BYTES = 400_000, 10_000
+
+
+class PacedInjector(train.Injector):
+    """Sleeps before each forward."""
+
+    def before_forward(self, model, step):
+        time.sleep(float(os.environ.get(PACE, "0")))
+        super().before_forward(model, step)
+
+
+train.Injector = PacedInjector
 
 if __name__ == "__main__":
     train.main()

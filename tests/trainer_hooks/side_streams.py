@@ -42,3 +42,7 @@ class Latest:
 
     def drain(self):
         pass
+
+
+SIDES = {"on the host": lambda: None, "earliest": Earliest, "latest": Latest}
+"""Where and when the copies run: without a device, and at the ends of what a device may choose."""

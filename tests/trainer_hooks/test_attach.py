@@ -11,67 +11,25 @@ import torch
 from torch import nn
 
 import trainer_hooks
-from tests.trainer_hooks.measures.journal import Journal
-from tests.trainer_hooks.probing import ask
-from tests.trainer_hooks.test_attacks import Reads
-from tests.trainer_hooks.test_monitor import (
+from tests.support.inside import is_paused, limits_of, probe_of, tokens_of
+from tests.support.watched import (  # noqa: F401
     Loop,
-    _send,
+    Own,
+    Reads,
     assert_same,
-    own_place,  # noqa: F401
+    own_place,
+    run_directory,
+    send_command,
     until,
 )
+from tests.trainer_hooks.measures.journal import Journal
+from tests.trainer_hooks.probing import ask
 from trainer_hooks.lifecycle import shutdown
 from trainer_hooks.step.reduce_vector import Reduced
 from trainvitals.errors import UsageError
 from trainvitals.records import CLIPS, NORM_OUTLIER, CommandAcknowledged, Note
 
 NAN, INF = float("nan"), float("inf")
-
-
-class Own(Loop):
-    """A loop as people write it: backward, clip, step, schedule, zero."""
-
-    attached = None
-
-    def attach(self, **options):
-        """Add the one line."""
-        self.attached = trainer_hooks.attach(self.model, self.optimizer, **options)
-        self.said, emitter = [], self.attached._controller.emitter
-        whole = emitter.event
-        emitter.event = lambda event, **k: (self.said.append(event), whole(event, **k))
-        return self.attached
-
-    def step(self, *, gradient=None, scale=1.0, clip=0.5, give=False, before=False):
-        loss = self.forward(scale)
-        if gradient is not None:
-            self.model[0].weight.grad[0, 0] = gradient
-        if before:
-            self.attached.before_clip(clip)
-        if clip is not None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-            if give:
-                self.attached.grad_norm(norm)
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        return loss
-
-    def run(self, steps, **how):
-        for _ in range(steps):
-            self.step(**how)
-        self.rng = torch.get_rng_state()
-        return self
-
-    def state(self):
-        """Return the state; the generator of all loops here as it was at the end of ``run``."""
-        return {**super().state(), "rng": getattr(self, "rng", None)}
-
-    def parameters(self):
-        return [p.detach().clone() for p in self.model.parameters()]
-
-    def skips(self):
-        return self.attached._controller.judge.facts.num_skips
 
 
 @pytest.mark.parametrize("mode", ["observe", "guard"])
@@ -110,7 +68,7 @@ def test_outliers_are_left_alone_after_the_loop_s_own_clip_and_that_is_said_once
     with loop.attach():
         for step in range(70):
             loop.step(gradient=1e6 if step == 60 else None)
-        assert loop.attached._controller.judge.limits().grad_norm is None
+        assert limits_of(loop.attached).grad_norm is None
     assert loop.skips() == 0
     assert [e.code for e in loop.said if isinstance(e, Note)] == ["no_probe", "norm_unknown"]
 
@@ -176,7 +134,7 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_without
             loop.scheduler.step()
             loop.optimizer.zero_grad()
             if loop.attached is not None and step == 40:
-                readings.append(loop.attached._controller.probe.read(ask(step)))
+                readings.append(probe_of(loop.attached).read(ask(step)))
         loop.rng = torch.get_rng_state()
         return readings
 
@@ -186,7 +144,7 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_without
     torch.manual_seed(5)
     with ours.attach() as attached:
         (reading,) = train(ours)
-        assert attached._controller.probe.is_on
+        assert probe_of(attached).is_on
     assert_same(bare.state(), ours.state())
     assert 3 <= reading.num_batches
     assert "no_probe" not in [e.code for e in ours.said if isinstance(e, Note)]
@@ -450,7 +408,7 @@ def test_accumulated_losses_weigh_as_they_were_given():
         loop.step()
     assert losses[:2] == [2.0, [2.0]]
     assert losses[3] == [None]  # none was given
-    assert attached._controller.log.tokens.seen == 4
+    assert tokens_of(attached) == 4
 
 
 def test_commands_work_in_a_loop_that_steps_by_itself(monkeypatch):
@@ -464,18 +422,18 @@ def test_commands_work_in_a_loop_that_steps_by_itself(monkeypatch):
         loop.run(30)
 
         def resume():
-            until(lambda: attached._controller.is_paused)
-            _send(attached, action="resume")
+            until(lambda: is_paused(attached))
+            send_command(attached, action="resume")
 
         person = threading.Thread(target=resume)
         person.start()
-        _send(attached, action="pause")
+        send_command(attached, action="pause")
         loop.run(4)
         person.join()
-        _send(attached, action="skip", argument=2.0)
+        send_command(attached, action="skip", argument=2.0)
         loop.run(6)
-        _send(attached, action="profile", argument=2.0)
+        send_command(attached, action="profile", argument=2.0)
         loop.run(6)
-        until(lambda: [*(attached._controller.run_dir.path / "profiles").glob("step*.gz")])
+        until(lambda: [*(run_directory(attached) / "profiles").glob("step*.gz")])
     assert ["done"] * 4 == [ack.status for ack in acks()]
     assert 2 == loop.skips()

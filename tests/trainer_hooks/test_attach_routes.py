@@ -6,8 +6,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import trainer_hooks
-from tests.trainer_hooks.test_attach import INF, NAN, Own
-from tests.trainer_hooks.test_monitor import assert_same, own_place  # noqa: F401
+from tests.support.watched import INF, NAN, Own, assert_same, own_place  # noqa: F401
 from trainvitals.errors import UsageError
 
 # ------------------------------------------------------------------------------- compiled steps

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import trainer_hooks
-from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
+from tests.support.inside import acks_of, controller_of, events_of, refs_of, tokens_of
+from tests.support.watched import Loop, Reads, assert_same, own_place, send_command  # noqa: F401
 from trainvitals.errors import UsageError
 
 NAN, INF = float("nan"), float("inf")
@@ -128,7 +129,7 @@ def test_micro_batches_without_weights_are_not_counted_as_tokens():
         for _ in range(3):
             monitor.micro(loop.forward())
             monitor.step()
-        assert monitor._controller.log.tokens.seen == 0
+        assert tokens_of(monitor) == 0
 
 
 def test_sparse_gradients_are_clipped_as_dense_ones_are():
@@ -283,36 +284,18 @@ def test_a_failing_preparation_still_clips(monkeypatch, fused, what):
 
 
 def test_a_skip_in_the_last_step_is_in_the_ledger_and_a_rollback_there_did_not_act():
-    from tests.trainer_hooks.test_monitor import _send
-
     for mode, action in (("guard", "skip_step"), ("heal", "rollback")):
-        loop, said = Loop(mode=mode, checkpoints=True), []
-        emitter = loop.monitor._controller.emitter
-        emit = emitter.event
-        emitter.event = lambda event, **k: (said.append(event), emit(event, **k))[1]  # noqa: B023
+        loop = Loop(mode=mode, checkpoints=True)
+        said = events_of(loop.monitor)
         with loop.monitor as monitor:
             for step in range(30):
                 if step == 29 and mode == "heal":
-                    _send(monitor, action="rollback")
+                    send_command(monitor, action="rollback")
                 monitor.step(loop.forward(NAN if step == 29 and mode == "guard" else 1.0))
         decisions = [e.decision for e in said if type(e).__name__ == "DecisionMade"]
         assert (decisions[-1].step, decisions[-1].action) == (29, action)
         assert decisions[-1].acted == (mode == "guard")
         assert type(said[-1]).__name__ == "RunEnded"
-
-
-class Reads(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts what makes the host wait for a value on the device."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item"):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.usefixtures("no_read_is_free")
@@ -378,7 +361,7 @@ def test_rollbacks_in_a_row_and_a_clock_that_runs_backwards_leave_a_line_of_bran
     three_are_enough,
 ):
     loop, backs, branches = Loop(mode="heal", checkpoints=True), [], []
-    host = loop.monitor._controller
+    host = controller_of(loop.monitor)
     now = [host.clock.time_ns()]
 
     class Backwards:
@@ -408,20 +391,16 @@ def test_rollbacks_in_a_row_and_a_clock_that_runs_backwards_leave_a_line_of_bran
 
 
 def test_a_command_that_a_rollback_overtakes_is_answered_all_the_same(three_are_enough):
-    from tests.trainer_hooks.test_monitor import _send
-
-    loop, acks = Loop(mode="heal", checkpoints=True), []
+    loop = Loop(mode="heal", checkpoints=True)
     with loop.monitor as monitor:
-        emitter = monitor._controller.emitter
-        whole = emitter.event
-        emitter.event = lambda e, **k: (acks.append(getattr(e, "ack", None)), whole(e, **k))
+        acks = acks_of(monitor)
         for step in range(60):
             if step == 42:  # it comes with the step that rolls back
-                command = _send(monitor, action="rollback")
+                command = send_command(monitor, action="rollback")
             outcome = monitor.step(loop.forward(NAN if step in (40, 41, 42) else 1.0))
             if step == 42:
                 assert outcome.rolled_back_to is not None
-    assert [a.number for a in acks if a is not None] == [command.number]
+    assert [ack.number for ack in acks()] == [command.number]
 
 
 def test_a_snapshot_of_a_step_that_could_not_be_measured_is_not_trusted(monkeypatch):
@@ -433,7 +412,7 @@ def test_a_snapshot_of_a_step_that_could_not_be_measured_is_not_trusted(monkeypa
             broken = (lambda *_: 1 / 0) if step == 21 else squares_into
             monkeypatch.setattr(monitor._device.norms, "squares_into", broken)
             monitor.step(loop.forward())
-        steps = [ref.step for ref in monitor._controller.recovery.refs()]
+        steps = [ref.step for ref in refs_of(monitor)]
     assert 21 not in steps
 
 

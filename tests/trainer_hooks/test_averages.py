@@ -8,10 +8,8 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import trainer_hooks
-from tests.trainer_hooks.every_optimizer import MAKERS
-from tests.trainer_hooks.test_attacks import Reads
-from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
-from tests.trainer_hooks.test_optimizers import INF, NAN, backward, train_twin
+from tests.support.watched import INF, NAN, Loop, Reads, own_place  # noqa: F401
+from tests.trainer_hooks.every_optimizer import MAKERS, backward, train_twin
 from trainer_hooks.guard import averages
 
 KINDS = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import trainer_hooks
+from tests.support.inside import events_of, refs_of, snapshots_of, store_of
+from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.ranks_with_bad_state import main
 from tests.trainer_hooks.spawned import spawned
-from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
-from tests.trainer_hooks.test_resume import events_of
 from trainer_hooks import CheckpointSettings
 from trainer_hooks.recovery.state import StateCheck
 from trainvitals.errors import CheckpointError
@@ -66,7 +66,7 @@ def test_what_a_finite_loss_hides_is_rolled_back_and_the_run_is_protected_again(
 ):
     loop = healing(tmp_path)
     assert [21] == train(loop, break_it)
-    refs = loop.monitor._controller.recovery.refs()
+    refs = refs_of(loop.monitor)
     assert STEPS - refs[0].step <= 2 * 21 and "healthy" == refs[0].state
     (decision,) = [e.decision for e in loop.events if isinstance(e, DecisionMade)]
     assert (KIND, "rollback", 42, 0, 0) == (
@@ -130,7 +130,7 @@ def test_a_frozen_parameter_that_is_infinite_from_the_start_is_no_fault(tmp_path
     assert [] == train(loop, break_moment, times=0, steps=StateCheck.EVERY + 2)
     assert [] == findings(loop, KIND)
     if mode == "heal":
-        memory, store = loop.monitor._controller.recovery.keepers()
+        memory, store = snapshots_of(loop.monitor), store_of(loop.monitor)
         assert store.wait(), "a thread writes the checkpoints"
         for refs in (memory.refs(), store.loadable_refs()):
             states = {ref.state for ref in refs}
@@ -189,7 +189,7 @@ def test_buffers_that_a_model_makes_infinite_by_itself_are_no_fault(tmp_path, mo
     assert [] == train(loop, late)
     assert [] == findings(loop, KIND)
     if mode == "heal":
-        assert STEPS - loop.monitor._controller.recovery.refs()[0].step <= 2 * 21
+        assert STEPS - refs_of(loop.monitor)[0].step <= 2 * 21
 
 
 def fill(loop):
@@ -212,11 +212,11 @@ def test_a_buffer_that_the_model_itself_makes_infinite_costs_one_rollback_and_no
     assert [21] == train(loop, fill, times=10**6, steps=300)
     (finding,) = findings(loop, KIND)
     assert "buffer.1.running_mean_of_all; no optimizer has it" in finding.reason
-    refs = loop.monitor._controller.recovery.refs()
+    refs = refs_of(loop.monitor)
     assert 300 - refs[0].step <= 2 * 21
     assert 1 == "\n".join(lines()).count("counts as meant from now on")
     # What is trained is looked at as before.
-    ring = loop.monitor._controller.recovery._ring
+    ring = snapshots_of(loop.monitor)
     assert not ring.accept(["buffer.1.running_mean_of_all", "optim.0.3.weight.exp_avg_sq"])
 
 
@@ -228,7 +228,7 @@ def test_a_save_that_takes_long_keeps_the_ring_fed(tmp_path, monkeypatch):
     checkpoints = CheckpointSettings(directory=tmp_path / "checkpoints", save_every=21)
     loop = Loop(mode="heal", checkpoints=checkpoints)
     loop.optimizer.param_groups[0]["lr"] = 1e-4  # no outlier keeps a snapshot unproven
-    ring, store = loop.monitor._controller.recovery.keepers()
+    ring, store = snapshots_of(loop.monitor), store_of(loop.monitor)
     may_end, real, ages = threading.Event(), store._save, []
     saves = []
 

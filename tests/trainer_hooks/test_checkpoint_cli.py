@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from tests.trainer_hooks.faulty_disk import relaunch, save, states
-from tests.trainer_hooks.saving import Run
-from tests.trainer_hooks.test_checkpoint_damage import spoil
+from tests.trainer_hooks.saving import Run, spoil
 from trainvitals.cli import main
 from trainvitals.identity import new_run_id
 from trainvitals.io.rundir import RunDir

@@ -1,7 +1,6 @@
 """A damaged, forged or foreign checkpoint is refused before a byte of it is trusted."""
 
 import enum
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -11,8 +10,16 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from tests.trainer_hooks.saving import Run, another_process, ids, load_newest
-from trainer_hooks.recovery.checkpoints import manifest as manifests
+from tests.trainer_hooks.saving import (
+    Run,
+    another_process,
+    flip,
+    halve,
+    ids,
+    load_newest,
+    reseal,
+    spoil,
+)
 from trainer_hooks.recovery.checkpoints import payload
 from trainvitals.errors import (
     CheckpointCorruptError,
@@ -29,16 +36,6 @@ def run(tmp_path):
 
 
 # ---------------------------------------------------------------------------------- damage
-
-
-def flip(path, at=-100):
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
-
-
-def halve(path):
-    os.truncate(path, path.stat().st_size // 2)
 
 
 def plant_file(path):
@@ -155,35 +152,6 @@ class Evil:
 
     def __reduce__(self):
         return (Path.touch, (self.witness,))
-
-
-def reseal(folder):
-    """Forge a manifest that fits the folder's present files, as somebody who can write may."""
-    path = folder / "manifest.json"
-    content = msgspec.json.decode(path.read_bytes(), type=manifests.Manifest)
-    path.unlink()
-    manifests.seal(folder, msgspec.structs.replace(content, files=manifests.measure(folder)))
-
-
-def spoil(folder):
-    """Put NaN where a weight lies in the file, and seal the folder again."""
-    file = next(iter(sorted(folder.glob("*.distcp"))))
-    key, value = next(
-        (index.fqn, tensor)
-        for index, tensor in all_of(folder)
-        if index.fqn.startswith("model.") and tensor.numel() > 4
-    )
-    raw, wanted = file.read_bytes(), value.contiguous().numpy().tobytes()
-    assert 1 <= raw.count(wanted), key
-    nan = torch.full_like(value, float("nan")).numpy().tobytes()
-    file.write_bytes(raw.replace(wanted, nan))
-    reseal(folder)
-
-
-def all_of(folder):
-    found = []
-    payload.scan(folder, lambda index, tensor: found.append((index, tensor.clone())))
-    return found
 
 
 @pytest.mark.parametrize("forged_manifest", [False, True])

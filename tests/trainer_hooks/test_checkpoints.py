@@ -3,20 +3,19 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.forked import TRAINING
 from tests.support.small_disks import small_file_system
+from tests.trainer_hooks.ranks_saving import main as two_ranks
 from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_newest
-from trainer_hooks.ranks import Ranks
+from tests.trainer_hooks.spawned import spawned
 from trainer_hooks.recovery.checkpoints import payload
-from trainer_hooks.recovery.checkpoints.store import CheckpointStore
-from trainer_hooks.recovery.manager import SnapshotRing
 from trainvitals.errors import (
     CheckpointError,
     StorageError,
@@ -243,7 +242,7 @@ def test_no_thread_is_left_once_all_is_saved(run):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.trainer_hooks.test_checkpoints import Run
+from tests.trainer_hooks.saving import Run
 from trainer_hooks.recovery.checkpoints import manifest, payload, store
 run = Run(Path(sys.argv[1]))
 print(run.save(), flush=True)
@@ -291,93 +290,9 @@ def test_a_rank_killed_while_it_saves_leaves_the_old_checkpoint(tmp_path, where)
 # --------------------------------------------------------------------------------- two ranks
 
 
-def two_ranks(rank, folder, port):
-    """Train two ranks with DDP, save, spoil, load: each gets its own part back."""
-    import torch.distributed as dist
-
-    from trainer_hooks.recovery.state import TrainingState
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    ranks = Ranks(rank, 2, rank, dist.new_group(backend="gloo"))
-
-    def make():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-        ddp = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
-        state = TrainingState(ddp, [optimizer])
-        return ddp, optimizer, state, CheckpointStore(state, folder, run_id="run", ranks=ranks)
-
-    def train(ddp, optimizer, steps):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            ddp(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-        return {k: t.clone() for k, t in state.tensors().items()}
-
-    ddp, optimizer, state, store = make()
-    if rank == 0:
-        store.prepare()
-    dist.barrier()
-    torch.manual_seed(100 + rank)
-    train(ddp, optimizer, 2)
-    ring = SnapshotRing(state, num_slots=2, interval=2, healthy_after=0)
-    ring.take(2, 7, {"rank": rank}, trusted=True)
-    ring.commit(2, True)
-    store.save(ring.newest_healthy())
-    expected = train(ddp, optimizer, 2)
-    assert store.wait()
-    assert 0 == store.num_failed, store.take_changes()
-    dist.barrier()
-
-    ddp, optimizer, state, store = make()
-    restored = load_newest(store)
-    assert ("step-00000002-7", {"rank": rank}, True) == (restored.id, restored.meta, restored.exact)
-    found = train(ddp, optimizer, 2)
-    assert all(torch.equal(expected[key], found[key]) for key in expected | found)
-
-    failing = ring.newest_healthy()
-    failing.step = 3
-    if rank == 1:
-        failing.host["extra"]["odd"] = {"path": folder}  # only this rank cannot write its part
-    store.save(failing)
-    assert store.wait(30)
-    assert 1 == store.num_failed
-    if rank == 1:
-        assert "'odd'" in store.take_changes()[-1].detail
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.mark.dist
-def test_two_ranks_save_together_and_each_gets_its_own_part_back(tmp_path, free_port):
-    code = (
-        "import sys, pathlib; from tests.trainer_hooks.test_checkpoints import two_ranks; "
-        "two_ranks(int(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    commands = [[sys.executable, "-c", code, str(r), str(tmp_path), str(free_port)] for r in (0, 1)]
-    ranks = [
-        TRAINING.Popen(c, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-        for c in commands
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [0, 0] == [rank.returncode for rank in ranks], said
-    names = {path.name for path in (tmp_path / "step-00000002-7").iterdir()}
+def test_two_ranks_save_together_and_each_gets_its_own_part_back(tmp_path):
+    folder = Path(spawned(two_ranks, tmp_path)[0]["folder"])
+    names = {path.name for path in (folder / "step-00000002-7").iterdir()}
     assert {"manifest.json", ".metadata", "__0_0.distcp", "__1_0.distcp"} == names
-    assert not list(tmp_path.glob(".partial*"))
-
-
-@pytest.fixture
-def free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    assert not list(folder.glob(".partial*"))

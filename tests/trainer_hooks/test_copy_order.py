@@ -5,8 +5,9 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 import trainer_hooks
+from tests.support.inside import snapshots_of
+from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.side_streams import Earliest, Latest
-from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.training import Training
 from trainer_hooks import EMA, CheckpointSettings
 from trainer_hooks.guard.averages import Averages
@@ -160,7 +161,7 @@ def test_a_run_ends_bit_for_bit_as_on_the_cpu_whenever_the_side_runs(tmp_path, s
             loop.model, loop.optimizer, loop.scheduler, mode="heal", checkpoints=checkpoints,
             state={"ema": ema},
         )  # fmt: skip
-        change(monitor._controller.recovery.keepers()[0])
+        change(snapshots_of(monitor))
         back, breaks = [], 1
         with monitor:
             while monitor.step_index < 80:
@@ -175,9 +176,7 @@ def test_a_run_ends_bit_for_bit_as_on_the_cpu_whenever_the_side_runs(tmp_path, s
                     with ema.swap():
                         pass
             assert {} == monitor.swallowed_errors
-        state = {
-            k: t.clone() for k, t in monitor._controller.recovery._ring._state.tensors().items()
-        }
+        state = {k: t.clone() for k, t in snapshots_of(monitor)._state.tensors().items()}
         return back, state
 
     def beside(ring):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trainer_hooks
+from tests.support.inside import events_of
 from trainer_hooks.data.files import BadStep, DataWriter
 from trainer_hooks.data.loader import Batch, Position
 from trainer_hooks.data.position import MAX_IDS, MAX_STEPS, DataLedger, plain_id
@@ -231,15 +232,7 @@ class Run:
         )
         config = dict(watch) or {"mode": "heal", "checkpoints": settings}
         self.monitor = trainer_hooks.watch(self.model, self.optimizer, **config)
-        self.events = []
-        emitter = self.monitor._controller.emitter
-        write = emitter.event
-
-        def keep(event, *, step, attempt):
-            self.events.append((step, event))
-            write(event, step=step, attempt=attempt)
-
-        emitter.event = keep
+        self.events = events_of(self.monitor, keep=lambda event, *, step, **_: (step, event))
         data = torch.arange(512).float()
         self.loader = DataLoader(data, 4, shuffle=True, num_workers=workers)
         self.poisoned, self.batches = poisoned, batches

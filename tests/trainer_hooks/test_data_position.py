@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.support.inside import events_of
+from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.spawned import spawned
-from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
-from tests.trainer_hooks.test_resume import events_of
 from trainer_hooks import CheckpointSettings
 from trainer_hooks.data.loader import Batches
 from trainer_hooks.repro.capsule import read

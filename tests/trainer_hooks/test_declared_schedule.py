@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import trainer_hooks
+from tests.support.inside import controller_of
+from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
-from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from trainer_hooks import CheckpointSettings, LRSchedule
 from trainvitals.errors import UsageError
 from trainvitals.records import RATE_DECLARED, DecisionMade, Finding, FindingRaised
@@ -211,7 +212,7 @@ def test_a_rate_that_the_policy_lowered_is_no_departure():
     with loop.watch() as monitor:
         for step in range(STEPS):
             if step == 20:
-                monitor._controller.judge.lr_factor_at = lambda *_: 0.5
+                controller_of(monitor).judge.lr_factor_at = lambda *_: 0.5
             loop.step(monitor)
     assert told() == []
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import trainer_hooks
+from tests.support.inside import events_of, patience_of, store_of
+from tests.support.watched import Loop, assert_same, own_place  # noqa: F401
 from tests.trainer_hooks.saving import Run
-from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
-from tests.trainer_hooks.test_resume import events_of
 from trainer_hooks import EMA, CheckpointSettings, EarlyStopping
 from trainvitals.errors import FormatError, UsageError
 from trainvitals.records import Note
@@ -30,7 +30,7 @@ def step(loop, scale=1.0):
 
 def evaluate(loop, value):
     """Evaluate, once the disk has taken what was evaluated before."""
-    loop.monitor._controller.recovery.keepers()[1].wait()
+    store_of(loop.monitor).wait()
     loop.monitor.evaluate(loss=value)
     return loop.state()
 
@@ -84,14 +84,14 @@ def test_a_rollback_sets_the_patience_back_to_what_it_was_with_the_snapshot(tmp_
         evaluate(loop, 2.0)
         for _ in range(2):
             step(loop)
-        assert 1 == monitor._controller.evaluations.state_dict()["num_without"]
+        assert 1 == patience_of(monitor)["num_without"]
         loop.model[0].weight.data.fill_(NAN)
         back = None
         while back is None:
             back = step(loop).rolled_back_to
         assert 0 == back  # the margin of 20 steps
         fresh = {"best": None, "best_step": -1, "num_without": 0}
-        assert fresh.items() <= monitor._controller.evaluations.state_dict().items()
+        assert fresh.items() <= patience_of(monitor).items()
 
 
 def test_a_relaunch_goes_on_with_the_patience_that_was_left(tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_relaunch_goes_on_with_the_patience_that_was_left(tmp_path, monkeypatc
     again = a_loop(tmp_path, seed=1)
     with again.monitor as monitor:
         assert 4 == monitor.step_index  # the best that was kept last
-        assert 1.0 == monitor._controller.evaluations.state_dict()["best"]
+        assert 1.0 == patience_of(monitor)["best"]
         assert 0.5 == monitor.restore_best().value
 
 
@@ -123,7 +123,7 @@ def test_a_loop_s_own_checkpoint_keeps_the_patience_too(tmp_path):
     again = a_loop(tmp_path, seed=1)
     with again.monitor as monitor:
         monitor.load_state_dict(copy.deepcopy(state))
-        assert 1.0 == monitor._controller.evaluations.state_dict()["best"]
+        assert 1.0 == patience_of(monitor)["best"]
     for damage in ({"best": "x"}, {"metric": 3}, 7):
         broken = {**state, "stopping": damage if damage == 7 else {**state["stopping"], **damage}}
         with a_loop(tmp_path).monitor as monitor, pytest.raises(FormatError, match="damaged"):

@@ -7,44 +7,15 @@ import torch
 from torch import nn
 
 import trainer_hooks
-from tests.trainer_hooks.every_optimizer import MAKERS
-from tests.trainer_hooks.test_attacks import Reads
-from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
-from tests.trainer_hooks.test_optimizers import INF, NAN, backward, one_thread  # noqa: F401
+from tests.support.watched import INF, NAN, Loop, Reads, own_place  # noqa: F401
+from tests.trainer_hooks.averages import assert_same_bits, batch, bits, moved, small
+from tests.trainer_hooks.every_optimizer import MAKERS, backward, one_thread  # noqa: F401
 from trainer_hooks import EMA
 from trainer_hooks.callbacks import averaging
 from trainer_hooks.guard.averages import refuse_averages
 from trainvitals.errors import UsageError
 
 FAULTS = {0: (NAN, "loss"), 1: (INF, "all"), 4: (NAN, "element"), 7: (INF, "loss")}
-
-
-def small(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(dtype)
-
-
-def batch(step, size=5):
-    return torch.randn(size, 3, generator=torch.Generator().manual_seed(step))
-
-
-def bits(ema):
-    return {name: tensor.clone() for name, tensor in ema.state_dict().items()}
-
-
-def assert_same_bits(left, right):
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert tensor.dtype == right[name].dtype
-        one, other = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, right[name]))
-        assert torch.equal(one, other), name
-
-
-def moved(model, step):
-    generator = torch.Generator().manual_seed(step)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape, generator=generator))
 
 
 def decays(decay, num_updates, *, warmup):

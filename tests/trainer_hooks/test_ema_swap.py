@@ -12,9 +12,12 @@ from torch import nn
 
 import trainer_hooks
 from tests.support.examples import examples
-from tests.trainer_hooks.test_ema import assert_same_bits, batch, bits, moved, small
-from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
-from tests.trainer_hooks.test_optimizers import NAN, one_thread  # noqa: F401
+from tests.support.watched import (
+    NAN,
+    own_place,  # noqa: F401
+)
+from tests.trainer_hooks.averages import assert_same_bits, batch, bits, moved, small
+from tests.trainer_hooks.every_optimizer import one_thread  # noqa: F401
 from trainer_hooks import EMA
 from trainvitals.errors import CheckpointError, UsageError
 

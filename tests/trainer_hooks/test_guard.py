@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.trainer_hooks.test_step_cost import Counted
+from tests.trainer_hooks.counting import Counted
 from trainer_hooks.guard import optimizers
 from trainer_hooks.guard.optimizers import BufferShadow, OptimizerGuard, takes_found_inf
 

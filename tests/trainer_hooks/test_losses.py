@@ -6,19 +6,15 @@ import weakref
 import pytest
 import torch
 
-from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
+from tests.support.inside import facts_of, records_of, tokens_of
+from tests.support.watched import Loop, own_place  # noqa: F401
 
 
 @pytest.fixture
 def guarded():
     """Return a guarded loop, and the losses of its steps as they are written."""
-    loop, seen = Loop(mode="guard"), []
-    emitter = loop.monitor._controller.emitter
-    write = emitter.step
-    emitter.step = lambda host, record, extra: (
-        seen.append((record.loss, loop.monitor._controller.log.tokens.seen)),
-        write(host, record, extra),
-    )
+    loop = Loop(mode="guard")
+    seen = records_of(loop.monitor, keep=lambda record: (record.loss, tokens_of(loop.monitor)))
     with loop.monitor:
         yield loop, seen
 
@@ -130,4 +126,4 @@ def test_a_step_whose_tokens_are_all_masked_is_no_bad_step(guarded, weight, how)
         loop.monitor.step(torch.tensor(3.0), weight=weight)
     loop.monitor.close()
     assert seen == [(None, 0)]
-    assert loop.monitor._controller.judge.facts.num_skips == 0
+    assert facts_of(loop.monitor).num_skips == 0

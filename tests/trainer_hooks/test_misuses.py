@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import trainer_hooks
-from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
+from tests.support.watched import own_place  # noqa: F401
 from trainvitals.errors import UsageError
 
 STEPS = 12

@@ -1,6 +1,5 @@
 """One process: what the monitor changes in a loop (nothing), skips, and brings back."""
 
-import copy
 import gzip
 import json
 import os
@@ -11,10 +10,11 @@ import time
 import msgspec
 import pytest
 import torch
-from torch import nn
 
 import trainer_hooks
 from tests.support.forked import TRAINING
+from tests.support.inside import acks_of, controller_of, facts_of, is_paused, snapshots_of
+from tests.support.watched import Loop, assert_same, own_place, run_directory, send_command, until  # noqa: F401
 from tests.trainer_hooks.torchrun import Trained, reader_of, wait_for_agents
 from trainvitals.errors import CheckpointError, ConfigError, TrainingHalted, UsageError
 from trainvitals.io.mailbox import Mailbox, sign_command
@@ -22,66 +22,6 @@ from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import Command
 from trainvitals.views import DecisionsQuestion, RunQuestion, RunsQuestion, SeriesQuestion
-
-
-@pytest.fixture(autouse=True)
-def own_place(tmp_path, monkeypatch):
-    """Journals and runs under the test's folder, and no agent unless a test wants one."""
-    (tmp_path / "shm").mkdir()
-    monkeypatch.setenv("VITALS_SHM", str(tmp_path / "shm"))
-    monkeypatch.setenv("VITALS_DIR", str(tmp_path / "runs"))
-    monkeypatch.setenv("VITALS_AGENT", "off")
-
-
-class Loop:
-    """A small regression with all that has state: moments, batch norm, dropout, schedule."""
-
-    def __init__(self, *, fused=True, seed=0, **watch):
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(
-            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1)
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=fused)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 10, 0.9)
-        self.data = torch.Generator().manual_seed(1)
-        self.monitor = None
-        if watch:
-            self.monitor = trainer_hooks.watch(self.model, self.optimizer, self.scheduler, **watch)
-
-    def forward(self, scale=1.0):
-        x = torch.randn(32, 4, generator=self.data)
-        loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean() * scale
-        loss.backward()
-        return loss
-
-    def bare_step(self):
-        loss = self.forward()
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        return loss
-
-    def state(self):
-        return copy.deepcopy(
-            {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict()["state"],
-                "scheduler": self.scheduler.state_dict(),
-                "rng": torch.get_rng_state(),
-            }
-        )
-
-
-def assert_same(left, right, path=""):
-    assert type(left) is type(right), path
-    if isinstance(left, dict):
-        assert left.keys() == right.keys(), path
-        for key in left:
-            assert_same(left[key], right[key], f"{path}/{key}")
-    elif isinstance(left, torch.Tensor):
-        assert torch.equal(left, right), path
-    else:
-        assert left == right, path
 
 
 @pytest.mark.parametrize("mode", ["observe", "guard", "heal"])
@@ -161,27 +101,9 @@ def test_without_checkpoints_nan_parameters_halt_and_the_relaunch_stays_stopped(
     monkeypatch.setenv("VITALS_RUN_ID", monitor.run_id)
     with pytest.raises(TrainingHalted, match="vitals resume"):
         Loop(mode="guard")
-    RunDir.open(monitor._controller.run_dir.path).clear_halted()
+    RunDir.open(run_directory(monitor)).clear_halted()
     with Loop(mode="guard").monitor as again:
         assert again.run_id == monitor.run_id
-
-
-def _send(monitor, **fields):
-    run_dir = RunDir.open(monitor._controller.run_dir.path)
-    clock = monitor._controller.clock
-    command = Command(
-        number=clock.time_ns() // 1000,
-        run_id=monitor.run_id,
-        reason="test",
-        issued_by="operator",
-        issued_unix_ns=clock.time_ns(),
-        expires_unix_ns=clock.time_ns() + 60_000_000_000,
-        **fields,
-    )
-    path = private_base(os.environ) / monitor.run_id / "mailbox"
-    with Mailbox.open(path) as mailbox:
-        mailbox.put(sign_command(command, run_dir.command_key()))
-    return command
 
 
 def test_an_operator_s_rollback_goes_through_the_ladder():
@@ -189,7 +111,7 @@ def test_an_operator_s_rollback_goes_through_the_ladder():
     with loop.monitor as monitor:
         for _ in range(50):
             monitor.step(loop.forward())
-        _send(monitor, action="rollback")
+        send_command(monitor, action="rollback")
         outcomes = [monitor.step(loop.forward()) for _ in range(3)]
     decisions = [o.decision for o in outcomes if o.decision is not None]
     assert [(d.action, d.rule) for d in decisions] == [("rollback", "command")]
@@ -200,24 +122,15 @@ def test_an_operator_s_halt_stops_the_run_at_a_step_boundary():
     with pytest.raises(TrainingHalted, match="command"), loop.monitor as monitor:
         for step in range(20):
             if step == 10:
-                _send(monitor, action="halt")
+                send_command(monitor, action="halt")
             monitor.step(loop.forward())
     assert monitor.step_index <= 13
 
 
-def until(condition, seconds=20.0):
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up, "it did not happen"
-        time.sleep(0.005)
-
-
 def _acks(monitor):
-    """Collect what becomes of commands."""
-    acks, emitter = [], monitor._controller.emitter
-    whole = emitter.event
-    emitter.event = lambda e, **k: (acks.append(getattr(e, "ack", None)), whole(e, **k))
-    return lambda: [(ack.status, ack.detail) for ack in acks if ack is not None]
+    """Return a function that returns status and detail of each command carried out or refused."""
+    acks = acks_of(monitor)
+    return lambda: [(ack.status, ack.detail) for ack in acks()]
 
 
 def test_an_operator_s_skip_leaves_the_weights_as_they_are_for_its_steps():
@@ -226,7 +139,7 @@ def test_an_operator_s_skip_leaves_the_weights_as_they_are_for_its_steps():
         acks, moved, outcomes = _acks(monitor), [], []
         for step in range(40):
             if step == 30:
-                _send(monitor, action="skip", argument=3.0)
+                send_command(monitor, action="skip", argument=3.0)
             before = loop.model[0].weight.detach().clone()
             outcomes.append(monitor.step(loop.forward()))
             moved.append(not torch.equal(before, loop.model[0].weight.detach()))
@@ -256,11 +169,11 @@ def test_an_operator_s_learning_rate_is_what_the_optimizer_takes_until_the_next_
         acks = _acks(monitor)
         for step in range(40):
             if step == 10:
-                _send(monitor, action="lr", argument=rate / 4)
+                send_command(monitor, action="lr", argument=rate / 4)
             if step == 20:
-                _send(monitor, action="lr_factor", argument=0.5)
+                send_command(monitor, action="lr_factor", argument=0.5)
             if step == 30:
-                _send(monitor, action="lr_factor", argument=1.0)
+                send_command(monitor, action="lr_factor", argument=1.0)
             monitor.step(loop.forward())
     assert ["done"] * 3 == [status for status, _ in acks()]
     assert [1.0, 0.5, 1.0] == [seen[i][0] for i in (9, 25, 35)]
@@ -275,21 +188,21 @@ def test_an_operator_s_pause_holds_the_step_until_a_resume_and_answers_meanwhile
         done = threading.Event()
 
         def operator():
-            until(lambda: monitor._controller.is_paused)
-            _send(monitor, action="lr_factor", argument=0.5)
+            until(lambda: is_paused(monitor))
+            send_command(monitor, action="lr_factor", argument=0.5)
             until(lambda: len(acks()) == 2)
-            _send(monitor, action="resume")
+            send_command(monitor, action="resume")
             done.set()
 
         person = threading.Thread(target=operator)
         person.start()
         for step in range(12):
             if step == 5:
-                _send(monitor, action="pause")
+                send_command(monitor, action="pause")
             monitor.step(loop.forward())
         person.join()
         assert done.is_set()
-        steps = monitor._controller.last_step
+        steps = controller_of(monitor).last_step
     assert ["done"] * 3 == [status for status, _ in acks()]
     assert "until `vitals command RUN resume`" in acks()[0][1]
     assert steps >= 10
@@ -299,10 +212,10 @@ def test_a_halt_ends_a_pause(monkeypatch):
     monkeypatch.setattr("trainer_hooks.step.beside.ROUND_SECONDS", 0.01)
     loop = Loop(mode="guard")
     with pytest.raises(TrainingHalted, match="command"), loop.monitor as monitor:
-        _send(monitor, action="pause")
+        send_command(monitor, action="pause")
         person = threading.Thread(
             target=lambda: (
-                until(lambda: monitor._controller.is_paused), _send(monitor, action="halt")
+                until(lambda: is_paused(monitor)), send_command(monitor, action="halt")
             )
         )  # fmt: skip
         person.start()
@@ -315,7 +228,7 @@ def test_a_resume_of_a_run_that_is_not_paused_is_refused():
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
         acks = _acks(monitor)
-        _send(monitor, action="resume")
+        send_command(monitor, action="resume")
         for _ in range(3):
             monitor.step(loop.forward())
     assert [("refused", "the run is not paused")] == acks()
@@ -324,10 +237,10 @@ def test_a_resume_of_a_run_that_is_not_paused_is_refused():
 def test_an_operator_s_profile_is_a_trace_in_the_run_s_folder():
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
-        acks, folder = _acks(monitor), monitor._controller.run_dir.path / "profiles"
+        acks, folder = _acks(monitor), run_directory(monitor) / "profiles"
         for step in range(12):
             if step == 3:
-                _send(monitor, action="profile", argument=3.0)
+                send_command(monitor, action="profile", argument=3.0)
             monitor.step(loop.forward())
         until(lambda: list(folder.glob("step-*.json.gz")))
     (trace,) = folder.glob("step-*.json.gz")
@@ -340,11 +253,11 @@ def test_an_operator_s_profile_is_a_trace_in_the_run_s_folder():
 def test_an_operator_s_checkpoint_is_written_long_before_it_is_due():
     loop = Loop(mode="heal", checkpoints=True)
     with loop.monitor as monitor:
-        acks, recovery = _acks(monitor), monitor._controller.recovery
+        acks, recovery = _acks(monitor), controller_of(monitor).recovery
         for step in range(120):
             if step == 60:
                 assert (0, 0) == recovery.newest_saved
-                _send(monitor, action="checkpoint")
+                send_command(monitor, action="checkpoint")
             monitor.step(loop.forward())
             recovery._store.wait(None)
         assert 0 < recovery.newest_saved[0] < 120
@@ -355,7 +268,7 @@ def test_a_checkpoint_is_refused_with_the_reason_where_there_can_be_none():
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
         acks = _acks(monitor)
-        _send(monitor, action="checkpoint")
+        send_command(monitor, action="checkpoint")
         for _ in range(3):
             monitor.step(loop.forward())
     assert [("refused", "the run makes no checkpoints: watch(checkpoints=...) does")] == acks()
@@ -364,22 +277,18 @@ def test_a_checkpoint_is_refused_with_the_reason_where_there_can_be_none():
 def test_an_operator_s_word_on_a_step_reaches_the_ladder_and_its_level_passes_from_then_on():
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
-        acks, emitter = [], monitor._controller.emitter
-        whole = emitter.event
-        emitter.event = lambda e, **k: (acks.append(getattr(e, "ack", None)), whole(e, **k))
+        acks = _acks(monitor)
         scales = {60: 1e3, 62: 1e3, 80: 300.0}
         outcomes = []
         for step in range(84):
             if step == 70:
-                _send(monitor, action="accept", argument=60.0)
+                send_command(monitor, action="accept", argument=60.0)
             outcomes.append(monitor.step(loop.forward(scales.get(step, 1.0))))
     decisions = [o.decision for o in outcomes if o.decision is not None]
     assert [("skip_step", 60), ("skip_step", 62), ("accept_level", 70)] == [
         (d.action, d.step) for d in decisions
     ]  # the one of step 80 passes
-    assert [("done", "2 outliers, steps 60 to 62, count as normal")] == [
-        (ack.status, ack.detail) for ack in acks if ack is not None
-    ]
+    assert [("done", "2 outliers, steps 60 to 62, count as normal")] == acks()
     assert {"accepted_step": 60.0}.items() <= decisions[-1].evidence.items()
 
 
@@ -388,9 +297,8 @@ def test_a_command_with_a_wrong_signature_is_refused_and_training_goes_on():
     with loop.monitor as monitor:
         monitor.step(loop.forward())
         path = private_base(os.environ) / monitor.run_id / "mailbox"
-        clock = monitor._controller.clock
         forged = Command(
-            number=clock.time_ns() // 1000,
+            number=time.time_ns() // 1000,
             run_id=monitor.run_id,
             action="halt",
             reason="",
@@ -410,8 +318,8 @@ def test_a_fault_of_ours_never_reaches_the_loop(monkeypatch):
     with loop.monitor as monitor:
         norms = monitor._device.norms
         monkeypatch.setattr(norms, "squares_into", lambda *_: 1 / 0)
-        monkeypatch.setattr(monitor._controller.emitter, "_stream", lambda *_: 1 / 0)
-        monkeypatch.setattr(monitor._controller.emitter, "_row", lambda *_: 1 / 0)
+        monkeypatch.setattr(controller_of(monitor).emitter, "_stream", lambda *_: 1 / 0)
+        monkeypatch.setattr(controller_of(monitor).emitter, "_row", lambda *_: 1 / 0)
         before = loop.state()
         for _ in range(3):
             monitor.step(loop.forward())
@@ -457,11 +365,11 @@ def test_an_empty_variable_says_nothing(monkeypatch):
     monkeypatch.setenv("VITALS_MODE", "")
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
-        assert "guard" == monitor._controller.mode
+        assert "guard" == controller_of(monitor).mode
 
 
 ALONE = """
-from tests.trainer_hooks.test_monitor import Loop
+from tests.support.watched import Loop
 
 loop = Loop(mode="guard", run="alone <script>", config={"lr": 0.01, "api_key": "hush"})
 with loop.monitor as monitor:
@@ -513,13 +421,13 @@ def test_spent_budgets_and_applied_commands_survive_a_relaunch(monkeypatch):
     with loop.monitor as monitor:
         for _ in range(50):
             monitor.step(loop.forward())
-        command = _send(monitor, action="rollback")
+        command = send_command(monitor, action="rollback")
         for _ in range(3):
             monitor.step(loop.forward())
-        spent = monitor._controller.judge.facts
+        spent = facts_of(monitor)
     monkeypatch.setenv("VITALS_RUN_ID", monitor.run_id)
     with Loop(mode="heal", checkpoints=True).monitor as again:
-        facts = again._controller.judge.facts
+        facts = facts_of(again)
     assert (facts.causes, facts.num_rollbacks) == (spent.causes, spent.num_rollbacks) == ((), 1)
     assert facts.last_command == command.number
 
@@ -532,7 +440,7 @@ def _decisions(tmp_path):
 
 
 LAST_STEP_BAD = """
-from tests.trainer_hooks.test_monitor import Loop
+from tests.support.watched import Loop
 
 loop = Loop(mode="guard")
 with loop.monitor as monitor:
@@ -552,7 +460,7 @@ def test_what_the_last_step_s_numbers_say_is_in_the_ledger(tmp_path):
 @pytest.mark.parametrize(("ending", "state"), [("1 / 0", "failed"), ("exit(0)", "finished")])
 def test_how_a_loop_ended_is_how_the_run_ended(tmp_path, ending, state):
     script = f"""
-from tests.trainer_hooks.test_monitor import Loop
+from tests.support.watched import Loop
 
 loop = Loop(mode="guard")
 with loop.monitor as monitor:
@@ -580,7 +488,7 @@ def test_a_run_turned_down_to_observe_still_resumes_from_its_checkpoint(tmp_path
 def test_a_restore_that_fails_halts_and_says_so(monkeypatch):
     loop = Loop(mode="heal", checkpoints=True)
     with pytest.raises(TrainingHalted, match="restore failed"), loop.monitor as monitor:
-        ring = monitor._controller.recovery._ring
+        ring = snapshots_of(monitor)
 
         def broken(checkpoint_id):
             raise CheckpointError("the model has changed")
@@ -588,10 +496,10 @@ def test_a_restore_that_fails_halts_and_says_so(monkeypatch):
         monkeypatch.setattr(ring, "restore", broken)
         for _ in range(50):
             monitor.step(loop.forward())
-        command = _send(monitor, action="rollback")
+        command = send_command(monitor, action="rollback")
         for _ in range(4):
             monitor.step(loop.forward())
-    assert monitor._controller.run_dir.halted() is not None
+    assert RunDir.open(run_directory(monitor)).halted() is not None
     assert command.number > 0
 
 
@@ -600,8 +508,8 @@ def test_settings_come_from_a_file_and_the_environment_and_are_recorded(tmp_path
     monkeypatch.setenv("VITALS_CONFIG", str(tmp_path / "vitals.toml"))
     monkeypatch.setenv("VITALS_LADDER_MAX_TRIES", "5")
     with Loop(mode="guard").monitor as monitor:
-        config = monitor._controller.judge.config
-        info = monitor._controller.run_dir.info()
+        config = controller_of(monitor).judge.config
+        info = RunDir.open(run_directory(monitor)).info()
     assert (config.ladder.margin, config.ladder.max_tries) == (30, 5)
     assert (config.outlier.sigmas, config.outlier.loss_ratio) == (9.0, 3.0)
     assert info.judge["ladder"]["margin"] == 30
@@ -622,7 +530,7 @@ def test_the_finite_rules_come_back_after_an_announced_change():
         monitor.expect("longer context", steps=5)
         for step in range(60):
             monitor.step(loop.forward(1e6 if step == 55 else 1.0))
-    assert monitor._controller.judge.facts.num_skips == 1
+    assert facts_of(monitor).num_skips == 1
 
 
 def test_the_folder_of_checkpoints_stays_where_it_was_named(tmp_path, monkeypatch):

@@ -8,16 +8,20 @@ import torch
 
 import trainer_hooks
 from tests.support.examples import one_in
+from tests.support.inside import events_of, facts_of, records_of
+from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.each_outlier import withhold_each_outlier_in
-from tests.trainer_hooks.every_optimizer import (
+from tests.trainer_hooks.every_optimizer import (  # noqa: F401
     CLASSES,
     COMPLEX,
     MAKERS,
     VARIANTS,
+    backward,
     bits,
     differing,
+    one_thread,
+    train_twin,
 )
-from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from trainer_hooks.guard.optimizers import OptimizerGuard, takes_found_inf
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant")  # torch's Adagrad, once
@@ -40,31 +44,6 @@ def each_outlier_is_withheld(monkeypatch):
     withhold_each_outlier_in(monkeypatch)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors of 48 elements gain nothing from threads, which spin on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def backward(model, step, fault=None, scaler=None):
-    """Train up to the gradients, with the fault in the place it says."""
-    value, site = fault or (None, None)
-    factor = 100.0 if value == "spike" else value
-    loss = model.loss(step) * (factor if site == "loss" else 1.0)
-    (scaler.scale(loss) if scaler else loss).backward()
-    for param in model.parameters() if site in ("element", "all") else ():
-        grad = param.grad._values() if param.grad.is_sparse else param.grad
-        if site == "all":
-            grad.mul_(factor) if value == "spike" else grad.fill_(factor)
-        else:
-            grad.view(-1)[:1].fill_(factor)
-            break
-    return loss.detach()
-
-
 def train(monitor, model, optimizers, faults, steps, scaler=None, max_norm=None):
     """Return the losses of the good steps, and what each bad step changed."""
     losses, traces = [], {}
@@ -83,26 +62,12 @@ def train(monitor, model, optimizers, faults, steps, scaler=None, max_norm=None)
     return losses, traces
 
 
-def train_twin(make, faults, steps, **keywords):
-    """Train without us and without the bad steps."""
-    model, optimizers = make(**keywords)
-    losses = []
-    for step in range(steps):
-        if step in faults:
-            continue
-        losses.append(backward(model, step).item())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    return losses, bits(model, optimizers)
-
-
 def assert_like_twin(make, faults, *, scaler=None, **keywords):
     steps = max(faults) + 4
     model, optimizers = make(**keywords)
     with trainer_hooks.watch(model, optimizers, scaler=scaler) as monitor:
         losses, traces = train(monitor, model, optimizers, faults, steps, scaler)
-        skips = monitor._controller.judge.facts.num_skips
+        skips = facts_of(monitor).num_skips
     twin_losses, twin_bits = train_twin(make, faults, steps, **keywords)
     assert {step: [] for step in faults} == traces
     assert twin_losses == losses
@@ -265,12 +230,9 @@ def test_one_optimizer_on_the_host_s_way_takes_the_lag_from_all(name, lag):
 def test_an_overflow_of_float16_is_counted_and_is_no_finding():
     model, optimizers = MAKERS["fused and not"]()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
-    said, rows = [], []
     with trainer_hooks.watch(model, optimizers, scaler=scaler) as monitor:
-        emitter = monitor._controller.emitter
-        event, row = emitter.event, emitter.step
-        emitter.event = lambda e, **k: (said.append(type(e).__name__), event(e, **k))
-        emitter.step = lambda h, record, extra: (rows.append(record), row(h, record, extra))
+        said = events_of(monitor, keep=lambda event, **_: type(event).__name__)
+        rows = records_of(monitor)
         for step in range(6):
             fault = (INF, "element") if step in (2, 4) else None
             monitor.step(backward(model, step, fault, scaler))

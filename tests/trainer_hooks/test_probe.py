@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import trainer_hooks
+from tests.support.inside import events_of, probe_of
+from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.probing import MoCo, ask, batches, notes, seeded, trained
-from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from trainer_hooks.probe.untouched import untouched
 from trainvitals.errors import UsageError
 
@@ -53,7 +54,7 @@ class Regression:
         made = torch.Generator().manual_seed(1)
         self.data = [torch.randn(32, 4, generator=made) for _ in range(steps)]
         self.monitor = trainer_hooks.watch(self.model, self.optimizer, **watch)
-        self.probe = self.monitor._controller.probe
+        self.probe = probe_of(self.monitor)
         self.told = notes(self.monitor)
 
     def loss(self, x):
@@ -378,13 +379,7 @@ def test_a_step_of_which_something_is_only_told_is_kept_and_one_with_an_outlier_
 
     loop = Regression(steps=63)
     loop.data[57] = 1e3 * loop.data[57]
-    found, write = [], loop.monitor._controller.emitter.event
-
-    def event(what, **keywords):
-        found.append(getattr(what, "finding", None))
-        write(what, **keywords)
-
-    loop.monitor._controller.emitter.event = event
+    found = events_of(loop.monitor, keep=lambda event, **_: getattr(event, "finding", None))
     loop.run(before=before)
     told = {(f.step, f.kind, f.level) for f in found if f is not None}
     assert {(30, "lr_jump", "advisory"), (57, "spike", "actionable")} <= told

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 import trainer_hooks.step.profiling as profiling
 from tests.support.forked import TRAINING
+from tests.support.inside import controller_of, events_of
+from tests.support.watched import Loop, own_place, send_command, until  # noqa: F401
 from tests.trainer_hooks.ranks_profile import RANKS, SLOW, main
 from tests.trainer_hooks.spawned import spawned
-from tests.trainer_hooks.test_monitor import Loop, _send, own_place, until  # noqa: F401
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.step.profiling import (
     AUTO_EVERY_NS,
@@ -175,9 +176,7 @@ ASKED = SignalSettings(profile_slowdowns=True)
 def test_a_slower_run_leaves_a_trace_and_says_why():
     loop = Loop(mode="guard", signals=ASKED)
     with loop.monitor as monitor:
-        controller, events = monitor._controller, []
-        whole = controller.emitter.event
-        controller.emitter.event = lambda e, **k: (events.append(e), whole(e, **k))
+        controller, events = controller_of(monitor), events_of(monitor)
         folder = controller.run_dir.profiles_dir
         for step in range(14):
             if step == 4:
@@ -197,17 +196,17 @@ def test_a_slower_run_leaves_a_trace_and_says_why():
 )
 def test_who_only_observes_or_did_not_ask_for_it_orders_none(how):
     with Loop(**how).monitor as monitor:
-        assert monitor._controller.log.slowdowns is None
+        assert controller_of(monitor).log.slowdowns is None
 
 
 def test_a_trace_that_is_too_large_is_not_kept_and_that_is_counted(monkeypatch):
     monkeypatch.setattr(profiling, "MAX_BYTES", 100)
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
-        controller = monitor._controller
+        controller = controller_of(monitor)
         for step in range(8):
             if step == 2:
-                _send(monitor, action="profile", argument=2.0)
+                send_command(monitor, action="profile", argument=2.0)
             monitor.step(loop.forward())
         until(lambda: controller.faults.counts.get("profile"))
         assert [] == list(controller.run_dir.profiles_dir.iterdir())

@@ -10,8 +10,8 @@ import trainer_hooks
 from tests.house.pages import ROOT
 from tests.support.examples import one_in
 from tests.support.forked import COMMANDS
+from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
-from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from trainvitals.catalog import MAX_GROUPS
 
 

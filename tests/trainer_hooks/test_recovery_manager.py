@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.inside import controller_of, store_of
+from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
-from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
 from trainer_hooks import CheckpointSettings, EarlyStopping
 from trainer_hooks.recovery.manager import SnapshotRing
 from trainvitals.errors import TrainingHalted
@@ -34,7 +35,7 @@ def loop(tmp_path, monkeypatch):
 
 def train(loop, breaks=3, before_break=lambda store: None):
     """Train, break the weights so often at one step; return where each rollback went."""
-    store, back = loop.monitor._controller.recovery.keepers()[1], []
+    store, back = store_of(loop.monitor), []
     while loop.monitor.step_index < STEPS:
         step = loop.monitor.step_index
         store.wait()
@@ -90,7 +91,7 @@ def test_a_checkpoint_is_written_once_each_time_its_seconds_are_over_whatever_th
         save_seconds=60,
     )
     loop, clock, counts = Loop(mode="heal", checkpoints=checkpoints), ManualClock(), []
-    recovery = loop.monitor._controller.recovery
+    recovery = controller_of(loop.monitor).recovery
     store = recovery.keepers()[1]
     recovery._clock, recovery._saved_ns = clock, clock.monotonic_ns()
     with loop.monitor:

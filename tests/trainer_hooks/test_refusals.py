@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import trainer_hooks
-from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
+from tests.support.watched import own_place  # noqa: F401
 from trainvitals.errors import StorageError, UsageError
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trainer_hooks
+from tests.support.inside import controller_of
 from tests.trainer_hooks import bad_steps
 from tests.trainer_hooks.bad_steps import BAD, ROWS, train
 from trainer_hooks.data import files
@@ -79,7 +80,7 @@ def test_a_healthy_run_writes_nothing_and_is_left_as_it_was(run_dir):
     assert {1} == set(hooks)
     assert not (run_dir / "capsules").exists()
     assert {} == monitor.swallowed_errors
-    model = monitor._controller.surroundings._model
+    model = controller_of(monitor).surroundings._model
     assert 0 == len(model._forward_pre_hooks)
 
 

@@ -17,8 +17,8 @@ from tests.trainer_hooks.ranks_resharding import (
     twin,
     two,
 )
+from tests.trainer_hooks.saving import flip, halve
 from tests.trainer_hooks.spawned import spawned
-from tests.trainer_hooks.test_checkpoint_damage import flip, halve
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TWO_RANKS
 from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.checkpoints.planner import Box, BoxReader

@@ -13,20 +13,12 @@ from torch import nn
 
 import trainer_hooks
 from tests.support.examples import examples
-from tests.trainer_hooks.test_attach import Own
-from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
+from tests.support.inside import events_of, facts_of, refs_of, snapshots_of, tokens_of
+from tests.support.watched import Loop, Own, assert_same, own_place  # noqa: F401
 from trainvitals.errors import FormatError, NewerVersionError, UsageError
 from trainvitals.records import AttemptStarted
 
 NAN = float("nan")
-
-
-def events_of(monitor):
-    """Collect events as they are written."""
-    said, emitter = [], monitor._controller.emitter
-    whole = emitter.event
-    emitter.event = lambda event, **k: (said.append(event), whole(event, **k))
-    return said
 
 
 def trained(steps=30, **watch):
@@ -69,7 +61,7 @@ def test_a_spike_at_the_very_first_step_is_skipped(kept, fused):
         assert_same(before["optimizer"], after["optimizer"])
         monitor.step(new.forward())
         assert not torch.equal(after["model"]["0.weight"], new.model[0].weight)
-    assert monitor._controller.judge.facts.num_skips == 1
+    assert facts_of(monitor).num_skips == 1
 
 
 def test_the_same_holds_where_the_loop_steps_by_itself():
@@ -93,7 +85,7 @@ def test_the_curve_and_the_tokens_go_on_in_a_branch_of_their_own():
     assert monitor.step_index == 30
     monitor.step(new.forward(), weight=torch.tensor(3))
     monitor.close()
-    assert monitor._controller.log.tokens.seen == 30 * 3
+    assert tokens_of(monitor) == 30 * 3
     assert monitor.attempt > state["attempt"]
 
 
@@ -116,13 +108,13 @@ def test_what_the_ladder_has_spent_is_not_in_the_state():
     with loop.monitor as monitor:
         for step in range(30):
             monitor.step(loop.forward(NAN if step == 20 else 1.0))
-        assert monitor._controller.judge.facts.num_skips == 1
+        assert facts_of(monitor).num_skips == 1
         state = monitor.state_dict()
     words = json.dumps(state)
     assert "num_skips" not in words
     assert "ladder" not in words
     new = again(state)
-    assert new.monitor._controller.judge.facts.num_skips == 0
+    assert facts_of(new.monitor).num_skips == 0
     new.monitor.close()
 
 
@@ -135,11 +127,11 @@ def test_a_rollback_after_it_goes_to_what_was_loaded_and_not_behind_it():
         with torch.no_grad():
             model.weight.fill_(3.0)  # loaded after watch()
         monitor.load_state_dict(state)
-        refs = monitor._controller.recovery.refs()
+        refs = refs_of(monitor)
         assert [(30, monitor.attempt, "healthy")] == [(r.step, r.attempt, r.state) for r in refs]
         model(torch.ones(2, 4)).sum().backward()
         monitor.step()
-        monitor._controller.recovery._ring.restore(refs[0].id)
+        snapshots_of(monitor).restore(refs[0].id)
         assert torch.equal(model.weight, torch.full((1, 4), 3.0))
 
 

@@ -11,8 +11,8 @@ import torch
 
 from tests.support.examples import one_in
 from tests.trainer_hooks.ranks_sharing_snapshots import STEPS, four, killed, two
+from tests.trainer_hooks.side_streams import SIDES
 from tests.trainer_hooks.spawned import spawned, start_rank
-from tests.trainer_hooks.test_snapshots import SIDES
 from tests.trainer_hooks.training import Training
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery import manager, node_memory

@@ -14,7 +14,7 @@ from trainvitals.records import RunEnded, decode_events
 
 START = """
 import os, signal, sys
-from tests.trainer_hooks.test_monitor import Loop
+from tests.support.watched import Loop
 
 loop = Loop(mode="guard")
 monitor = loop.monitor
@@ -144,7 +144,7 @@ def test_ctrl_c_says_what_is_on_disk_and_how_to_continue_from_it(tmp_path, in_bl
     script = f"""{INTERRUPTED}
 for _ in range(110):
     monitor.step(loop.forward())
-    monitor._controller.recovery.keepers()[1].wait()
+    store_of(monitor).wait()
 interrupt({in_block})
 """
     _, said, printed = run(tmp_path, script)

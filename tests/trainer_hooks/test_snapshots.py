@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.support.examples import examples
-from tests.trainer_hooks.side_streams import Earliest, Latest
+from tests.trainer_hooks.side_streams import SIDES
 from tests.trainer_hooks.training import Training
 from trainer_hooks.recovery import manager
 from trainer_hooks.recovery.copying import CopyPlan
@@ -15,8 +15,6 @@ from trainer_hooks.recovery.manager import SnapshotRing, is_proven, num_slots
 from trainer_hooks.recovery.memory import host_memory_left
 from trainvitals.errors import CheckpointError, ConfigError
 
-SIDES = {"on the host": lambda: None, "earliest": Earliest, "latest": Latest}
-"""Where and when the copies run: without a device, and at the ends of what a device may choose."""
 _side = [SIDES["on the host"]]
 
 

@@ -184,7 +184,8 @@ def test_what_goes_wrong_in_a_look_is_counted_and_stays_out_of_the_loop(monkeypa
 KILLS = """
 import os, signal, time
 from pathlib import Path
-from tests.trainer_hooks.test_monitor import Loop
+from tests.support.inside import controller_of
+from tests.support.watched import Loop
 
 def train(until, what):
     deadline = time.monotonic() + 60
@@ -198,7 +199,7 @@ def spooled():
 
 loop = Loop(mode="guard", run="killed")
 with loop.monitor as monitor:
-    agent = monitor._controller.agent
+    agent = controller_of(monitor).agent
     killed = agent.pid
     train(spooled, "the agent spools")
     os.kill(killed, signal.SIGKILL)

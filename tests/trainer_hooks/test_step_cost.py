@@ -3,29 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer_hooks
-from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
+from tests.support.watched import own_place  # noqa: F401
+from tests.trainer_hooks.counting import Counted
 
 MOST = 45
-VIEWS = {"alias", "detach", "lift_fresh", "select", "slice", "split_with_sizes", "unbind"}
-VIEWS |= {"unsqueeze", "view"}
-"""Of these none computes or moves a number."""
-
-
-class Counted(TorchDispatchMode):
-    """Counts the operations that reach a device's kernels."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        namespace, name = func._schema.name.split("::")
-        if namespace == "aten" and name not in VIEWS:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def plain():

@@ -6,10 +6,9 @@ import sys
 from typing import ClassVar
 
 import pytest
-import torch
 
 from tests.support.forked import TRAINING
-from trainer_hooks import watch
+from tests.trainer_hooks.linear import trained
 from trainer_hooks.lifecycle import terminal
 from trainer_hooks.lifecycle.terminal import Terminal
 from trainvitals.errors import TrainingHalted
@@ -27,25 +26,6 @@ def quick(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("VITALS_RUN_ID", RUN)
     monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.0)
     caplog.set_level(logging.INFO, logger="trainvitals")
-
-
-def trained(mode, *, nan=(), nan_parameters=(), spikes=(), steps=140):
-    """Train a linear layer, with faults at these steps."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    with watch(model, optimizer, run="tiny", mode=mode, checkpoints=mode == "heal") as monitor:
-        for step in range(steps):
-            x = torch.randn(32, 4)
-            loss = (model(x) - x.sum(1, keepdim=True)).square().mean() + 1.0
-            if step in nan_parameters:
-                model.weight.data.fill_(float("nan"))
-            if step in nan:
-                loss = loss * float("nan")
-            if step in spikes:
-                loss = loss * 1e4
-            loss.backward()
-            monitor.step(loss, max_norm=1.0)
 
 
 STARTED = (
@@ -261,7 +241,7 @@ SCRIPT = """
 import logging, sys
 import trainer_hooks
 assert not logging.getLogger("trainvitals").handlers
-from tests.trainer_hooks.test_terminal import trained
+from tests.trainer_hooks.linear import trained
 trained("guard", nan=(100,))
 print("--- configured", file=sys.stderr)
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")

@@ -12,26 +12,14 @@ from torch.optim.swa_utils import AveragedModel
 
 import trainvitals
 from tests.support.forked import COMMANDS, TRAINING
+from tests.support.inside import facts_of
+from tests.support.watched import assert_same, own_place  # noqa: F401
 from tests.trainer_hooks import ranks_taking_turns
-from tests.trainer_hooks.gan import BATCHES, NAN, Gan
+from tests.trainer_hooks.gan import BATCHES, NAN, Gan, watched
 from tests.trainer_hooks.spawned import spawned
-from tests.trainer_hooks.test_monitor import assert_same, own_place  # noqa: F401
 from tests.trainer_hooks.torchrun import Trained, reader_of, run_id_of, wait_for_agents
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.views import DecisionsQuestion, SeriesQuestion
-
-
-def watched(gan, *, each=lambda monitor, outcome: None, weight=None, **watch):
-    """Train under watch; return the state at the end and the monitor."""
-    models, optimizers = [gan.g, gan.d], [gan.of_g, gan.of_d]
-    with trainvitals.watch(models, optimizers, gan.schedules, **watch) as monitor:
-        for real in monitor.batches(gan.data):
-            gan.play(
-                real,
-                lambda o, loss: each(monitor, monitor.step(loss, optimizer=o, weight=weight)),
-            )
-    assert monitor.swallowed_errors == {}
-    return gan.state(), monitor
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -53,7 +41,7 @@ def test_a_bad_update_of_one_player_is_dropped_and_no_other(mode, fused):
         checkpoints=mode == "heal",
     )
     assert_same(Gan(fused=fused, bad=bad).bare(dropped=bad), state)
-    assert monitor._controller.judge.facts.num_skips == len(bad)
+    assert facts_of(monitor).num_skips == len(bad)
     reasons = {d.step: d.reason.split(":")[0] for d in decisions if d is not None}
     assert {reasons[20], reasons[50 if 50 in reasons else 20]} == {"discriminator"}
     assert {reasons[31], reasons[51]} == {"generator"}
@@ -61,7 +49,7 @@ def test_a_bad_update_of_one_player_is_dropped_and_no_other(mode, fused):
 
 ALONE = """
 from tests.trainer_hooks.gan import Gan
-from tests.trainer_hooks.test_turns import watched
+from tests.trainer_hooks.gan import watched
 
 watched(Gan(bad={40}), weight=16)
 """

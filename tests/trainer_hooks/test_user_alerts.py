@@ -6,9 +6,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.trainer_hooks.test_attach import Own
-from tests.trainer_hooks.test_monitor import Loop, _send, assert_same, own_place  # noqa: F401
-from tests.trainer_hooks.test_resume import events_of
+from tests.support.inside import controller_of, events_of
+from tests.support.watched import Loop, Own, assert_same, own_place, send_command  # noqa: F401
 from trainer_hooks.lifecycle.loop import Loop as WatchedLoop
 from trainer_hooks.noop import NullMonitor
 from trainer_hooks.step import user_alerts
@@ -228,7 +227,7 @@ def test_windows_go_back_with_the_run(rules):
         back = None
         while monitor.step_index < 75:
             if monitor.step_index == 60 and back is None:
-                _send(monitor, action="rollback")
+                send_command(monitor, action="rollback")
             # The branch that is left has twenty good ones; the one that counts has them later.
             good = monitor.step_index >= 35 if back is None else monitor.step_index >= 50
             rewards.setdefault(monitor.attempt, {})[monitor.step_index] = float(good)
@@ -266,7 +265,7 @@ def alone():
     """Give a rank's alerts without a training, and what it says."""
     loop = Loop(mode="guard")
     said = events_of(loop.monitor)
-    alerts = loop.monitor._controller.user_alerts()
+    alerts = controller_of(loop.monitor).user_alerts()
     said.clear()
     columns = alerts._emitter.columns
     alerts.row = lambda **values: tuple(values.get(name) for name in columns)
@@ -320,5 +319,5 @@ def test_a_loop_that_asks_for_nothing_has_nothing_of_it():
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
         monitor.step(loop.forward())
-        assert monitor._controller.emitter.alerts is None
-    assert isinstance(loop.monitor._controller.user_alerts(), RankAlerts)
+        assert controller_of(monitor).emitter.alerts is None
+    assert isinstance(controller_of(loop.monitor).user_alerts(), RankAlerts)

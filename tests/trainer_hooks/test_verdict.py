@@ -7,17 +7,15 @@ import torch
 from torch import nn
 
 import trainer_hooks
-from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
+from tests.support.watched import own_place  # noqa: F401
+from tests.trainer_hooks.packs import NO_ROW, ROW, summed
 from trainer_hooks.guard.optimizers import OptimizerGuard
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.gradients import GradNorms, named_parameters
 from trainer_hooks.step.reduce_vector import (
     Derived,
-    PackLayout,
     Rank0Values,
-    RankContribution,
     Reduced,
-    ReduceVector,
     clip_divisor,
     culprits,
     judge_on_device,
@@ -37,28 +35,7 @@ from trainvitals.records import (
     StepRecord,
 )
 
-CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
-NO_ROW, ROW = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
-
-
-def summed(*ranks, root=None):
-    """Sum the packs that these ranks (dicts of Local's arguments and ``squares``) would bring."""
-    total = None
-    for rank, given in enumerate(ranks):
-        layout = PackLayout.of(2, Ranks(rank, len(ranks), rank, None))
-        packer = ReduceVector(layout, CPU)
-        fields = dict(given)
-        squares = fields.pop("squares", (1.0, 3.0))
-        loss = fields.pop("loss", 2.0)
-        packer.squares.copy_(torch.tensor(squares, dtype=torch.float64) / len(ranks))
-        tensor = None if loss is None else torch.tensor(loss, dtype=torch.float64)
-        local = RankContribution(
-            loss=tensor, weight=fields.pop("weight", 1.0), num_gradients=2, **fields
-        )
-        packer.fill(local, (root or Rank0Values()) if rank == 0 else None)
-        total = packer.pack.clone() if total is None else total + packer.pack
-    return layout, total
 
 
 def verdict_of(*ranks, root=None):

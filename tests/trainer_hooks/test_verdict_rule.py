@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from tests.trainer_hooks.test_verdict import NO_ROW, summed
+from tests.trainer_hooks.packs import NO_ROW, summed
 from trainer_hooks.step.reduce_vector import (
     Derived,
     Rank0Values,

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
+from tests.support.inside import controller_of
 from trainer_hooks import SignalSettings
 from trainer_hooks.measures import noise
 from trainvitals.errors import UsageError
@@ -67,7 +68,7 @@ def train(
     with trainer_hooks.watch(
         model, optimizer, signals=signals, scaler=scaler, tokens_per_step=12
     ) as monitor:
-        scale = monitor._controller.log._columns._noise
+        scale = controller_of(monitor).log._columns._noise
         if scale is not None:
             add = scale.add
             scale.add = lambda **squares: (pairs.append(tuple(squares.values())), add(**squares))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.inside import controller_of, facts_of
 from trainer_hooks import SignalSettings
 from trainer_hooks.measures import activations
 from trainer_hooks.step import phases
@@ -22,7 +23,7 @@ def broken(*_arguments, **_named):
         lambda m, patch: patch.setattr(m._device.sampler._updates, "update_squares", broken),
         lambda m, patch: patch.setattr(m._device.sampler._activations, "begin", broken),
         lambda m, patch: patch.setattr(m._device.memory, "count_step", broken),
-        lambda m, patch: patch.setattr(m._controller.log._columns, "of", broken),
+        lambda m, patch: patch.setattr(controller_of(m).log._columns, "of", broken),
         lambda m, patch: patch.setattr(phases, "learning_rates", broken),
         lambda m, patch: patch.setattr(activations, "_figures", broken),
     ],
@@ -40,4 +41,4 @@ def test_a_signal_that_fails_is_missing_and_no_more(make_loop, monkeypatch, brea
     assert sum(errors.values()) >= 3
     for one, other in zip(plain.model.parameters(), measured.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert measured.monitor._controller.judge.facts.num_skips == 0
+    assert facts_of(measured.monitor).num_skips == 0

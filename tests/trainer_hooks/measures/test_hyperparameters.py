@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.inside import controller_of
 from trainer_hooks.guard.schedules import Schedules
 from trainer_hooks.measures.host import GroupSettings
 
@@ -66,7 +67,7 @@ def test_a_schedule_is_told_at_powers_of_two_and_kept_in_full(make_loop):
 def test_a_row_has_the_rate_that_its_update_was_made_with(make_loop, fused):
     loop = make_loop(fused=fused)
     scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda t: 1.0 / (1 + t))
-    loop.monitor._schedules = Schedules((scheduler,), "step", loop.monitor._controller.warn)
+    loop.monitor._schedules = Schedules((scheduler,), "step", controller_of(loop.monitor).warn)
     for _ in range(3):
         loop.monitor.step(loop.backward())
     assert loop.journal().steps("learning_rate") == pytest.approx(

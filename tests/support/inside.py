@@ -1,0 +1,88 @@
+"""State of a monitor that has no public name: the one module of the tests that knows its place."""
+
+
+def controller_of(monitor):
+    """Return the controller of a monitor or of what ``attach`` returned."""
+    return monitor._controller
+
+
+def events_of(monitor, *, keep=lambda event, **fields: event):
+    """Return a list that gets ``keep(event, step=..., attempt=...)`` of each event written."""
+    events, emitter = [], controller_of(monitor).emitter
+    write = emitter.event
+
+    def event(written, **fields):
+        events.append(keep(written, **fields))
+        write(written, **fields)
+
+    emitter.event = event
+    return events
+
+
+def acks_of(monitor):
+    """Return a function that returns the acknowledgments of commands up to now."""
+    acks = events_of(monitor, keep=lambda event, **_: getattr(event, "ack", None))
+    return lambda: [ack for ack in acks if ack is not None]
+
+
+def records_of(monitor, *, keep=lambda record: record):
+    """Return a list that gets ``keep(record)`` of each step's record as its row is written."""
+    records, emitter = [], controller_of(monitor).emitter
+    write = emitter.step
+
+    def step(measured, record, extra):
+        records.append(keep(record))
+        write(measured, record, extra)
+
+    emitter.step = step
+    return records
+
+
+def journal_directory(monitor):
+    """Return the directory of this rank's journal and heartbeat."""
+    return controller_of(monitor).emitter.directory
+
+
+def facts_of(monitor):
+    """Return the policy's facts: skips, rollbacks, causes."""
+    return controller_of(monitor).judge.facts
+
+
+def limits_of(monitor):
+    """Return the limits of finite outliers."""
+    return controller_of(monitor).judge.limits()
+
+
+def probe_of(monitor):
+    """Return the probe."""
+    return controller_of(monitor).probe
+
+
+def tokens_of(monitor):
+    """Return the number of tokens seen, of the steps that the host has read."""
+    return controller_of(monitor).log.tokens.seen
+
+
+def refs_of(monitor):
+    """Return the snapshots and checkpoints that are known, latest first."""
+    return controller_of(monitor).recovery.refs()
+
+
+def snapshots_of(monitor):
+    """Return the ring of snapshots in memory."""
+    return controller_of(monitor).recovery.keepers()[0]
+
+
+def store_of(monitor):
+    """Return the store of checkpoints on disk."""
+    return controller_of(monitor).recovery.keepers()[1]
+
+
+def patience_of(monitor):
+    """Return the state of early stopping."""
+    return controller_of(monitor).evaluations.state_dict()
+
+
+def is_paused(monitor):
+    """Return whether an operator's pause holds the step."""
+    return controller_of(monitor).is_paused
