@@ -8,6 +8,8 @@ from vitals_bench.attribution.rank import Work
 from vitals_bench.attribution.runs import Recorded, record
 from vitals_bench.attribution.trainings import FAULTS, LOUD, MILD, Fault, make, plan
 
+pytestmark = pytest.mark.nightly
+
 SLICE = ("weights_x10", "nan_grad", "rank_garbage5", "clip_off")
 
 

@@ -14,6 +14,8 @@ from vitals_bench import cli, guard, page, parts
 from vitals_bench.measure import halves, interleave, medians, spread
 from vitals_bench.rows import Row, at_most, exactly, ratio_at_most
 
+pytestmark = pytest.mark.nightly
+
 KEYS = ("name", "ours", "peer", "theirs", "ratio", "goal", "met")
 
 

@@ -2,15 +2,16 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from vitals_bench import checkpoint
-from vitals_bench.checkpoint import kept, recovery, snapshot, writing
+from vitals_bench.checkpoint import kept, snapshot, writing
 from vitals_bench.cli import build_app
+
+pytestmark = pytest.mark.nightly
 
 TAKEN_BESIDE = {
     "copy_ of each tensor, preallocated": "ratio <= 1.25",
@@ -57,24 +58,6 @@ def test_steps_are_measured_while_a_checkpoint_is_written_and_while_none_is():
     rows = list(writing.measure_writing(quick=True))
     assert 4 == len({(r.name, r.peer) for r in rows})
     assert all(r.ours > 0 and r.theirs > 0 for r in rows)
-
-
-def test_a_restart_is_the_time_from_the_death_to_when_the_last_rank_has_stepped(tmp_path):
-    for name, second in [("died-0", 3), ("stepped-1-0", 9), ("stepped-1-1", 10)]:
-        (tmp_path / name).write_text(str(second * 10**9))
-    restarts = recovery._seconds_of_restarts(tmp_path, 1)
-    found = {"size": "13 MB of state", "memory": [0.5, 0.7, 0.6], "disk": [2.0]}
-    assert [(0.6, 7.0), (2.0, 7.0)] == [(r.ours, r.theirs) for r in recovery._rows(found, restarts)]
-
-
-def test_ranks_that_do_not_come_through_are_an_error_with_their_last_words(monkeypatch):
-    words = "import sys; sys.exit('no room')"
-    run = recovery.subprocess.run
-    monkeypatch.setattr(
-        recovery.subprocess, "run", lambda args, **k: run([sys.executable, "-c", words], **k)
-    )
-    with pytest.raises(RuntimeError, match="did not come through:\nno room"):
-        list(checkpoint.PARTS["recovery"](quick=True))
 
 
 def test_the_command_prints_the_rows_and_writes_its_part_of_the_page(monkeypatch, tmp_path):

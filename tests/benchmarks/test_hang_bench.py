@@ -4,7 +4,7 @@ import pytest
 
 from vitals_bench.hang.measure import FAULTS, Fault, Trial, run_trial
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.nightly, pytest.mark.dist]
 
 
 def trial_of(title: str) -> Trial:

@@ -19,6 +19,8 @@ from vitals_bench.judgement.tables import Results
 from vitals_bench.judgement.worlds import FAULTS, KINDS, NEW_KINDS, WORLDS
 from vitals_bench.rows import Grid
 
+pytestmark = pytest.mark.nightly
+
 
 def outcome(world="gpt", policy="none", seed=0, clip=1.0, final=1.0, **options):
     base = {"first": 4.0, "digest": "a", "attempted": 700, "seconds": 1.0}

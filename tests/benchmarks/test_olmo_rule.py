@@ -10,6 +10,8 @@ from vitals_bench.guard.rules import skipped_by_peer, train
 from vitals_bench.peers.olmo_rule import SkipStepAdamW
 from vitals_bench.training import watched
 
+pytestmark = pytest.mark.nightly
+
 STEPS, BAD_STEP = 120, 90
 
 

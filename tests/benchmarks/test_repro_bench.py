@@ -5,6 +5,8 @@ import pytest
 from vitals_bench.corruption.faulty import FAULTS, TRANSIENT
 from vitals_bench.corruption.repro import play
 
+pytestmark = pytest.mark.nightly
+
 
 def test_there_are_24_faults_beside_those_of_the_moment():
     assert 24 == sum(fault.kind != TRANSIENT for fault in FAULTS.values())

@@ -7,6 +7,8 @@ from vitals_bench.numbers.commits import Case
 from vitals_bench.rows import Grid, Row
 from vitals_bench.sizes import Costs, fleet_takes
 
+pytestmark = pytest.mark.nightly
+
 COSTS = Costs(commit_seconds=0.02, row_seconds=1e-5, row_bytes=50.0, level_bytes=200.0)
 
 

@@ -17,6 +17,8 @@ from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import open_store
 
+pytestmark = pytest.mark.nightly
+
 SPIKE = 37.123458862304688
 
 

@@ -27,6 +27,8 @@ from vitals_bench.detect.tables import (
 )
 from vitals_bench.rows import Grid, Row, at_least
 
+pytestmark = pytest.mark.nightly
+
 SOME = [shape for shape in SHAPES if shape.name in ("BLOOM-176B's spike", "NaN once", "clean")]
 
 

@@ -20,6 +20,8 @@ from vitals_bench.detect.rules import (
 )
 from vitals_bench.detect.series import KINDS, Series, alarms_of
 
+pytestmark = pytest.mark.nightly
+
 CALM = [3.0 + i % 7 / 50 for i in range(400)]
 NORMS = [1.0 + i % 5 / 50 for i in range(400)]
 

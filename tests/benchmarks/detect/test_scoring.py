@@ -5,6 +5,8 @@ import pytest
 from vitals_bench.detect.scoring import Total, score
 from vitals_bench.detect.series import Alarm, Event, Series
 
+pytestmark = pytest.mark.nightly
+
 
 def log(*events, num=1000, clean=False):
     empty = [None] * num

@@ -15,6 +15,8 @@ from vitals_bench.detect.shapes import (
     make_shape,
 )
 
+pytestmark = pytest.mark.nightly
+
 NAMES = {shape.name: shape for shape in SHAPES}
 
 

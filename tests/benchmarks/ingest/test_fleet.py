@@ -5,9 +5,11 @@ import contextlib
 
 import pytest
 
-from vitals_bench.ingest import cluster, driver, fleet
+from vitals_bench.ingest import driver, fleet
 from vitals_bench.ingest.driver import Node, Outcome
 from vitals_bench.ingest.fleet import Seen, Size, growth
+
+pytestmark = pytest.mark.nightly
 
 OUTCOME = Outcome(
     num_rows=9,
@@ -172,16 +174,3 @@ def test_a_small_fleet_goes_through_journals_agent_wire_collector_and_webhook(mo
     _, replied, _, queryable, alerted, lost = rows
     assert all(0.0 < row.ours < fleet._GIVE_UP_SECONDS for row in (replied, queryable, alerted))
     assert 0 == lost.ours
-
-
-def test_the_cost_with_three_collectors_is_that_of_one_by_all_runs():
-    load = cluster.Load(300, 1, 1.0)
-    used = {
-        number: [cluster.Used(micros * 1e-6, 5e-6, OUTCOME, 0, 0) for micros in each]
-        for number, each in {3: (40.0, 50.0), 1: (30.0, 50.0)}.items()
-    }
-    row = cluster._cost_row(load, used)
-    assert (45.0, 40.0, True) == (pytest.approx(row.ours), pytest.approx(row.theirs), row.met)
-    assert "300 runs of 8 ranks" in row.name
-    missing, twice, unanswered = cluster._kept_rows(load, cluster.Used(0.0, 0.0, OUTCOME, 7, 0))
-    assert (7.0, False, True, True) == (missing.ours, missing.met, twice.met, unanswered.met)

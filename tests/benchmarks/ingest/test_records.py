@@ -8,6 +8,8 @@ from trainvitals.wire import decode_batch, split_batches
 from vitals_bench.ingest import remote_write
 from vitals_bench.ingest.records import NAMES, SCHEMA, Numbers, Writers, by_node
 
+pytestmark = pytest.mark.nightly
+
 SECOND = 1_000_000_000
 
 

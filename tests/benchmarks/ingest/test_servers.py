@@ -12,6 +12,8 @@ from vitals_bench.ingest import cost, servers
 from vitals_bench.ingest.asked import Asked
 from vitals_bench.ingest.servers import Peer, Request, grouped, version_in
 
+pytestmark = pytest.mark.nightly
+
 TINY = cost.Size(rounds=2, steps={1: 3, 10: 20, 100: 100}, mlflow_steps={1: 2, 10: 10, 100: 100})
 
 

@@ -7,6 +7,8 @@ from vitals_bench import wide
 from vitals_bench.ingest import stored
 from vitals_bench.ingest.records import NAMES, SCHEMA
 
+pytestmark = pytest.mark.nightly
+
 TINY = stored.Size(rounds=2, batches=2, num_rows=10_000)
 
 

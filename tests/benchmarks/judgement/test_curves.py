@@ -13,6 +13,8 @@ from vitals_bench.judgement.curves import (
     rate,
 )
 
+pytestmark = pytest.mark.nightly
+
 SEEDS = HELD_OUT_SEEDS[:2]
 
 

@@ -15,6 +15,8 @@ from vitals_bench.judgement import series
 from vitals_bench.judgement.series import BEGIN, KINDS, Log, Point, label_of, make_log
 from vitals_bench.rows import Grid, Row
 
+pytestmark = pytest.mark.nightly
+
 STEPS = 440
 """Of the trainings here: some more than the step at which faults begin."""
 NAMES = ("gan", "spikes")
