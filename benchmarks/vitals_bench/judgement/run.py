@@ -233,6 +233,10 @@ class TaskSchedule(LRScheduler):
         self._task = task
         super().__init__(optimizer)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without the task, which a checkpoint cannot hold."""
+        return {key: value for key, value in super().state_dict().items() if key != "_task"}
+
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """Return the rate of every group."""
         return [self._task.learning_rate(self.last_epoch)] * len(self.optimizer.param_groups)
