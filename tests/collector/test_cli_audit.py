@@ -236,10 +236,13 @@ def test_a_million_records_are_audited(tmp_path: Path, capsys):
 def test_a_loss_is_back_only_where_it_stays():
     from trainvitals.policy.history import LoggedStep
 
+    def is_back(logged: LoggedStep) -> bool:
+        return logged.loss is not None and logged.loss <= 2.0
+
     restless = [LoggedStep(n, n, 1.0 if n % 3 else 5.0) for n in range(30)]
-    assert auditing._recovered(restless, 0, 30, 2.0) is None
+    assert auditing._recovered(restless, 0, 30, is_back) is None
     calm = [LoggedStep(n, n, 5.0 if n < 6 else 1.0) for n in range(30)]
-    assert 6 == auditing._recovered(calm, 0, 30, 2.0)
+    assert 6 == auditing._recovered(calm, 0, 30, is_back)
 
 
 def test_no_option_of_the_columns_is_missing():
@@ -277,3 +280,62 @@ def test_a_log_whose_newest_record_comes_first_is_read_from_its_end(tmp_path: Pa
 
 def alarms_of(said: str) -> str:
     return said.partition("## Alarms")[2].partition("##")[0]
+
+
+LEARNED = [2.0 + 5.0 * 0.98**n for n in range(600)]
+ENDINGS = {
+    "never learns": ([6.9] * 700, "plateau", "loss did not fall by the end, step 699"),
+    "learns late": ([6.9] * 600 + [3.0] * 100, "plateau", "loss fell at step 600"),
+    "lost": (
+        LEARNED + [min(7.0, 2.0 + 0.03 * n) for n in range(500)],
+        "lost_progress",
+        "loss not back by the end, step 1099",
+    ),
+    "lost and back": (
+        LEARNED + [min(7.0, 2.0 + 0.03 * n) for n in range(400)] + [2.0] * 100,
+        "lost_progress",
+        "loss back at step 1000",
+    ),
+    "diverges slowly": (
+        LEARNED + [2.0 + 0.002 * n for n in range(700)],
+        "divergence",
+        "loss not back by the end, step 1299",
+    ),
+    "collapses": (LEARNED + [0.1] * 100, "collapse", "loss not back by the end, step 699"),
+    "NaN from the start": ([float("nan")] * 100, "nonfinite", "not back by the end, step 99"),
+    "a last spike": (LEARNED + [9.0] * 4, "spike", "the log ends too soon to tell"),
+    "back for a few records": (LEARNED + [9.0] * 30 + [2.0] * 4, "spike", "ends too soon to tell"),
+}
+
+
+@pytest.mark.parametrize(("course", "kind", "ending"), ENDINGS.values(), ids=ENDINGS)
+def test_how_trouble_ended_is_held_against_the_time_before_its_onset(
+    tmp_path: Path, capsys, course: list[float], kind: str, ending: str
+):
+    noise = random.Random(3)
+    path = tmp_path / "log.csv"
+    rows = [f"{n},{loss * (1.0 + noise.gauss(0, 0.01))!r}" for n, loss in enumerate(course)]
+    path.write_text("\n".join(["step,loss", *rows]))
+    alarms = [row for row in alarms_of(audited(capsys, path)).splitlines() if kind in row]
+    assert alarms
+    assert all(ending in row for row in alarms)
+    assert not any("looks wrong" in row or "harmless" in row for row in alarms)
+
+
+def test_what_trainer_logs_as_a_loss_of_zero_beside_a_norm_of_nan_is_not_back(tmp_path, capsys):
+    log = [{"step": n, "loss": 2.0 + 2.0 / (n + 1), "grad_norm": 1.0} for n in range(30)]
+    log += [{"step": n, "loss": 0.0, "grad_norm": float("nan")} for n in range(30, 130)]
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": log}))
+    (row,) = [row for row in alarms_of(audited(capsys, path)).splitlines() if "nonfinite" in row]
+    assert "loss not back by the end, step 129" in row and "looks right" in row
+
+
+def test_the_silence_of_a_short_log_is_qualified(tmp_path: Path, capsys):
+    path = tmp_path / "short.csv"
+    path.write_text("step,loss\n" + "".join(f"{n},6.9\n" for n in range(100)))
+    said = audited(capsys, path)
+    assert "Vitals would have done nothing, and told nothing. That says nothing of " in said
+    assert "a slow rise (needs 512 records, has 100)" in said
+    assert "a loss that never falls (needs 500 records, has 100)" in said
+    assert "spikes (needs" not in said

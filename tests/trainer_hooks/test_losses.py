@@ -127,3 +127,83 @@ def test_a_step_whose_tokens_are_all_masked_is_no_bad_step(guarded, weight, how)
     loop.monitor.close()
     assert seen == [(None, 0)]
     assert facts_of(loop.monitor).num_skips == 0
+
+
+NAN = float("nan")
+BEFORE, AFTER = "before its backward", "after it"
+DROPPED_BY = {
+    "zero_grad": lambda loop: loop.optimizer.zero_grad(),
+    "zero_grad in place": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
+    "the model's": lambda loop: loop.model.zero_grad(),
+    "by hand": lambda loop: [setattr(param, "grad", None) for param in loop.model.parameters()],
+}
+
+
+def give(loop, loss, when):
+    """Run one micro-batch's backward, and give its loss."""
+    if when == BEFORE:
+        loop.monitor.micro(loss)
+    loss.backward()
+    if when == AFTER:
+        loop.monitor.micro(loss)
+
+
+def batch_loss(loop, value):
+    """Return a loss of this value that trains the model."""
+    loss = loop.model(torch.randn(8, 4)).square().mean()
+    return loss - loss.detach() + value
+
+
+@pytest.mark.parametrize("when", [BEFORE, AFTER])
+@pytest.mark.parametrize("drop", DROPPED_BY)
+def test_losses_of_micro_batches_that_the_loop_dropped_are_dropped_too(guarded, drop, when):
+    loop, seen = guarded
+    for values, kept in (((1.0, 3.0), True), ((5.0, NAN), False), ((2.0, 4.0), True)):
+        for value in values:
+            give(loop, batch_loss(loop, value), when)
+        if not kept:
+            DROPPED_BY[drop](loop)
+            continue
+        loop.monitor.step()
+    loop.monitor.close()
+    assert [2.0, 3.0] == [pytest.approx(loss) for loss, _ in seen]
+
+
+def test_a_loss_that_the_loop_gave_up_before_its_backward_is_dropped(guarded):
+    loop, seen = guarded
+    for value in (1.0, NAN, 3.0):
+        loss = batch_loss(loop, value)
+        loop.monitor.micro(loss)
+        if value == value:
+            loss.backward()
+    loop.monitor.step()
+    loop.monitor.close()
+    assert [2.0] == [pytest.approx(loss) for loss, _ in seen]
+
+
+@pytest.mark.parametrize("how", ["zeroed between", "backwards afterwards", "one backward"])
+def test_all_losses_of_a_step_count_in_whatever_order_they_are_given(guarded, how):
+    loop, seen = guarded
+    for _ in range(3):
+        losses = [batch_loss(loop, value) for value in (1.0, 3.0)]
+        if how == "zeroed between":
+            loop.monitor.micro(losses[0])
+            loop.optimizer.zero_grad()
+            losses[0].backward()
+            give(loop, losses[1], BEFORE)
+        else:
+            for loss in losses:
+                loop.monitor.micro(loss)
+            for loss in [sum(losses)] if how == "one backward" else losses:
+                loss.backward()
+        loop.monitor.step()
+    loop.monitor.close()
+    assert [2.0, 2.0, 2.0] == [pytest.approx(loss) for loss, _ in seen]
+
+
+def test_the_optimizer_is_as_it_was_once_the_monitor_is_closed(guarded):
+    loop, _ = guarded
+    give(loop, batch_loss(loop, 1.0), AFTER)
+    loop.monitor.step()
+    loop.monitor.close()
+    assert "zero_grad" not in vars(loop.optimizer)

@@ -400,6 +400,7 @@ class Loop:
             controller.carry_out_at_end(controller.handle(*left, now_step=self._step))
 
     def _release(self) -> None:
+        self._parts.close()
         self._device.release()
 
     def __enter__(self) -> Self:

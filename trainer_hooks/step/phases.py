@@ -7,8 +7,7 @@ handles the step of ``lag`` steps ago (``trainer_hooks.step.controller``).
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from trainer_hooks.measures.host import (
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.gradients import local_tensor, no_gradients, reads_are_free, scale
+from trainer_hooks.step.micro import MicroLosses
 from trainer_hooks.step.reduce_vector import (
     SHORT_FROM,
     RankContribution,
@@ -81,8 +81,7 @@ class StepPhases:
         self.clock = controller.times
         self.clock.sections = device.sections
         self._tokens_per_step = tokens_per_step
-        self._micro: tuple[Tensor, Tensor | float, bool] | None = None
-        self._last_micro: Callable[[], object] = lambda: None
+        self._micro = MicroLosses(device.optimizers)
         self._settings = GroupSettings(device.optimizers)
         self._num_groups = sum(len(o.param_groups) for o in device.optimizers)
         self._rates: list[float | None] = [None] * self._num_groups
@@ -107,19 +106,20 @@ class StepPhases:
         # Added to 0.0: the loop may go on counting in the tensor it gave us.
         share = 0.0 + self._weight(weight)
         part = self.number("loss", loss) * share
-        before, so_far, weighted = self._micro or (0.0, 0.0, True)
-        self._micro = (before + part, so_far + share, weighted and weight is not None)
-        # Known again, but not kept: the graph behind it would be kept as well.
-        self._last_micro = weakref.ref(loss) if isinstance(loss, Tensor) else lambda: loss
+        self._micro.add(loss, part, share, is_weighted=weight is not None)
 
     @property
     def has_micro(self) -> bool:
         """Whether the step was given a micro-batch's loss."""
-        return self._micro is not None
+        return bool(self._micro)
 
     def drop_losses(self) -> None:
         """Forget the step's losses: it does not count."""
-        self._micro = None
+        self._micro.clear()
+
+    def close(self) -> None:
+        """Give back what the losses were followed by."""
+        self._micro.close()
 
     def number(self, what: str, value: Tensor | float) -> Tensor:
         """Return one number without its graph; a plain one is written by a kernel: nothing waits.
@@ -172,13 +172,16 @@ class StepPhases:
 
     def _take_losses(self, loss: Tensor | float | None, weight: Tensor | float | None) -> StepLoss:
         """Return the step's loss: a last one counts beside those before, unless it was one."""
-        if self._micro is None:
+        taken = self._micro.take()
+        if taken is None:
             if loss is None:
                 return StepLoss()
             return StepLoss(self._scalar("loss", loss), self._weight(weight), weight is not None)
-        if loss is not None and loss is not self._last_micro():
-            self.add_loss(loss, weight)
-        (total, weights, weighted), self._micro = self._micro, None
+        total, weights, weighted = taken
+        if loss is not None and not self._micro.is_last(loss):
+            share = self._weight(weight)
+            total = total + self.number("loss", loss) * share
+            weights, weighted = weights + share, weighted and weight is not None
         # Of no weight at all, such as a batch whose tokens are all masked, there is no mean.
         return StepLoss(total / (weights + (weights == 0)), weights, weighted)
 
@@ -216,7 +219,6 @@ class StepPhases:
         failed, given = True, StepLoss()
         with controller.faults.fail_open("loss"):
             given = self._take_losses(loss, weight)
-        self._micro = None
         with controller.faults.fail_open("prepare"):
             where, grads = device.norms.gradients()
             device.norms.squares_into(device.packer.squares, where, grads)

@@ -74,7 +74,7 @@ def audit(
     """
     from trainvitals.policy.history import cadence_of, judge_history
     from vitals_collector.importers import ColumnChoice, holds_runs, read_history
-    from vitals_collector.report.assumptions import about, assumptions
+    from vitals_collector.report.assumptions import about, assumptions, lacking
     from vitals_collector.report.audit import audit as gather
     from vitals_collector.report.audit import tell
     from vitals_collector.report.postmortem import markdown, page
@@ -116,6 +116,7 @@ def audit(
         gpus=gpus,
         # Whose folder it lay in is nobody's business where the page is sent to.
         assumptions=(about(replace(history, source=log.name)), *assumptions(history, assumed)),
+        lacking=lacking(assumed.config, len(history.steps)),
     )
     blocks = tell(made, printable(log.name or str(log)))
     if html is not None:

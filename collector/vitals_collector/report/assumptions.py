@@ -6,6 +6,8 @@ from trainvitals.policy import JudgeConfig, Mode
 from trainvitals.policy.history import CHECKPOINT_EVERY, LAG, Cadence, cadence_of, overflows_of
 from vitals_collector.importers import History
 
+_BLOCK = 32
+"""Steps of one of the blocks that ``[drift] warm_up`` counts."""
 _KINDS = {
     "minimize": "to fall",
     "rl": "reinforcement learning's, which may rise",
@@ -69,6 +71,18 @@ def _judged(assumed: Assumed, cadence: Cadence) -> list[str]:
     return [words, coarse]
 
 
+def lacking(config: JudgeConfig, num_records: int) -> list[str]:
+    """Return what so short a log says nothing about, each with what it needs."""
+    needs = (
+        ("spikes", config.detect.loss.warm_up),
+        ("steps to be skipped, unless they are not finite", config.outlier.warm_up),
+        ("a loss that never falls", config.detect.progress.learn_steps),
+        ("a slow rise", config.detect.drift.warm_up * _BLOCK),
+    )
+    has = f"has {num_records}"
+    return [f"{what} (needs {num} records, {has})" for what, num in needs if num_records < num]
+
+
 def _short(config: JudgeConfig, num_records: int) -> list[str]:
     spikes, outliers = config.detect.loss.warm_up, config.outlier.warm_up
     if num_records >= outliers:
@@ -115,4 +129,4 @@ def _times(num: int) -> str:
     return "once" if num == 1 else f"{num} times"
 
 
-__all__ = ["Assumed", "about", "assumptions"]
+__all__ = ["Assumed", "about", "assumptions", "lacking"]

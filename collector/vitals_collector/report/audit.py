@@ -8,9 +8,9 @@ whether the loss came back by itself, somebody started again from an earlier ste
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
 from trainvitals.detect.registry import KINDS as FINDING_KINDS
@@ -25,10 +25,13 @@ from vitals_collector.report.postmortem.blocks import Block, Heading, Plot, Tabl
 NEAR_ROWS = 20
 """Findings of a kind that lie no further apart are one alarm."""
 REFERENCE_ROWS, RECOVERY_ROWS = 50, 10
-"""Records before an alarm whose median is where the loss was, and in a row that must be there
+"""Records before an onset whose median is where the loss was, and in a row that must be there
 again."""
 TOLERANCE = 0.05
 """Share of that median by which it may be higher, at least."""
+_COLLAPSED = "collapse"
+_SLOW = frozenset({"divergence", "lost_progress", "plateau"})
+"""Kinds of findings about the level of the loss: the same rise is reported again as it goes on."""
 PROMPT_ROWS = 100
 """Records within which a loss that came back by itself makes an action look needless."""
 MAX_LINES = 200
@@ -63,6 +66,8 @@ class Alarm:
     stopped: from then on it would have been another run."""
     further: dict[str, int] = field(default_factory=dict)
     """What would follow, had that changed nothing."""
+    is_flat: bool = False
+    """Whether it began as a loss that never falls: it ends otherwise."""
     severity: Severity = "log"
     acted_step: int | None = None
     """At which step it would have been rolled back or stopped, or paged for."""
@@ -125,6 +130,8 @@ class Audit:
     """The usual time of a step; None where the log does not tell."""
     gpus: int
     assumptions: Sequence[str]
+    lacking: Sequence[str]
+    """What so short a log says nothing about, and what that needs."""
 
 
 def audit(
@@ -135,6 +142,7 @@ def audit(
     loss_kind: str,
     gpus: int,
     assumptions: Sequence[str],
+    lacking: Sequence[str] = (),
 ) -> Audit:
     """Gather alarms, and hold each against the rest of the log.
 
@@ -145,6 +153,7 @@ def audit(
         loss_kind: what its loss is good for.
         gpus: how many it ran on; 0: not known.
         assumptions: what had to be assumed, in words.
+        lacking: what the log is too short for, in words.
     """
     alarms: list[Alarm] = []
     marks: list[CurveMark] = []
@@ -152,8 +161,9 @@ def audit(
     for judged in judged_steps:
         _take(judged, places[judged.row], alarms, marks, loss_kind)
     restarts = sorted(cadence.restarts)
+    before: _Trouble | None = None
     for alarm in alarms:
-        _judge_ending(alarm, history.steps, restarts)
+        before = _judge_ending(alarm, history.steps, restarts, before) or before
     return Audit(
         history=history,
         cadence=cadence,
@@ -162,6 +172,7 @@ def audit(
         step_seconds=_step_seconds(history.steps),
         gpus=gpus,
         assumptions=assumptions,
+        lacking=lacking,
     )
 
 
@@ -174,7 +185,10 @@ def _take(
         kind = FINDING_KINDS.get(finding.kind)
         domain = "numbers" if kind is None else kind.domain
         alarm = _alarm_at(place, domain, alarms, finding.step, finding.onset_step)
+        if not alarm.kinds:
+            alarm.is_flat = (finding.kind, finding.detector) == ("plateau", "loss_progress")
         alarm.kinds[finding.kind] = None
+        alarm.onset_step = min(alarm.onset_step, finding.onset_step, finding.step)
         _note(alarm, place, finding.step, finding.reason)
         for raised in alerts_for_finding(finding, run_id="", loss_kind=loss_kind):
             _worsen(alarm, raised.severity, finding.step)
@@ -230,48 +244,121 @@ def _worsen(alarm: Alarm, severity: Severity, step: int) -> None:
 # ---------------------------------------------------------------------------- what came afterwards
 
 
-def _judge_ending(alarm: Alarm, log: Sequence[LoggedStep], restarts: Sequence[int]) -> None:
-    """Find out how the log goes on behind an alarm."""
-    first, last = alarm.first_row, alarm.last_row
-    restart = next((place for place in restarts if place > first), None)
+class _Trouble(NamedTuple):
+    """A stretch of the log in which the loss was not where it had been."""
+
+    onset: int
+    end: int
+    """First and last place."""
+    is_back: Callable[[LoggedStep], bool]
+
+
+def _judge_ending(
+    alarm: Alarm,
+    log: Sequence[LoggedStep],
+    restarts: Sequence[int],
+    before: _Trouble | None,
+) -> _Trouble | None:
+    """Find out how the log goes on behind an alarm; return the trouble that it was about.
+
+    Where the loss was is taken from before the onset: detectors of a slow rise speak when the
+    records just before are part of it. How long it lasted counts from the onset, too. A rise that
+    is reported again has the onset of the first report.
+    """
+    restart = next((place for place in restarts if place > alarm.first_row), None)
     stop = len(log) if restart is None else restart
-    level = _level(log[max(0, first - REFERENCE_ROWS) : first])
-    if alarm.domain != "numbers" or level is None:
+    onset = _place_of_onset(alarm, log, restarts)
+    is_back = _returns(alarm, log, onset)
+    if before is not None and before.onset < onset <= before.end and _SLOW & alarm.kinds.keys():
+        onset, is_back = before.onset, before.is_back
+    if alarm.domain != "numbers" or is_back is None:
         alarm.end_step = log[stop - 1].step
-        return
-    at = _recovered(log, min(last + 1, stop), stop, level)
+        return None
+    at = _recovered(log, min(alarm.last_row + 1, stop), stop, is_back)
     if at is not None:
         alarm.ending = "recovered"
     elif restart is not None:
         alarm.ending, alarm.back_to, at = "restarted", log[restart].step, stop - 1
     else:
-        is_short = stop - last <= RECOVERY_ROWS and math.isfinite(_loss(log[-1]))
-        alarm.ending, at = ("log ends" if is_short else "not recovered"), stop - 1
-    alarm.end_step, alarm.end_rows = log[at].step, at - first
+        alarm.ending, at = _at_the_end(alarm, log, onset, is_back), stop - 1
+    alarm.end_step, alarm.end_rows = log[at].step, at - onset
+    return None if alarm.is_flat else _Trouble(onset, at, is_back)
 
 
-def _level(before: Sequence[LoggedStep]) -> float | None:
-    """Return up to where the loss counts as back; None where there was too little before."""
+def _place_of_onset(alarm: Alarm, log: Sequence[LoggedStep], restarts: Sequence[int]) -> int:
+    """Return the place of the first record of the trouble, within the same start of the run."""
+    begin = max((place for place in restarts if place <= alarm.first_row), default=0)
+    place = alarm.first_row
+    while place > begin and alarm.onset_step <= log[place - 1].step:
+        place -= 1
+    return place
+
+
+def _returns(
+    alarm: Alarm, log: Sequence[LoggedStep], onset: int
+) -> Callable[[LoggedStep], bool] | None:
+    """Return what says of a record that the trouble is over; None if the log cannot tell."""
+    if alarm.is_flat:
+        # A loss that did not fall has no level from before: it ends as the loss falls.
+        band = _band(log[onset : alarm.last_row + 1][-REFERENCE_ROWS:])
+        return None if band is None else lambda logged: _loss(logged) < band[0]
+    band = _band(log[max(0, onset - REFERENCE_ROWS) : onset])
+    if band is not None and _COLLAPSED in alarm.kinds:
+        return lambda logged: _loss(logged) >= band[0]
+    if band is not None:
+        return lambda logged: _loss(logged) <= band[1] and _is_finite(logged)
+    # From the first records on. That it stays non-finite needs nothing to compare with.
+    lasts = not any(_is_finite(logged) for logged in log[onset:])
+    return (lambda _: False) if lasts else None
+
+
+def _at_the_end(
+    alarm: Alarm,
+    log: Sequence[LoggedStep],
+    onset: int,
+    is_back: Callable[[LoggedStep], bool],
+) -> Ending:
+    """Return how trouble ended that is not over by the log's end.
+
+    Where it lasted from the onset to the end that is an answer. Only after a few records since the
+    onset, or since the loss came back, nobody knows.
+    """
+    if not _is_finite(log[-1]):
+        return "not recovered"
+    num_since = len(log) - 1 - alarm.last_row if is_back(log[-1]) else len(log) - onset
+    return "log ends" if num_since <= RECOVERY_ROWS else "not recovered"
+
+
+def _band(before: Sequence[LoggedStep]) -> tuple[float, float] | None:
+    """Return between what the loss counts as the same; None where there was too little before."""
     losses = [_loss(logged) for logged in before if math.isfinite(_loss(logged))]
     if len(losses) < RECOVERY_ROWS:
         return None
     median = statistics.median(losses)
     spread = 1.4826 * statistics.median([abs(loss - median) for loss in losses])
-    return median + max(3.0 * spread, TOLERANCE * abs(median))
+    reach = max(3.0 * spread, TOLERANCE * abs(median))
+    return median - reach, median + reach
 
 
-def _recovered(log: Sequence[LoggedStep], start: int, stop: int, level: float) -> int | None:
-    """Return the first record of ten in a row of which no more than two lie above the level."""
-    above = 0
+def _recovered(
+    log: Sequence[LoggedStep], start: int, stop: int, is_back: Callable[[LoggedStep], bool]
+) -> int | None:
+    """Return the first record of ten in a row of which all but two, at most, are back."""
+    away = 0
     for place in range(start, stop):
-        above += not _loss(log[place]) <= level
+        away += not is_back(log[place])
         begin = place - RECOVERY_ROWS + 1
         if begin > start:
-            above -= not _loss(log[begin - 1]) <= level
-        is_back = _loss(log[place]) <= level and begin >= start and _loss(log[begin]) <= level
-        if is_back and above <= 2:
+            away -= not is_back(log[begin - 1])
+        if begin >= start and away <= 2 and is_back(log[place]) and is_back(log[begin]):
             return begin
     return None
+
+
+def _is_finite(logged: LoggedStep) -> bool:
+    """Say whether nothing of a record is NaN or infinite: Trainer logs a NaN loss as 0."""
+    norm = logged.grad_norm
+    return math.isfinite(_loss(logged)) and (norm is None or math.isfinite(norm))
 
 
 def _loss(logged: LoggedStep) -> float:
@@ -320,7 +407,9 @@ def _in_short(made: Audit) -> str:
     pages = sum(alarm.severity == "page" for alarm in alarms)
     wrong = sum(alarm.is_wrong for alarm in alarms)
     if not alarms:
-        return f"{words}Vitals would have done nothing, and told nothing."
+        words += "Vitals would have done nothing, and told nothing."
+        lacking = ", ".join(made.lacking)
+        return f"{words} That says nothing of {lacking}." if lacking else words
     words += f"Vitals would have skipped {_num(skips, 'update')}, rolled back {_times(backs)}, "
     words += f"stopped the run {_times(halts)}, and paged {_times(pages)}, in "
     words += f"{_num(len(alarms), 'alarm')}. "
@@ -387,10 +476,14 @@ def _would(alarm: Alarm) -> str:
 
 def _ended(alarm: Alarm) -> str:
     match alarm.ending:
+        case "recovered" if alarm.is_flat:
+            return f"loss fell at step {alarm.end_step}"
         case "recovered":
             return f"loss back at step {alarm.end_step}"
         case "restarted":
             return f"continued to step {alarm.end_step}, then restarted from step {alarm.back_to}"
+        case "not recovered" if alarm.is_flat:
+            return f"loss did not fall by the end, step {alarm.end_step}"
         case "not recovered":
             return f"loss not back by the end, step {alarm.end_step}"
         case "log ends":
