@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainvitals.clock import Clock, SystemClock
+from trainvitals.clock import Clock, SteadyClock, SystemClock
 from trainvitals.detect.hang import HangConfig
 from trainvitals.errors import UsageError
 from trainvitals.io.discovery import AWAY_FILE
@@ -164,6 +164,7 @@ class Agent:
         self.runs: dict[str, ServedRun] = {}
         self.has_served = False
         self._clock = clock or SystemClock()
+        self._steady = SteadyClock(self._clock)
         self.ahead = None if ahead is None else EventsAhead(ahead, faults=self.faults)
         self._facts = NodeFacts(
             node=config.node,
@@ -178,7 +179,11 @@ class Agent:
         self.sampling = Sampling(HostSampler(config.base), gpus, self.faults, spawn=spawn)
         # One backoff each: what one part cannot have says nothing of the other.
         ships, asks = Backoff(rng=chance), Backoff(rng=chance)
-        self.shipper = Shipper(client, backoff=ships, faults=self.faults) if client else None
+        self.shipper = (
+            Shipper(client, backoff=ships, faults=self.faults, on_stopped=self._tell_of_stopped)
+            if client
+            else None
+        )
         self.relay = CommandDelivery(
             client, keys=config.keys, backoff=asks, clock=self._clock, faults=self.faults
         )
@@ -428,7 +433,7 @@ class Agent:
         """Open the run's spool on its disk, or in the node's memory where that is full."""
 
         def now() -> float:
-            return self._clock.time_ns() / 1e9
+            return self._steady.time_ns() / 1e9
 
         memory = state_dir.memory_path / "spool"
         if not has_room(state_dir.path, ROOM_BYTES + bytes_in(memory)):
@@ -457,6 +462,11 @@ class Agent:
         )
         log.warning("%s run=%s", text, run.run_id)
         run.node_source.say(Note(code="spool_in_memory", text=text, severity="warning"))
+
+    def _tell_of_stopped(self, key: Key, text: str) -> None:
+        run = self.runs.get(key[0])
+        if run is not None:
+            run.tell_of_stopped(key, text)
 
     def _mind_the_disks(self, now: float) -> None:
         """Go on in memory where a disk has become full, and on disk where it has room again.

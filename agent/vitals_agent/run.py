@@ -17,7 +17,7 @@ from trainvitals.identity import Identity, Source, new_incarnation
 from trainvitals.io.private import read_own, replace_file
 from trainvitals.io.rundir import RunDir, is_full
 from trainvitals.io.spool import Key, Spool
-from trainvitals.records import Note
+from trainvitals.records import Finding, FindingRaised, Note
 from trainvitals.rows import Value
 from vitals_agent.faults import Faults
 from vitals_agent.sources import OwnSource
@@ -320,6 +320,30 @@ class ServedRun:
         )
         note = Note(code="journal_overflowed", text=text, severity="warning")
         self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
+
+    def tell_of_stopped(self, key: Key, text: str) -> None:
+        """Report a stream that the collector does not store."""
+        _, incarnation, stream = key
+        if incarnation == self.node_source.identity.incarnation:
+            # The report would wait behind the rows that it is about.
+            node = Source("node", self._facts.node)
+            del self._own[str(node)]
+            self.node_source = self._source(node)
+        writers = {tail.identity.incarnation: tail for tail in self.tails.values()}
+        tail = writers.get(incarnation)
+        finding = Finding(
+            kind="stream_stopped",
+            level="advisory",
+            step=-1 if tail is None else tail.last.step,
+            detector="shipper",
+            rank=-1 if tail is None else tail.identity.rank,
+            reason=f"{'' if tail is None else f'{tail.identity.source} on '}{self._facts.node}: "
+            f"{text}",
+            cause=stream,
+        )
+        attempt = 0 if tail is None else tail.last.attempt
+        event = FindingRaised(finding=finding)
+        self.node_source.say(event, step=finding.step, attempt=attempt)
 
     def sweep(self) -> None:
         """Delete journals that are finished and in the spool; shared memory is short."""
