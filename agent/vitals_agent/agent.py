@@ -214,6 +214,7 @@ class Agent:
         self._idle_since: dict[str, float] = {}
         self._looked_at_disks_at = 0.0
         self._told_of_memory: set[str] = set()
+        self._told_dropped: dict[str, int] = {}
         self._sampled_at: float | None = None
         self._cycled_at_ns = 0
         self._turned_at_ns = 0
@@ -319,6 +320,7 @@ class Agent:
                 self._mirrors.look(run)
             with self.faults.contained("tailer"):
                 run.sweep()
+                run.look_at_strangers(now)
         self._retire(now)
         own = [run for run in runs if self.config.run_id in ("", run.run_id)]
         self.has_served = self.has_served or any(run.tails for run in own)
@@ -460,8 +462,7 @@ class Agent:
             "there; it goes back to the disk once that has room. What the collector acknowledged "
             "is not kept meanwhile: one that is restored from a backup will lack it"
         )
-        log.warning("%s run=%s", text, run.run_id)
-        run.node_source.say(Note(code="spool_in_memory", text=text, severity="warning"))
+        run.report(Note(code="spool_in_memory", text=text, severity="warning"))
 
     def _tell_of_stopped(self, key: Key, text: str) -> None:
         run = self.runs.get(key[0])
@@ -490,6 +491,14 @@ class Agent:
             self._publish(self._server.url)
 
     def _mind_disk_of(self, run: ServedRun) -> None:
+        num_dropped = run.spool.dropped_rows
+        if num_dropped > 2 * self._told_dropped.get(run.run_id, 0):
+            self._told_dropped[run.run_id] = num_dropped
+            text = (
+                f"{num_dropped} rows of run {run.run_id} are lost on node {self.config.node}: its "
+                f"spool in {run.spool.directory} is full; free some space there"
+            )
+            run.report(Note(code="spool_full", text=text, severity="error"))
         if run.in_memory:
             moves = has_room(run.state_dir.path, ROOM_BYTES + run.spool.num_bytes)
         else:
