@@ -42,12 +42,12 @@ def advance(status: AlertStatus, *, breached: bool, now: float, hold_seconds: fl
     """Return the alert's next status.
 
     A condition must hold for ``hold_seconds`` before it fires (0: at once); one that ends while
-    pending leaves no trace; one that fired is resolved. A clock that went back delays, never fires.
+    pending leaves no trace; one that fired is resolved. A clock that goes back restarts the hold.
     """
     if not breached:
         was_firing = status.state is AlertState.FIRING
         return AlertStatus(state=AlertState.RESOLVED if was_firing else AlertState.INACTIVE)
-    since = now if status.active_since is None else status.active_since
+    since = now if status.active_since is None else min(now, status.active_since)
     held = status.state is AlertState.FIRING or now - since >= hold_seconds
     return AlertStatus(state=AlertState.FIRING if held else AlertState.PENDING, active_since=since)
 
@@ -130,6 +130,17 @@ ALERTS: tuple[AlertSpec, ...] = (
         "its agent or its network is not. The journal keeps rows up to its size limit.",
         to_do="Restart the agent, or fix the node's network.",
         ends="the node reports again, the job is restarted, or the run has ended.",
+    ),
+    AlertSpec(
+        name="StreamStopped",
+        severity="page",
+        point=True,
+        did="stopped sending that stream; its rows stay in the node's spool.",
+        help="Rows of one stream are not stored: the collector refuses them, the agent serves "
+        "another node than the ranks', or somebody else wrote to that stream, by mistake or with a "
+        "stolen token. Curves and detectors lack these rows.",
+        to_do="Read its message. If somebody else wrote to the stream, replace the ingest token "
+        "(`vitals token create`) and restart the job: each start has new streams.",
     ),
     AlertSpec(
         name="ReceiverFailing",

@@ -131,6 +131,11 @@ _PAIR = re.compile(
     r"(?P<value>'[^']*'|\"(?:[^\"\\]|\\.)*\"|[^\s,;&'\"(){}\[\]]+(?:[ ]+[A-Za-z0-9._~+/=-]{16,})?)"
 )
 """NAME=VALUE, "NAME": "VALUE", --NAME VALUE, or '--NAME', 'VALUE'; a space alone says nothing."""
+_LIST = re.compile(
+    r"(?P<begin>(?P<name>(?<![\w.-])[\w.-]{0,80}(?i:tokens|keys))['\"]?[ ]*[=:][ ]*\[)"
+    r"(?P<parts>[^\[\]]{0,8192})\]"
+)
+"""NAME=[VALUE, ...] of names that may be a list of secrets."""
 _HINT = re.compile(
     rb"(?i)secret|passw|passphrase|pwd|token|key|cred|auth|cookie|dsn|jwt|pass|sig|bearer|://"
     rb"|-----BEGIN|eyJ|A[KSRIGN][IOPDNV]A|gh[pousr]_|github_pat|glpat|hf_|api_org|sk-|k_live|k_test"
@@ -148,7 +153,25 @@ def redact_text(text: str) -> str:
     """Return the text with ``***`` in place of what looks like a secret in it."""
     if not may_hold_secret(text.encode("utf-8", "replace")):
         return text
-    return _PAIR.sub(_without_value, _SHAPES.sub(_shape, text))
+    return _PAIR.sub(_without_value, _LIST.sub(_without_parts, _SHAPES.sub(_shape, text)))
+
+
+def _one_of(name: str) -> str:
+    """Return what one thing of a list of this name is called; "" where such a list is no secret."""
+    return name[:-1] if name.lower().endswith(("tokens", "keys")) else ""
+
+
+def _is_secret_part(one_of: str, part: object) -> bool:
+    return isinstance(part, str) and not part.isdecimal() and is_secret(one_of, part)
+
+
+def _without_parts(match: re.Match[str]) -> str:
+    one_of = _one_of(match["name"])
+
+    def hide(part: re.Match[str]) -> str:
+        return REDACTED if _is_secret_part(one_of, part[0]) else part[0]
+
+    return match["begin"] + re.sub(r"[^\s,'\"]+", hide, match["parts"]) + "]"
 
 
 def _shape(match: re.Match[str]) -> str:
@@ -222,7 +245,8 @@ class _Walk:
     def __init__(self) -> None:
         self._num_left = _MAX_ITEMS
 
-    def redact(self, value: object, depth: int) -> object:
+    def redact(self, value: object, depth: int, one_of: str = "") -> object:
+        """Return the value without secrets; ``one_of`` is what each text in a list of it is."""
         if isinstance(value, str):
             return redact_text(value[:_MAX_TEXT])
         self._num_left -= 1
@@ -238,9 +262,12 @@ class _Walk:
                 if self._num_left <= 0:
                     break
                 hidden = is_secret(name, part)
-                kept[name] = REDACTED if hidden else self.redact(part, depth + 1)
+                kept[name] = REDACTED if hidden else self.redact(part, depth + 1, _one_of(name))
             return kept
-        parts = self._parts(list(islice(cast("Iterable[object]", value), self._num_left)), depth)
+        listed = list(islice(cast("Iterable[object]", value), self._num_left))
+        if one_of:
+            listed = [REDACTED if _is_secret_part(one_of, part) else part for part in listed]
+        parts = self._parts(listed, depth)
         if isinstance(value, tuple):
             return tuple(parts)
         return set(parts) if isinstance(value, Set) else parts

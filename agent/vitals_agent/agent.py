@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainvitals.clock import Clock, SystemClock
+from trainvitals.clock import Clock, SteadyClock, SystemClock
 from trainvitals.detect.hang import HangConfig
 from trainvitals.errors import UsageError
 from trainvitals.io.discovery import AWAY_FILE
@@ -164,6 +164,7 @@ class Agent:
         self.runs: dict[str, ServedRun] = {}
         self.has_served = False
         self._clock = clock or SystemClock()
+        self._steady = SteadyClock(self._clock)
         self.ahead = None if ahead is None else EventsAhead(ahead, faults=self.faults)
         self._facts = NodeFacts(
             node=config.node,
@@ -178,7 +179,11 @@ class Agent:
         self.sampling = Sampling(HostSampler(config.base), gpus, self.faults, spawn=spawn)
         # One backoff each: what one part cannot have says nothing of the other.
         ships, asks = Backoff(rng=chance), Backoff(rng=chance)
-        self.shipper = Shipper(client, backoff=ships, faults=self.faults) if client else None
+        self.shipper = (
+            Shipper(client, backoff=ships, faults=self.faults, on_stopped=self._tell_of_stopped)
+            if client
+            else None
+        )
         self.relay = CommandDelivery(
             client, keys=config.keys, backoff=asks, clock=self._clock, faults=self.faults
         )
@@ -209,6 +214,7 @@ class Agent:
         self._idle_since: dict[str, float] = {}
         self._looked_at_disks_at = 0.0
         self._told_of_memory: set[str] = set()
+        self._told_dropped: dict[str, int] = {}
         self._sampled_at: float | None = None
         self._cycled_at_ns = 0
         self._turned_at_ns = 0
@@ -314,6 +320,7 @@ class Agent:
                 self._mirrors.look(run)
             with self.faults.contained("tailer"):
                 run.sweep()
+                run.look_at_strangers(now)
         self._retire(now)
         own = [run for run in runs if self.config.run_id in ("", run.run_id)]
         self.has_served = self.has_served or any(run.tails for run in own)
@@ -428,7 +435,7 @@ class Agent:
         """Open the run's spool on its disk, or in the node's memory where that is full."""
 
         def now() -> float:
-            return self._clock.time_ns() / 1e9
+            return self._steady.time_ns() / 1e9
 
         memory = state_dir.memory_path / "spool"
         if not has_room(state_dir.path, ROOM_BYTES + bytes_in(memory)):
@@ -455,8 +462,12 @@ class Agent:
             "there; it goes back to the disk once that has room. What the collector acknowledged "
             "is not kept meanwhile: one that is restored from a backup will lack it"
         )
-        log.warning("%s run=%s", text, run.run_id)
-        run.node_source.say(Note(code="spool_in_memory", text=text, severity="warning"))
+        run.report(Note(code="spool_in_memory", text=text, severity="warning"))
+
+    def _tell_of_stopped(self, key: Key, text: str) -> None:
+        run = self.runs.get(key[0])
+        if run is not None:
+            run.tell_of_stopped(key, text)
 
     def _mind_the_disks(self, now: float) -> None:
         """Go on in memory where a disk has become full, and on disk where it has room again.
@@ -480,6 +491,14 @@ class Agent:
             self._publish(self._server.url)
 
     def _mind_disk_of(self, run: ServedRun) -> None:
+        num_dropped = run.spool.dropped_rows
+        if num_dropped > 2 * self._told_dropped.get(run.run_id, 0):
+            self._told_dropped[run.run_id] = num_dropped
+            text = (
+                f"{num_dropped} rows of run {run.run_id} are lost on node {self.config.node}: its "
+                f"spool in {run.spool.directory} is full; free some space there"
+            )
+            run.report(Note(code="spool_full", text=text, severity="error"))
         if run.in_memory:
             moves = has_room(run.state_dir.path, ROOM_BYTES + run.spool.num_bytes)
         else:

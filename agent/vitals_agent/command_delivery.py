@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from trainvitals.clock import Clock
-from trainvitals.errors import TransportError, VitalsError
+from trainvitals.errors import StorageError, TransportError, VitalsError
 from trainvitals.io.control_key import verify_order
 from trainvitals.io.mailbox import Mailbox, check_order, sign_command, verify_command
 from trainvitals.question import Question
@@ -41,6 +41,8 @@ class _Desk:
 
     waiting: deque[tuple[Command, bool]] = field(default_factory=deque)
     in_mailbox: Command | None = None
+    until: float = 0.0
+    """When the one in the mailbox is over, in monotonic seconds."""
     newest: int = 0
     delivered: set[int] = field(default_factory=set)
     refused: dict[int, Command] = field(default_factory=dict)
@@ -101,12 +103,12 @@ class CommandDelivery:
             return
         if desk.in_mailbox is not None:
             answered = run.acked_number() >= desk.in_mailbox.number
-            if not answered and self._clock.time_ns() < desk.in_mailbox.expires_unix_ns:
+            if not answered and now < desk.until:
                 return
             desk.in_mailbox = None
         while desk.waiting and desk.in_mailbox is None:
             command, must_be_signed = desk.waiting.popleft()
-            self._deliver(run, desk, command, must_be_signed=must_be_signed)
+            self._deliver(run, desk, command, now, must_be_signed=must_be_signed)
 
     def forget(self, run_id: str) -> None:
         """Drop what is known of a run that is not served any more."""
@@ -165,11 +167,16 @@ class CommandDelivery:
         run.node_source.say(Note(code="command_refused", text=text, severity="warning"))
 
     def _deliver(
-        self, run: ServedRun, desk: _Desk, command: Command, *, must_be_signed: bool
+        self, run: ServedRun, desk: _Desk, command: Command, now: float, *, must_be_signed: bool
     ) -> None:
         if command.number <= desk.newest:
             return  # dealt with before; the collector has not been told yet, or did not listen
-        with Mailbox.open(run.folder / "mailbox") as mailbox:
+        path = run.folder / "mailbox"
+        if not path.exists():
+            text = f"{path} is missing: rank 0 started without room for it, and reads no commands"
+            self._refused(run, desk, command, StorageError(text))
+            return
+        with Mailbox.open(path) as mailbox:
             already_there = mailbox.number() == command.number
             try:
                 key = run.run_dir.command_key()
@@ -192,6 +199,7 @@ class CommandDelivery:
                 return
         desk.newest = command.number
         desk.in_mailbox = signed
+        desk.until = now + (command.expires_unix_ns - self._clock.time_ns()) / 1e9
         desk.delivered.add(command.number)
         if not must_be_signed:
             try:

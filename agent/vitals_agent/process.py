@@ -1,5 +1,7 @@
 """Rank processes: whether they exist, what they use. Pids are reused, so ages are compared."""
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,7 +99,7 @@ def _find(identity: Identity, clock: Clock) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(identity.pid)
-        process_age = clock.time_ns() / 1e9 - process.create_time()
+        process_age = _age(process, clock)
     except psutil.Error:
         return None
     if identity.started_monotonic_ns:
@@ -105,6 +107,19 @@ def _find(identity: Identity, clock: Clock) -> psutil.Process | None:
         if process_age < journal_age - AGE_SLACK_SECONDS:
             return None
     return process
+
+
+def _age(process: psutil.Process, clock: Clock) -> float:
+    """Return the seconds since the process began, by a clock that nobody sets where there is one.
+
+    psutil counts from the boot's wall time, which it remembers.
+    """
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+        ticks = int(stat.rpartition(b")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, AttributeError):  # gone, or no Linux
+        return clock.time_ns() / 1e9 - process.create_time()
 
 
 def _other_boot(boot_id: str) -> bool:

@@ -75,6 +75,8 @@ class HungJob:
         self._key: object = None
         self._held_since = 0.0
         self._looked_at = 0.0
+        self._ended_at: list[float] = []
+        """When this agent ended jobs, in monotonic seconds."""
         self._kill_at: float | None = None
         self._ended: frozenset[tuple[int, int]] = frozenset()
         """The processes that were sent SIGTERM, or for which the budget was used up."""
@@ -116,9 +118,12 @@ class HungJob:
     def _end(self, verdict: Verdict, processes: Collection[Process], now: float) -> None:
         budget, time_ns = self._config.max_restarts, self._clock.time_ns()
         recent = [t for t in self._run.run_dir.restarts() if t > time_ns - _DAY_NS]
-        if len(recent) >= budget:
+        # A clock that is set a day ahead gives no budget back.
+        self._ended_at = [at for at in self._ended_at if now - at < _DAY_NS / 1e9]
+        num_recent = max(len(recent), len(self._ended_at))
+        if num_recent >= budget:
             text = (
-                f"Vitals does not restart this job: {len(recent)} of {budget} restarts per day are "
+                f"Vitals does not restart this job: {num_recent} of {budget} restarts per day are "
                 f"used up. {verdict.text}"
             )
             self._run.node_source.say(
@@ -129,7 +134,8 @@ class HungJob:
             return
         # Before the deed, as all budgets: an agent that dies in between gives none back.
         self._run.run_dir.write_restarts([*recent, time_ns])
-        self._enter(verdict, budget - len(recent) - 1)
+        self._ended_at.append(now)
+        self._enter(verdict, budget - num_recent - 1)
         for process in processes:
             process.send(signal.SIGTERM)
         self._kill_at = now + GRACE_SECONDS

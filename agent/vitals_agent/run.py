@@ -14,10 +14,11 @@ from trainvitals.catalog import PROCESS_SCHEMA
 from trainvitals.clock import Clock
 from trainvitals.errors import UNREADABLE, NewerVersionError, StorageError, VitalsError
 from trainvitals.identity import Identity, Source, new_incarnation
+from trainvitals.io.discovery import write_notice
 from trainvitals.io.private import read_own, replace_file
 from trainvitals.io.rundir import RunDir, is_full
 from trainvitals.io.spool import Key, Spool
-from trainvitals.records import Note
+from trainvitals.records import Finding, FindingRaised, Note
 from trainvitals.rows import Value
 from vitals_agent.faults import Faults
 from vitals_agent.sources import OwnSource
@@ -25,6 +26,9 @@ from vitals_agent.state_dir import AgentStateDir
 from vitals_agent.tailer import JournalTail, journal_identity
 
 log = logging.getLogger("vitals_agent")
+
+UNSERVED_SECONDS = 20.0
+"""After this an agent of the journals' own node would have started."""
 
 # ------------------------------------------------------------------- journals that are being copied
 
@@ -135,6 +139,8 @@ class ServedRun:
         self._resume = self.last_seqs()
         self._own: dict[str, OwnSource] = {}
         self._strangers: set[Path] = set()
+        self._of_other_nodes: dict[Path, tuple[Identity, float | None]] = {}
+        """Journals of nodes that this agent does not serve, and since when each is looked at."""
         self._overflowed: dict[Path, int] = {}
         self.node_source = self._source(Source("node", facts.node))
         """The source ``node:ID``: samples of the node and its ranks, and what the agent says."""
@@ -231,6 +237,8 @@ class ServedRun:
             return
         if identity.run_id != self.run_id or identity.node != self._facts.node:
             self._strangers.add(directory)
+            if identity.run_id == self.run_id:
+                self._of_other_nodes[directory] = (identity, None)
             log.warning(
                 "journal skipped path=%s run=%s node=%s; this agent is node %s",
                 directory,
@@ -320,6 +328,66 @@ class ServedRun:
         )
         note = Note(code="journal_overflowed", text=text, severity="warning")
         self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
+
+    def report(self, note: Note) -> None:
+        """Log a note, store it with the run, and leave it for the log of the rank."""
+        log.warning("%s run=%s", note.text, self.run_id)
+        self.node_source.say(note)
+        with self._facts.faults.contained("notice"):
+            write_notice(self.folder, note.text)
+
+    def look_at_strangers(self, now: float) -> None:
+        """Report the first journal here of a node that no agent serves; ``now`` is monotonic."""
+        for directory, (identity, since) in list(self._of_other_nodes.items()):
+            if since is None:
+                self._of_other_nodes[directory] = (identity, now)
+            if since is None or now - since < UNSERVED_SECONDS:
+                continue
+            del self._of_other_nodes[directory]
+            local = self.folder.parent
+            other = AgentStateDir(self.run_dir.agent_path(identity.node), local)
+            if not directory.is_dir() or other.is_held():
+                continue
+            self._of_other_nodes.clear()
+            text = (
+                f"{identity.source} and others here are of node {identity.node}, and this agent is "
+                f"node {self._facts.node}: their rows are not forwarded. Start the agent with "
+                f"--node {identity.node}, or set the same VITALS_NODE for ranks and agent"
+            )
+            self.report(Note(code="foreign_node", text=text, severity="error"))
+            finding = Finding(
+                kind="stream_stopped",
+                level="advisory",
+                step=-1,
+                detector="shipper",
+                reason=text,
+                cause="node",
+            )
+            self.node_source.say(FindingRaised(finding=finding))
+
+    def tell_of_stopped(self, key: Key, text: str) -> None:
+        """Report a stream that the collector does not store."""
+        _, incarnation, stream = key
+        if incarnation == self.node_source.identity.incarnation:
+            # The report would wait behind the rows that it is about.
+            node = Source("node", self._facts.node)
+            del self._own[str(node)]
+            self.node_source = self._source(node)
+        writers = {tail.identity.incarnation: tail for tail in self.tails.values()}
+        tail = writers.get(incarnation)
+        finding = Finding(
+            kind="stream_stopped",
+            level="advisory",
+            step=-1 if tail is None else tail.last.step,
+            detector="shipper",
+            rank=-1 if tail is None else tail.identity.rank,
+            reason=f"{'' if tail is None else f'{tail.identity.source} on '}{self._facts.node}: "
+            f"{text}",
+            cause=stream,
+        )
+        attempt = 0 if tail is None else tail.last.attempt
+        event = FindingRaised(finding=finding)
+        self.node_source.say(event, step=finding.step, attempt=attempt)
 
     def sweep(self) -> None:
         """Delete journals that are finished and in the spool; shared memory is short."""

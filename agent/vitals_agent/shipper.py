@@ -9,8 +9,9 @@ Interrupted, that goes on where it was, if the collector still has what it was s
 A batch that is refused stops its own stream: sent again it may arrive whole. The other streams go
 on. One that was only damaged on its way is tried for ever, any other ``MAX_TRIES`` times.
 
-What is acknowledged beyond what was ever put in was not said by a collector that has it: nothing is
-let go for that, and the connection is dropped.
+An acknowledgement beyond all rows that were ever spooled means that somebody else wrote to the
+stream. That stream stops as well, and none of its batches is let go. Whoever forges one row must
+not keep back the rows and commands of others.
 """
 
 import time
@@ -41,6 +42,8 @@ REFRESH_SECONDS = 1.0
 MAX_TRIES = 5
 """Of a batch that is refused for what it holds; then it is set aside."""
 MAX_RETRY_SECONDS = 60.0
+MIN_TOLD_TRIES = 8
+"""Refusals of one batch, about two minutes, before they are reported: most pass sooner."""
 
 Key = tuple[str, str, str]
 
@@ -150,32 +153,26 @@ class _Progress:
         return batch.key in self.stopped or self.is_there(batch)
 
     def pass_by(self, batch: _Waiting) -> None:
-        """Go on behind a batch; it is waited for until it is done."""
-        self.unacked.append(batch)
+        """Go on behind a batch; it is waited for until it is done.
+
+        Not for one behind the batch that its stream waits for: it is read again after that one.
+        """
+        stopped = self.stopped.get(batch.key)
+        if stopped is None or stopped.batch == batch:
+            self.unacked.append(batch)
         self.cursor = batch.end
 
-    def heard(self, sent: _Waiting, durable_seq: int, spool: Ships) -> None:
-        """Note how far a stream is durable.
-
-        Raises:
-            ServerIdentityError: further than anything that was put in.
-        """
+    def heard(self, sent: _Waiting, durable_seq: int, spool: Ships) -> bool:
+        """Note how far a stream is durable; return False if that is beyond all that was put in."""
         key = sent.key
-        if durable_seq > sent.last_seq:
-            self._check_acknowledged(key, durable_seq, spool)
-        if self.inherited.get(key, 0) is None:
+        inherited = self.inherited.get(key, -1)
+        is_ahead = durable_seq > sent.last_seq and inherited is not None
+        if is_ahead and durable_seq > max(inherited, spool.newest_seq(key)):
+            return False
+        if inherited is None:
             self.inherited[key] = durable_seq
         self.durable[key] = max(durable_seq, self.durable.get(key, -1))
-
-    def _check_acknowledged(self, key: Key, durable_seq: int, spool: Ships) -> None:
-        inherited = self.inherited.get(key, -1)
-        if inherited is None or durable_seq <= max(inherited, spool.newest_seq(key)):
-            return
-        raise ServerIdentityError(
-            f"the collector acknowledges rows of {key[2]} up to {durable_seq}, and there are none "
-            f"after {spool.newest_seq(key)}: it cannot have stored them; no row is deleted",
-            hint="check that the address is the collector's, and no two collectors mix their data",
-        )
+        return True
 
     def go_back(self, position: Position) -> None:
         """Go through what lies behind the position again."""
@@ -220,6 +217,8 @@ class Shipper:
 
     At least once: a batch may be sent again, and counts once in the store. One slow collector
     costs a cycle at most ``budget_seconds`` and one request's timeout.
+
+    ``on_stopped`` is told which stream is not stored, and why; again while that lasts.
     """
 
     def __init__(
@@ -231,6 +230,7 @@ class Shipper:
         budget_seconds: float = 1.0,
         new_pace: Callable[[], Pace] = Pace,
         stopwatch: Callable[[], float] = time.monotonic,
+        on_stopped: Callable[[Key, str], None] = lambda key, text: None,
     ) -> None:
         self.num_errors = 0
         self.num_rows = 0
@@ -243,6 +243,7 @@ class Shipper:
         self._budget = budget_seconds
         self._new_pace = new_pace
         self._stopwatch = stopwatch
+        self._on_stopped = on_stopped
         self._progress: dict[str, _Progress] = {}
 
     def ship(self, run_id: str, spool: Ships, now: float) -> None:
@@ -374,9 +375,27 @@ class Shipper:
             if reply.code:
                 self._stop_stream(progress, sent, reply, now)
                 return True
-        progress.heard(sent, reply.durable_seq, spool)
-        self.num_rows += sent.num_rows
+        if self._believe(progress, spool, sent, reply, now):
+            self.num_rows += sent.num_rows
         return True
+
+    def _believe(
+        self, progress: _Progress, spool: Ships, sent: _Waiting, reply: IngestReply, now: float
+    ) -> bool:
+        """Take in how far a stream is durable; stop the stream, and only it, if that cannot be."""
+        if progress.heard(sent, reply.durable_seq, spool):
+            return True
+        stream, newest = sent.key[2], spool.newest_seq(sent.key)
+        text = (
+            f"the collector acknowledges rows of {stream} up to {reply.durable_seq}, and there are "
+            f"none after {newest}: somebody else wrote to this stream. Its rows are kept and not "
+            "sent; other streams go on"
+        )
+        refusal = IngestReply(
+            durable_seq=-1, num_new=0, num_duplicate=0, code=ServerIdentityError.code, text=text
+        )
+        self._stop_stream(progress, sent, refusal, now)
+        return False
 
     # ------------------------------------------------------- what was refused, or is not there
 
@@ -407,10 +426,15 @@ class Shipper:
         stopped.due = now + min(MAX_RETRY_SECONDS, seconds)
         error = FormatError(reply.text, code=reply.code)
         self._faults.record("shipper.refused", error)
-        may_be_taken = reply.code.startswith(
+        is_doubt = reply.code == ServerIdentityError.code
+        may_be_taken = is_doubt or reply.code.startswith(
             (DamagedBatchError.code[:3], ForeignBatchError.code[:3])
         )
-        if not may_be_taken and stopped.num_tries >= MAX_TRIES:
+        is_given_up = not may_be_taken and stopped.num_tries >= MAX_TRIES
+        is_news = stopped.num_tries.bit_count() == 1
+        if is_given_up or (is_news and (is_doubt or stopped.num_tries >= MIN_TOLD_TRIES)):
+            self._on_stopped(sent.key, reply.text)
+        if is_given_up:
             self._set_aside(progress, sent)
 
     def _set_aside(self, progress: _Progress, sent: _Waiting) -> None:
@@ -448,9 +472,9 @@ class Shipper:
         if reply.code:
             self._stop_stream(progress, sent, reply, now)
             return
-        progress.heard(sent, reply.durable_seq, spool)
-        del progress.stopped[sent.key]
-        self.num_rows += sent.num_rows
+        if self._believe(progress, spool, sent, reply, now):
+            del progress.stopped[sent.key]
+            self.num_rows += sent.num_rows
 
     # -------------------------------------------------------------------- letting go
 
@@ -470,17 +494,17 @@ class Shipper:
             raw = _read(spool, waiting)
             if raw is not None:
                 reply = self._client.ingest_all([raw])[0]
-                progress.heard(waiting, reply.durable_seq, spool)
+                self._believe(progress, spool, waiting, reply, now)
 
     def _ack(self, progress: _Progress, spool: Ships, now: float) -> None:
-        done: Position | None = None
-        while progress.unacked and progress.is_done(progress.unacked[0], spool):
-            done = progress.unacked.popleft().end
+        # What is done behind a stopped stream is not waited for: it would fill the window.
+        waiting = deque(each for each in progress.unacked if not progress.is_done(each, spool))
+        if len(waiting) < len(progress.unacked):
+            progress.heard_at = now
+            spool.ack(waiting[0].start if waiting else progress.unacked[-1].end)
+            progress.unacked = waiting
         if not progress.unacked and not progress.looks_back:
             progress.durable.clear()
-        if done is not None:
-            progress.heard_at = now
-            spool.ack(done)
 
 
 def _read(spool: Ships, batch: _Waiting) -> bytes | None:

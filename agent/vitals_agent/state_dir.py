@@ -96,6 +96,13 @@ class AgentStateDir:
             self._lock_fd = fd
         self._is_lock_local = self.in_memory = False
 
+    def is_held(self) -> bool:
+        """Return whether an agent of this node serves the folder now."""
+        locks = [self.path / "agent.lock"]
+        if self._local is not None:
+            locks.append(self._lock_in(self._local))
+        return any(map(_is_locked, locks))
+
     @property
     def memory_path(self) -> Path:
         """Where the folder in the node's memory is, or will be, that stands for this one."""

@@ -10,6 +10,7 @@ import pytest
 
 from tests.agent.builders import identity
 from trainvitals.catalog import PROCESS_METRICS
+from trainvitals.testing import ManualClock
 from vitals_agent.process import RankProcess
 
 COLUMNS = {metric.column for metric in PROCESS_METRICS}
@@ -62,6 +63,16 @@ def test_a_process_younger_than_the_journal_is_another_one_with_a_used_pid(sleep
     hour_ago = time.monotonic_ns() - 3600 * 10**9
     stale = msgspec.structs.replace(identity(pid=sleeper.pid), started_monotonic_ns=hour_ago)
     assert not RankProcess(stale).alive()
+
+
+@pytest.mark.parametrize("seconds", [3_600, -3_600])
+def test_a_clock_that_is_set_makes_no_living_process_a_dead_one(sleeper, seconds):
+    clock = ManualClock(time_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
+    clock.jump(seconds)
+    assert RankProcess(identity(pid=sleeper.pid), clock=clock).alive()
+    hour_ago = time.monotonic_ns() - 3600 * 10**9
+    stale = msgspec.structs.replace(identity(pid=sleeper.pid), started_monotonic_ns=hour_ago)
+    assert not RankProcess(stale, clock=clock).alive()
 
 
 def test_a_journal_of_an_earlier_boot_has_no_process():

@@ -6,10 +6,13 @@ import pytest
 from tests.agent.builders import OTHER_RUN, RUN, STEPS, rows_in
 from tests.agent.stub_collector import StubCollector
 from tests.collector.rows import Writer
+from trainvitals.alerting import alerts_for_finding
+from trainvitals.catalog import NODE_SCHEMA
 from trainvitals.errors import FormatError, NewerVersionError, TransportError
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.discovery import AWAY_FILE
 from trainvitals.io.spool import Spool
+from trainvitals.records import Finding, FindingRaised, decode_events
 from trainvitals.wire import IngestReply, decode_batch
 from vitals_agent.backoff import Backoff, Pace
 from vitals_agent.faults import Faults
@@ -506,32 +509,95 @@ def test_while_the_collector_is_away_a_file_in_memory_says_so(world, stub, clien
 # ------------------------------------------------------------- what nobody can have been sent
 
 
-class Forging(Scripted):
-    """Says what it likes of how far streams are durable."""
-
-    def __init__(self, *answers) -> None:
-        super().__init__(*answers)
-        self.num_drops = 0
-
-    def drop(self) -> None:
-        self.num_drops += 1
+NODE_ROWS = [[0, 0, 0, 0, *[None] * (len(NODE_SCHEMA.columns) - 4)]]
 
 
-def test_an_acknowledgement_beyond_all_that_was_written_lets_go_of_nothing(tmp_path):
+class Store:
+    """A client that stores everything; a forged row puts a stream far ahead of its writer."""
+
+    def __init__(self) -> None:
+        self.durable: dict[str, int] = {}
+        self.sent: list[tuple[str, int]] = []
+
+    def ingest_all(self, raws: list[bytes], *, asks: bool = False) -> list[IngestReply]:
+        headers = [decode_batch(raw).header for raw in raws]
+        for header in headers:
+            self.sent.append((header.stream, header.first_seq))
+            newest = max(self.durable.get(header.stream, -1), header.last_seq)
+            self.durable[header.stream] = newest
+        return [
+            IngestReply(durable_seq=self.durable[h.stream], num_new=h.num_rows, num_duplicate=0)
+            for h in headers
+        ]
+
+
+@pytest.fixture
+def doubted(tmp_path):
+    """A spool, its writer, a store and a shipper that sent two rows of steps and one of a node."""
     writer, spool = Writer(), Spool(tmp_path / "spool", max_bytes=1 << 20, keep=False)
-    client = Forging([1_000_000], [1_000_000], [1])
-    shipper = make_shipper(client)
+    client, told = Store(), []
+    backoff = Backoff(first_seconds=1.0, rng=random.Random(1))
+    shipper = Shipper(
+        client,
+        backoff=backoff,
+        faults=Faults(),
+        stopwatch=lambda: 0.0,
+        on_stopped=lambda key, text: told.append((key[2], text)),
+    )
     shipper.ship(RUN, spool, 0.0)  # from here on it knows all that was ever sent
     spool.append(writer.steps([0, 1]))
+    spool.append(writer.batch(NODE_SCHEMA, NODE_ROWS))
     spool.sync()
-    for now in (100.0, 200.0):
-        shipper.ship(RUN, spool, now)
-        assert 1 == len(spool.pending(9))
-        assert not shipper.drained(RUN)
-    assert (2, 2) == (client.num_drops, shipper.num_errors)
-    shipper.ship(RUN, spool, 300.0)
+    shipper.ship(RUN, spool, 0.0)
     assert [] == spool.pending(1)
+    yield writer, spool, client, shipper, told
     spool.close()
+
+
+def test_an_acknowledgement_beyond_all_that_was_written_stops_that_stream_alone(doubted):
+    writer, spool, client, shipper, told = doubted
+    client.durable["steps"] = 1_000_000
+    for second in range(1, 10):
+        spool.append(writer.steps([1 + second]))
+        spool.append(writer.batch(NODE_SCHEMA, NODE_ROWS))
+        spool.sync()
+        shipper.ship(RUN, spool, float(second))
+    assert list(range(10)) == [seq for stream, seq in client.sent if stream == "node"]
+    assert {2} == {seq for stream, seq in client.sent[2:] if stream == "steps"}
+    assert not shipper.drained(RUN)
+    assert 0 == shipper.num_errors
+    kept = [decode_batch(raw).header for _, raw in spool.pending(99)]
+    assert list(range(2, 11)) == [header.first_seq for header in kept if header.stream == "steps"]
+    assert {"steps"} == {stream for stream, _ in told}
+    assert "acknowledges rows of steps up to 1000000, and there are none after 2" in told[0][1]
+    assert 3 == len(told), "at the 1st, 2nd and 4th try, not each time"
+
+
+def test_a_stream_that_is_not_doubted_any_more_goes_on_where_it_stopped(doubted):
+    writer, spool, client, shipper, _ = doubted
+    client.durable["steps"] = 1_000_000
+    for second in range(1, 6):
+        spool.append(writer.steps([1 + second]))
+        spool.sync()
+        shipper.ship(RUN, spool, float(second))
+    client.durable["steps"] = 1
+    client.sent.clear()
+    shipper.ship(RUN, spool, 100.0)
+    assert list(range(2, 7)) == [seq for _, seq in client.sent]
+    assert [] == spool.pending(1)
+    assert shipper.drained(RUN)
+
+
+def test_a_stream_that_stays_stopped_never_fills_the_window_of_the_others(doubted, monkeypatch):
+    writer, spool, client, shipper, _ = doubted
+    monkeypatch.setattr("vitals_agent.shipper.MAX_UNACKED_BATCHES", 8)
+    client.durable["steps"] = 1_000_000
+    for second in range(1, 40):
+        spool.append(writer.steps([1 + second]))
+        spool.append(writer.batch(NODE_SCHEMA, NODE_ROWS))
+        spool.sync()
+        shipper.ship(RUN, spool, float(second))
+    assert 39 == client.durable["node"]
 
 
 def test_what_an_agent_before_sent_and_its_disk_lost_is_no_forgery_but_bounds_what_follows(
@@ -540,14 +606,44 @@ def test_what_an_agent_before_sent_and_its_disk_lost_is_no_forgery_but_bounds_wh
     writer, spool = Writer(), Spool(tmp_path / "spool", max_bytes=1 << 20, keep=False)
     spool.append(writer.steps([0, 1]))
     spool.sync()
-    client = Forging([7], [8])
-    shipper = make_shipper(client)
+    shipper = make_shipper(Scripted([7], [8]))
     shipper.ship(RUN, spool, 0.0)
     assert [] == spool.pending(1)
-    assert 0 == client.num_drops
     spool.append(writer.steps([2, 3]))
     spool.sync()
     shipper.ship(RUN, spool, 100.0)
     assert 1 == len(spool.pending(9))
-    assert 1 == client.num_drops
+    assert not shipper.drained(RUN)
     spool.close()
+
+
+def test_a_stopped_stream_is_reported_as_a_finding_of_its_rank(world, stub, client):
+    rank = world.rank()
+    agent = world.agent(client=client)
+    rank.step(0)
+    agent.cycle(0.0)
+    key = (RUN, rank.identity.incarnation, "steps")
+    agent.shipper._on_stopped(key, "the collector acknowledges rows that nobody wrote")
+    agent.cycle(1.0)
+    (finding,) = findings_in(stub.batches)
+    assert ("stream_stopped", 0, "steps") == (finding.kind, finding.rank, finding.cause)
+    assert finding.reason.startswith("rank:0 on node-a: the collector acknowledges")
+    assert ["StreamStopped"] == [a.name for a in alerts_for_finding(finding, run_id=RUN)]
+
+
+def test_a_report_about_the_nodes_own_stream_does_not_wait_behind_it(world, stub, client):
+    world.rank()
+    agent = world.agent(client=client)
+    agent.cycle(0.0)
+    own = agent.runs[RUN].node_source.identity.incarnation
+    agent.shipper._on_stopped((RUN, own, "events"), "refused")
+    agent.cycle(1.0)
+    last = decode_batch(stub.batches[-1]).header
+    assert own != last.identity.incarnation
+    assert ["stream_stopped"] == [finding.kind for finding in findings_in(stub.batches)]
+
+
+def findings_in(raws: list[bytes]) -> list[Finding]:
+    batches = [batch for raw in raws if (batch := decode_batch(raw)).header.stream == "events"]
+    events = [row.event for b in batches for row in decode_events(b.header.stream_schema, b.rows)]
+    return [event.finding for event in events if isinstance(event, FindingRaised)]

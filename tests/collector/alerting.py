@@ -5,6 +5,7 @@ from typing import Any
 
 from tests.collector.rows import RUN, SECOND, Writer
 from trainvitals.catalog import GPU_SCHEMA, NODE_SCHEMA
+from trainvitals.clock import SteadyClock
 from trainvitals.records import (
     Decision,
     DecisionMade,
@@ -55,6 +56,7 @@ class Place:
 
     def restart(self) -> None:
         self.store.after_ingest.clear()
+        self.arrivals = SteadyClock(self.clock)
         self.acting = assemble(
             self.store,
             [self.heard],
@@ -69,7 +71,7 @@ class Place:
 
     def send(self, *raws: bytes) -> None:
         """Store the batches in one commit, as those of a moment are."""
-        for reply in ingest_all(self.store, raws, self.clock.time_ns()) if raws else ():
+        for reply in ingest_all(self.store, raws, self.arrivals.time_ns()) if raws else ():
             assert not reply.code, reply.text
 
     def look(self) -> list[str]:

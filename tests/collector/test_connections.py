@@ -1,5 +1,6 @@
 """A connection that says nothing, or never ends what it says, is ended; others never notice."""
 
+import contextlib
 import socket
 import time
 from urllib.parse import urlsplit
@@ -12,7 +13,12 @@ from tests.collector.test_serve import collector
 from tests.collector.test_serve import connected as client_of
 from trainvitals.io.client import read_collector_file
 from vitals_collector.api import auth
-from vitals_collector.api.auth import MAX_HEAD_BYTES, MAX_HEADERS, PatientProtocol
+from vitals_collector.api.auth import (
+    HEAD_SECONDS,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    PatientProtocol,
+)
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 SECONDS = 0.4
@@ -140,3 +146,28 @@ def test_a_request_that_comes_whole_at_once_may_be_longer_than_a_head(
         for _ in range(2):
             sock.sendall(head.encode() + raw)
             assert sock.recv(65_536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_connections_above_the_limit_are_dropped_and_the_others_go_on(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(PatientProtocol, "max_connections", 4)
+    with contextlib.ExitStack() as opened:
+        standing = [opened.enter_context(connected(served.plain)) for _ in range(4)]
+        for sock in standing:
+            sock.sendall(HEAD + b"\r\n")
+            assert sock.recv(65_536).startswith(b"HTTP/1.1 200")
+        assert b"" == ended(opened.enter_context(connected(served.plain)))
+        for sock in standing:
+            sock.sendall(HEAD + b"\r\n")
+            assert sock.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.nightly
+def test_a_tls_handshake_that_does_not_come_ends_the_connection(tmp_path):
+    with collector(tmp_path):
+        where = urlsplit(read_collector_file(tmp_path).url)
+        began = time.monotonic()
+        with socket.create_connection((where.hostname, where.port), timeout=60) as silent:
+            assert b"" == silent.recv(1)
+        assert HEAD_SECONDS - 1 < time.monotonic() - began < 4 * HEAD_SECONDS

@@ -597,7 +597,46 @@ def test_a_silenced_alert_of_one_s_own_is_not_told(place: Place):
 # ------------------------------------------------------------------------- who could not be heard
 
 
-def test_nobody_is_lost_for_the_collector_stood_still_or_its_clock_was_moved(place: Place):
+@pytest.mark.parametrize("seconds", [3_600, -3_600])
+def test_a_clock_that_is_set_loses_no_living_run_and_hides_no_dead_one(place: Place, seconds: int):
+    writer = Writer()
+    query = Query(place.store, clock=place.clock, lost_after_seconds=60.0)
+    place.send(writer.steps(range(6)))
+    place.look()
+    place.clock.jump(seconds)
+    for step in range(6, 24):
+        place.send(writer.steps([step]))
+        assert [] == place.pass_time(5)
+        assert "running" == query.ask(RunQuestion(run_id=RUN)).summary.state
+    place.clock.jump(seconds)
+    assert [] == place.pass_time(60)
+    assert ["RunLost firing"] == place.pass_time(25)
+    assert "lost" == query.ask(RunQuestion(run_id=RUN)).summary.state
+
+
+@pytest.mark.parametrize("seconds", [3_600, -3_600])
+def test_a_clock_that_is_set_while_an_alert_holds_changes_not_when_it_pages(
+    place: Place, seconds: int
+):
+    place.send(Writer().steps(range(6)))
+    place.pass_time(65)
+    place.clock.jump(seconds)
+    assert [] == place.pass_time(5)
+    assert ["RunLost firing"] == place.pass_time(15)
+
+
+def test_a_run_that_died_before_the_clock_was_set_back_and_the_collector_restarted_pages(
+    place: Place,
+):
+    place.send(Writer().steps(range(6)))
+    place.look()
+    place.clock.jump(-3_600)
+    place.restart()
+    assert [] == place.pass_time(60)
+    assert ["RunLost firing"] == place.pass_time(25)
+
+
+def test_nobody_is_lost_for_the_collector_stood_still(place: Place):
     place.send(Writer().steps(range(6)))
     place.look()
     place.clock.advance(90)

@@ -146,14 +146,16 @@ def test_a_rotated_token_stays_the_one_that_began_it(served: Served):
     assert [""] == send(served, before, writer.steps([2])), "for as long as the overlap"
 
 
-def test_the_token_files_own_token_writes_to_all_and_no_other_one_to_what_it_began(served: Served):
+def test_the_token_files_own_token_writes_to_what_it_began_and_to_nothing_of_others(served: Served):
     own, eve = served.tokens.ingest, token(served, "eve")
     writer, theirs = Writer(), Writer(run=OTHER_RUN)
     assert ["", ""] == send(served, own, writer.steps([0]), started(writer))
     assert ["V240"] == send(served, eve, writer.steps([1]))
     assert ["V240"] == send(served, eve, Writer("rank:1").steps([0]))
     assert [""] == send(served, eve, theirs.steps([0]))
-    assert [""] == send(served, own, theirs.steps([1]))
+    assert ["V240"] == send(served, own, theirs.steps([1], lose=1_000_000))
+    assert ["V240"] == send(served, own, Writer("rank:1", run=OTHER_RUN).steps([0]))
+    assert [""] == send(served, own, Writer("rank:1").steps([0])), "another start of its own run"
 
 
 def test_a_project_is_shared_by_its_tokens_and_nobody_else(served: Served):
@@ -388,6 +390,7 @@ def test_the_audit_names_the_tokens_owner_whatever_name_is_given(two_runs: Serve
 
 _PRINCIPALS = [
     Principal(),
+    tokens.OWN,
     Principal(token_id="a1", owner="ada"),
     Principal(token_id="a2", owner="ada"),
     Principal(token_id="e1", owner="eve"),
@@ -415,7 +418,7 @@ def test_rows_are_stored_exactly_where_the_rules_say_so(sent):
     bodies = []
     for principal, run, i in sent:
         bodies.append([writers[run, i].steps([0])])
-        own = not principal.token_id
+        own = principal.writes_all
         owner, project = run_of.get(run, (principal.owner, principal.project))
         by = begun_by.get((run, i), principal.token_id)
         joins = (

@@ -1,6 +1,8 @@
 """A damaged, forged or foreign checkpoint is refused before a byte of it is trusted."""
 
 import enum
+import errno
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.trainer_hooks.saving import (
     spoil,
 )
 from trainer_hooks.recovery.checkpoints import payload
+from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainvitals.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -268,3 +271,17 @@ def test_another_model_is_told_and_the_checkpoint_stays(run):
     with pytest.raises(CheckpointError, match=r"buffer\.1\.more is not in the checkpoint"):
         load_newest(new.store)
     assert [name] == ids(new.store)
+
+
+def test_a_folder_of_another_user_in_a_sticky_folder_is_skipped(run, monkeypatch, caplog):
+    home = run.store.folder.path / ".alone-run"
+    home.mkdir()
+    monkeypatch.setattr(CheckpointFolder, "is_planted", lambda self, name: name == home.name)
+
+    def refuse(path, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert [] == run.store.adopt_alone()
+    assert f"{home} is another user's; it is skipped: Operation not permitted" in caplog.text
+    assert home.is_dir()

@@ -731,6 +731,17 @@ def test_a_damaged_capsule_and_one_with_a_pickle_are_refused(a_run, tmp_path, ho
         read(file._replace(path=path))
 
 
+def test_a_capsule_that_unpacks_to_far_more_than_one_holds_is_refused(a_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer_hooks.repro.capsule._MAX_ARRAY_BYTES", 1 << 20)
+    (file,) = find_capsules(a_run / RUN)
+    path = tmp_path / file.path.name
+    with path.open("wb") as opened:
+        numpy.savez_compressed(opened, capsule=numpy.zeros(1 << 21, dtype=numpy.uint8))
+    assert path.stat().st_size < 1 << 14
+    with pytest.raises(FormatError, match=r"it unpacks to 2097[0-9]* bytes, above 1048576"):
+        read(file._replace(path=path))
+
+
 def test_a_capsule_that_is_a_link_is_refused(a_run, tmp_path):
     (file,) = find_capsules(a_run / RUN)
     path = tmp_path / file.path.name

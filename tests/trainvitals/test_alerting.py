@@ -54,6 +54,8 @@ def test_a_clock_that_goes_back_neither_fires_nor_unfires() -> None:
     status = advance(AlertStatus(), breached=True, now=100.0, hold_seconds=5)
     status = advance(status, breached=True, now=50.0, hold_seconds=5)
     assert AlertState.PENDING is status.state
+    status = advance(status, breached=True, now=55.0, hold_seconds=5)
+    assert AlertState.FIRING is status.state, "the hold began anew, and is no longer than it was"
     status = advance(status, breached=True, now=105.0, hold_seconds=5)
     assert AlertState.FIRING is status.state
     status = advance(status, breached=True, now=50.0, hold_seconds=5)

@@ -207,3 +207,31 @@ def test_a_long_text_takes_no_long_time(piece: str):
     began = time.process_time()
     redact_text((piece * 20_000)[:8_192])
     assert time.process_time() - began < 0.5
+
+
+def test_secrets_in_a_list_are_redacted_as_one_alone_is():
+    settings = {
+        "tokens": ["ghijk12345", "ab"],
+        "hosts": {"keys": ("A1b2C3d4E5f6G7h8I9j0K1", "q_proj")},
+        "special_tokens": ["endoftext1"],
+        "tokens_seen": [1, 2],
+        "total_tokens": ["100000000000"],
+    }
+    expected = {
+        **settings,
+        "tokens": ["***", "ab"],
+        "hosts": {"keys": ("***", "q_proj")},
+    }
+    assert expected == redact(settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"tokens": ["ghijk12345", "abc"], "lr": 1}', '{"tokens": ["***", "abc"], "lr": 1}'),
+        ("tokens=[s3cr3tsecret] keys=[a, b]", "tokens=[***] keys=[a, b]"),
+        ("special_tokens: ['endoftext1']", "special_tokens: ['endoftext1']"),
+    ],
+)
+def test_secrets_in_a_list_in_a_text_are_redacted(text, expected):
+    assert expected == redact_text(text)

@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.run_paths import RunPaths
 from trainer_hooks.step.emit import Emitter
-from trainvitals.io.discovery import AWAY_FILE
+from trainvitals.io.discovery import AWAY_FILE, NOTICE_FILE
 from trainvitals.io.private import open_own
 from trainvitals.io.rundir import is_full
 from trainvitals.io.setting_paths import with_absolute_paths
+from trainvitals.printable import printable
 from trainvitals.records import Note
 
 _LOG = logging.getLogger("trainvitals")
@@ -55,7 +56,7 @@ class Starter:
     def __init__(self, place: RunPaths, environ: Mapping[str, str]) -> None:
         assert place.folder is not None, "without journals there is nothing to ship"
         variables = {"VITALS_NODE": place.node, "VITALS_SHM": str(place.folder.parent.parent)}
-        self._away = place.folder / AWAY_FILE
+        self._away, self._notice = place.folder / AWAY_FILE, place.folder / NOTICE_FILE
         # A later start of it may find the training in another working directory.
         self._environ = {**with_absolute_paths(environ), **variables}
         self._run_id, self.directory = place.run_dir.run_id, str(place.run_dir.path.parent)
@@ -93,6 +94,10 @@ class Starter:
         """
         return self._away.read_text() if self._away.exists() else ""
 
+    def notice(self) -> str:
+        """Return what the agent reports, such as a full disk; empty if all is well."""
+        return self._notice.read_text() if self._notice.exists() else ""
+
     def close(self) -> None:
         """Start none any more; one that runs goes on."""
         os.close(self._log)
@@ -123,7 +128,7 @@ class NodeAgent:
     ) -> None:
         self._start, self._emitter, self._faults = start, emitter, faults
         self._owner = os.getpid()
-        self._losses, self._why = 0, ""
+        self._losses, self._why, self._notice = 0, "", ""
         self._started_ns = now_ns
         self.next_look_ns = now_ns
         """Before it there is nothing to look after: monotonic."""
@@ -159,7 +164,13 @@ class NodeAgent:
 
     def _look(self, now_ns: int, step: int, attempt: int, *, last: bool = False) -> None:
         # A forked child has no children of ours, and must not start any.
-        if self._told_to_stop or os.getpid() != self._owner:
+        if os.getpid() != self._owner:
+            return
+        notice = self._start.notice()
+        if notice and notice != self._notice:
+            self._notice = notice
+            _LOG.warning("vitals: %s", printable(notice))
+        if self._told_to_stop:
             return
         if self.pid is not None:
             has_ended, exit_code = _ended(self.pid)

@@ -38,6 +38,8 @@ MAX_FILES = 16
 MAX_NAMES = 16
 """Tensors that are told of a state."""
 _MAX_FILE_BYTES = 512 << 20
+_MAX_ARRAY_BYTES = 512 << 20
+"""Of all arrays in a capsule: a few megabytes of a forged one may unpack to any number."""
 _COMPRESSED_BYTES = 8 << 20
 """Above it packing takes more of a core than its bytes are worth."""
 _ARRAY_OVERHEAD = 320
@@ -241,6 +243,9 @@ def read(file: CapsuleFile) -> Capsule:
     try:
         raw = read_own(path, owner=Owner.whose(path.parent), max_bytes=_MAX_FILE_BYTES)
         with numpy.load(io.BytesIO(raw), allow_pickle=False) as members:
+            num_bytes = sum(info.file_size for info in members.zip.infolist())
+            if num_bytes > _MAX_ARRAY_BYTES:
+                raise ValueError(f"it unpacks to {num_bytes} bytes, above {_MAX_ARRAY_BYTES}")
             arrays = {name: members[name] for name in members.files}
         facts = json.loads(arrays.pop("capsule").tobytes())
         if facts["version"] > _VERSION:

@@ -153,6 +153,7 @@ KINDS: Mapping[str, Kind] = {
             domain="gpu",
             subject="machine",
         ),
+        Kind(name="stream_stopped", alert="StreamStopped", domain="storage", subject="machine"),
         Kind(name="user_alert", alert="UserAlert"),
         Kind(
             name="gpu_lost",
@@ -315,6 +316,8 @@ DETECTORS: Mapping[str, DetectorSpec] = {
             name="gpu_error", where="agent", kinds={"gpu_ecc": "advisory", "gpu_xid": "advisory"}
         ),
         DetectorSpec(name="gpu_lost", where="agent", kinds={"gpu_lost": "advisory"}),
+        # Over the collector's replies to what a node sends.
+        DetectorSpec(name="shipper", where="agent", kinds={"stream_stopped": "advisory"}),
     )
 }
 

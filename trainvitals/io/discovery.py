@@ -18,6 +18,8 @@ ROOM_BYTES = 64 << 10
 AWAY_FILE = "collector_away"
 """In the run's folder: the collector that does not answer, as long as it does not. The agent writes
 it, and the rank that started the agent says at its end what waits for whom."""
+NOTICE_FILE = "agent_notice"
+"""In the run's folder: trouble that the agent reports; the rank that started it logs it."""
 
 
 class JournalRef(msgspec.Struct, frozen=True, order=True):
@@ -113,6 +115,11 @@ def _run_dir_of(folder: Path) -> Path | None:
     with contextlib.suppress(OSError, VitalsError, *UNREADABLE):
         return Path(msgspec.json.decode(read_own(folder / "run.json"), type=_RunPointer).run_dir)
     return None
+
+
+def write_notice(folder: Path, text: str) -> None:
+    """Leave a report of the agent's for the rank's log. May raise OSError."""
+    _write_small(folder / NOTICE_FILE, text.encode())
 
 
 def _write_small(path: Path, raw: bytes) -> None:

@@ -32,6 +32,8 @@ HEADER_EVERY_BYTES = 1 << 18
 _PLACE = struct.Struct("<I")
 _BEGINNING = re.compile(re.escape(MAGIC) + b"|" + re.escape(SHORT))
 _MAX_HEADERS = 256
+MAX_FILE_BYTES = 64 << 20
+"""Of a spool's file that are read. None has more, and a sparse one may seem to have terabytes."""
 _MAX_STATE_BYTES = 16 << 20
 _FILE = re.compile(r"(\d{6,12})\.tvs\Z", re.ASCII)
 
@@ -187,7 +189,7 @@ class _Scan:
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self.end = os.fstat(file.fileno()).st_size
+        self.end = min(os.fstat(file.fileno()).st_size, MAX_FILE_BYTES)
         self._file = file
         self._headers: dict[int, bytes] = {}
         self._num_bytes_left = 4 * self.end + _IN_VAIN_BYTES

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from trainvitals.alerting import fingerprint
-from trainvitals.clock import Clock
+from trainvitals.clock import Clock, SteadyClock
 from trainvitals.errors import StorageError
 from trainvitals.views import AlertView
 from vitals_collector.alerts.notifiers import Notifier, Result, delivery_id
@@ -155,7 +155,7 @@ class Dispatcher:
         self._report = report or self.submit
         self._ledger = ledger
         self._config = config or DispatchConfig()
-        self._clock = clock
+        self._clock, self._steady = clock, SteadyClock(clock)
         self._lines = {n.name: _Line(n) for n in self.notifiers}
         self._lock = threading.Lock()
         self._stopping = False
@@ -238,7 +238,7 @@ class Dispatcher:
         if alert.state != "firing":
             return now
         # Not since the alert's start: the clock that says that is a rank's, and may be anything.
-        age = 0.0 if active_since is None else self._clock.time_ns() / 1e9 - active_since
+        age = 0.0 if active_since is None else self._steady.time_ns() / 1e9 - active_since
         return now + int(max(0.0, line.after_seconds - max(0.0, age)) * 1e9)
 
     def _put(self, line: _Line, item: _Waiting) -> None:

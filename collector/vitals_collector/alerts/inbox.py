@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from sqlalchemy import Connection, Row, select
 
 from trainvitals.alerting import Alert, AlertState, AlertStatus, advance, point_is_over
-from trainvitals.clock import Clock
+from trainvitals.clock import Clock, SteadyClock
 from trainvitals.errors import UsageError
 from trainvitals.redaction import redact_text
 from trainvitals.views import (
@@ -200,7 +200,7 @@ class Inbox:
         config: InboxConfig | None = None,
     ) -> None:
         self._store = store
-        self._clock = clock
+        self._clock, self._steady = clock, SteadyClock(clock)
         self._tell = tell or _nobody
         self._hush = hush or _nobody_at_all
         self._config = config or InboxConfig()
@@ -291,7 +291,7 @@ class Inbox:
         moved = advance(
             status,
             breached=alert is not None,
-            now=now / 1e9,
+            now=self._steady.time_ns() / 1e9,
             hold_seconds=self._config.lost_hold_seconds if is_lost else 0.0,
         )
         if alert is None:

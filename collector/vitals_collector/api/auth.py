@@ -65,6 +65,8 @@ STALL_SECONDS = 10.0
 """So is one of which nothing comes for that long: it holds memory that others wait for."""
 HEAD_SECONDS = 10.0
 """From the connection, or from a request's first byte, to the end of the request's head."""
+MAX_CONNECTIONS = 10_000
+"""Open connections; an agent has two or three."""
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 100
 
@@ -573,13 +575,18 @@ class PatientProtocol(HttpToolsProtocol):
     """
 
     head_seconds = HEAD_SECONDS
+    max_connections = MAX_CONNECTIONS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request's head, for a while."""
+        """Wait for the first request's head, for a while; drop a connection above the limit."""
         super().connection_made(transport)
         self._num_head_bytes = 0
         self._in_head, self._has_head = True, False
         self._patience: asyncio.TimerHandle | None = None
+        if len(self.connections) > self.max_connections:
+            _LOG.warning("connection_dropped: %d are open", self.max_connections)
+            transport.abort()
+            return
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from trainvitals.alerting import ALERTS
 from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
-from trainvitals.clock import Clock
+from trainvitals.clock import Clock, SteadyClock
 from trainvitals.detect.registry import ACTED_CAUSES, acted_cause
 from trainvitals.errors import UnauthorizedError, VitalsError
 from trainvitals.views import AlertView, CommandStatus, RunSummary
@@ -79,7 +79,7 @@ class StoreCollector(Collector):
     ) -> None:
         self._store = store
         self._goodput = goodput or GoodputReader(store, GoodputCache())
-        self._clock = clock
+        self._clock, self._steady = clock, SteadyClock(clock)
         self._acting = acting
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
@@ -94,7 +94,7 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family, also those without samples, in the catalog's order."""
-        now = self._clock.time_ns()
+        now = self._steady.time_ns()
         when = Liveness(
             now_unix_ns=now,
             up_since_unix_ns=max(self._up_since_unix_ns, self._store.hearing.since(now)),

@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trainvitals.clock import Clock
+from trainvitals.clock import Clock, SteadyClock
 from trainvitals.errors import (
     FormatError,
     StorageError,
@@ -213,7 +213,7 @@ class CommitQueue:
         limits: CommitLimits | None = None,
     ) -> None:
         self._store = store
-        self._clock = clock
+        self._arrivals = SteadyClock(clock)
         self._on_done = on_done
         self._limits = limits or CommitLimits()
         self._lock = threading.Lock()
@@ -302,9 +302,9 @@ class CommitQueue:
     def _store_group(self, group: Sequence[_Part]) -> Sequence[Sequence[Stored] | Exception]:
         try:
             raws = [[part.body.raws[i] for i in part.places] for part in group]
-            asking, now = [part.body.asks for part in group], self._clock.time_ns()
+            asking, now = [part.body.asks for part in group], self._arrivals.time_ns()
             principals = [part.body.principal for part in group]
-            with self._store.hearing.storing(self._clock):
+            with self._store.hearing.storing(self._arrivals):
                 return store_bodies(self._store, raws, now, asking, principals)
         except VitalsError as error:
             return [error] * len(group)

@@ -30,7 +30,7 @@ from trainvitals.io.client import COLLECTOR_FILE, CollectorFile, read_collector_
 from trainvitals.io.private import replace_file
 from trainvitals.io.server_identity import socket_in_own_folder
 from trainvitals.printable import LineFormatter
-from vitals_collector.api.auth import PatientProtocol
+from vitals_collector.api.auth import HEAD_SECONDS, PatientProtocol
 from vitals_collector.storage.store import ensure_data_dir
 
 SOCKET_FILE = "collector.sock"
@@ -235,26 +235,39 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then tell where: nobody reads an address that does not answer yet."""
-        await super().startup(sockets=sockets)
+        await super().startup(sockets=[])
         if self.should_exit:
             return
+        for bound in sockets or ():
+            await self._listen(bound)
         await self._listen_here()
         self._write_address()
         print(f"vitals collector: {self._url} (data in {self._data})", file=sys.stderr, flush=True)  # noqa: T201
+
+    def _new_connection(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+
+    async def _listen(self, bound: socket.socket) -> None:
+        """Listen, with the time of a TLS handshake bounded: uvicorn leaves a minute for it."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            self._new_connection,
+            sock=bound,
+            backlog=_BACKLOG,
+            ssl=self.config.ssl,
+            ssl_handshake_timeout=HEAD_SECONDS if self.config.ssl else None,
+        )
+        self.servers.append(server)
 
     async def _listen_here(self) -> None:
         """Listen on the Unix socket as well, without TLS: nobody else reads along there."""
         bound = bind_unix(self._data)
         if bound is None:
             return
-
-        def new_connection() -> asyncio.Protocol:
-            return self.config.http_protocol_class(  # type: ignore[call-arg]
-                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-            )
-
         loop = asyncio.get_running_loop()
-        server = await loop.create_unix_server(new_connection, sock=bound, backlog=_BACKLOG)
+        server = await loop.create_unix_server(self._new_connection, sock=bound, backlog=_BACKLOG)
         self.servers.append(server)
         self._socket = SOCKET_FILE
 

@@ -2,16 +2,19 @@
 
 import contextlib
 import gzip
+import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TextIO, cast
+from typing import IO, Any, TextIO
 
 from trainvitals.errors import FormatError, StorageError
 
 GZIP = b"\x1f\x8b"
 MAX_BYTES = 1 << 30
 """Of a log that is read whole: a few kilobytes of gzip may hold any number."""
+MAX_RATIO, MIN_UNPACKED_BYTES = 200, 16 << 20
+"""Of a compressed log: no log is packed so tightly that it unpacks to more."""
 MAX_LINE = 1 << 20
 _CHUNK = 1 << 20
 
@@ -75,17 +78,43 @@ def lines_of(path: Path, file: TextIO) -> Iterator[str]:
         yield line
 
 
+class _Unpacked(io.RawIOBase):
+    """The content of a gzip file, up to a bound.
+
+    Raises:
+        FormatError: there is more.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, gzip.GzipFile(path)
+        self._num_left = max(MIN_UNPACKED_BYTES, MAX_RATIO * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._file.read(len(buffer))
+        self._num_left -= len(part)
+        if self._num_left < 0:
+            raise FormatError(
+                f"{self._path} unpacks to more than {MAX_RATIO} times its size; no log does",
+                hint="unpack it yourself if you trust it: gunzip",
+            )
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def open_bytes(path: Path) -> IO[bytes]:
     """Open the file, through gzip where its first bytes say so."""
     with path.open("rb") as file:
         is_gzip = file.read(2) == GZIP
-    return cast(IO[bytes], gzip.open(path, "rb")) if is_gzip else path.open("rb")
+    return io.BufferedReader(_Unpacked(path)) if is_gzip else path.open("rb")
 
 
 def open_text(path: Path) -> TextIO:
     """Open the file as UTF-8 text, a byte order mark passed over."""
-    with path.open("rb") as file:
-        is_gzip = file.read(2) == GZIP
-    if is_gzip:
-        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
-    return path.open(encoding="utf-8-sig", newline="")
+    return io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="")

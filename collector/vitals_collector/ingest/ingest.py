@@ -6,8 +6,8 @@ only then answer. What came together is stored together, so that a commit and a 
 for all of it. A refused batch changes nothing and keeps no other back.
 
 A run belongs to the owner of the token that began it, and a start of a writer to that very token:
-what comes of it with another one is refused. The token file's own token may write to all. That is
-asked of new starts; of known ones it stands beside how far they are stored.
+what comes of it with another one is refused. The token file's own token is one owner like others.
+That is asked of new starts; of known ones it stands beside how far they are stored.
 
 How far each writer's stream is stored is what makes at-least-once exactly once. The database says
 it, and of rows the store of numbers too, from the commit that holds them. Who dies between the two
@@ -197,7 +197,7 @@ def store_bodies(
     by_body = [[next(checked) for _ in body] for body in bodies]
     named: dict[int, Principal] = {}
     for of_body, principal in zip(by_body, principals, strict=bool(principals)):
-        if principal.token_id:
+        if not principal.writes_all:
             of_body[:] = [_within_limits(batch, principal) for batch in of_body]
             named |= {id(batch): principal for batch in of_body if isinstance(batch, Batch)}
     run_ids = {run_id for of_body in by_body for run_id in runs_in(of_body)}
@@ -621,7 +621,7 @@ def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principa
             f"not {identity.source}",
             hint="each start of each source makes an incarnation of its own",
         )
-    if principal.token_id not in ("", offset.token_id):
+    if not principal.writes_all and principal.token_id != offset.token_id:
         raise _foreign_start(identity, principal)
     return offset
 
@@ -756,8 +756,8 @@ def _within_limits(batch: Checked, principal: Principal) -> Checked:
     run_id = batch.header.identity.run_id
     if principal.run_id and run_id != principal.run_id:
         return ForeignBatchError(
-            f"the batch belongs to run {run_id}; token {principal.token_id} of {principal.owner} "
-            f"is limited to run {principal.run_id}"
+            f"the batch belongs to run {run_id}; token {principal.name} is limited to run "
+            f"{principal.run_id}"
         )
     if not principal.project or batch.header.stream != EVENTS:
         return batch
@@ -765,8 +765,8 @@ def _within_limits(batch: Checked, principal: Principal) -> Checked:
         named = row.event.info.project if isinstance(row.event, RunStarted) else ""
         if named not in ("", principal.project):
             return ForeignBatchError(
-                f"run {run_id} belongs to project {named!r}; token {principal.token_id} of "
-                f"{principal.owner} is limited to project {principal.project!r}",
+                f"run {run_id} belongs to project {named!r}; token {principal.name} is "
+                f"limited to project {principal.project!r}",
                 hint="set VITALS_PROJECT to that, or use a token of the run's own project",
             )
     return batch
@@ -796,7 +796,10 @@ def _foreign(
         of_run = known.setdefault(identity.run_id, (principal.owner, principal.project))
         if not principal.may_write(identity.run_id, *of_run):
             foreign[id(batch)] = _foreign_run(identity, principal)
-        elif principal.token_id not in ("", begun_by.setdefault(start, principal.token_id)):
+        elif (
+            not principal.writes_all
+            and begun_by.setdefault(start, principal.token_id) != principal.token_id
+        ):
             foreign[id(batch)] = _foreign_start(identity, principal)
     return foreign
 
@@ -804,16 +807,14 @@ def _foreign(
 def _foreign_run(identity: Identity, principal: Principal) -> ForeignBatchError:
     limit = f" for project {principal.project!r}" if principal.project else ""
     return ForeignBatchError(
-        f"run {identity.run_id} is not one of token {principal.token_id}{limit} of "
-        f"{principal.owner}",
+        f"run {identity.run_id} is not one of token {principal.name}{limit}",
         hint="all agents of a job use one token, or tokens of one owner or project",
     )
 
 
 def _foreign_start(identity: Identity, principal: Principal) -> ForeignBatchError:
     return ForeignBatchError(
-        f"incarnation {identity.incarnation} was begun with another token than "
-        f"{principal.token_id} of {principal.owner}",
+        f"incarnation {identity.incarnation} was begun with another token than {principal.name}",
         hint="one that is rotated stays the same token; change to another when the job starts",
     )
 

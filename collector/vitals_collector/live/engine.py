@@ -33,7 +33,7 @@ from trainvitals.alerting import (
     alerts_for_run_state,
     is_answered,
 )
-from trainvitals.clock import Clock
+from trainvitals.clock import Clock, SteadyClock
 from trainvitals.errors import UNREADABLE, VitalsError
 from trainvitals.records import (
     CheckpointChanged,
@@ -123,7 +123,7 @@ class Engine:
         self._lease = lease or Lease(store, PAGER, clock=clock, is_shared=False)
         self._epoch: int | None = None
         """The time as the pager to which what is remembered of others belongs."""
-        self._clock = clock
+        self._clock, self._steady = clock, SteadyClock(clock)
         self._dispatcher = dispatcher
         self._config = config or EngineConfig()
         self._up_since_unix_ns = up_since_unix_ns
@@ -572,7 +572,7 @@ class Engine:
 
     def _refresh_runs(self, *, only_new: bool, is_pager: bool) -> set[str]:
         """Ask after own runs; the pager also after those of which nobody else reports."""
-        now = self._clock.time_ns()
+        now = self._steady.time_ns()
         hearing = self._store.hearing
         if self._store.no_room is not None:
             hearing.begin(now)

@@ -504,7 +504,7 @@ class RunStatusCache:
         of_run: dict[str, list[tuple[str, SourceState]]] = defaultdict(list)
         query = select(*_COLUMNS).where(sources.c.run_id.in_(run_ids))
         for run_id, incarnation, *state in connection.execute(query).all():
-            of_run[run_id].append((incarnation, SourceState._make(state)))
+            of_run[run_id].append((incarnation, _received(SourceState._make(state), when)))
         for run_id in run_ids:
             own = [state for _, state in of_run[run_id]]
             heard_since = self._heard_since(run_id, when)
@@ -583,6 +583,16 @@ def _rest_ns(num_sources: int, when: Liveness) -> int:
     if num_sources < _FEW:
         return 0
     return min(num_sources * _NS_PER_SOURCE, int(_LONGEST_REST * when.lost_after_seconds * 1e9))
+
+
+def _received(source: SourceState, when: Liveness) -> SourceState:
+    """Return the source; what arrived far in the future was received before a clock was set back.
+
+    Its silence counts from when this collector started.
+    """
+    if source.last_received_unix_ns <= when.now_unix_ns + when.lost_after_seconds * 1e9:
+        return source
+    return source._replace(last_received_unix_ns=max(1, when.up_since_unix_ns))
 
 
 _COLUMNS = tuple(sources.c[name] for name in ("run_id", "incarnation", *SourceState._fields))

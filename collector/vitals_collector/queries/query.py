@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import asdict
 from sqlalchemy import bindparam, select
 
-from trainvitals.clock import Clock
+from trainvitals.clock import Clock, SteadyClock
 from trainvitals.errors import UsageError
 from trainvitals.question import Question
 from trainvitals.views import (
@@ -158,7 +158,7 @@ class Query:
         goodput: GoodputCache | None = None,
     ) -> None:
         self.store = store
-        self.clock = clock
+        self.clock, self._steady = clock, SteadyClock(clock)
         self.volumes = volumes or VolumeSettings()
         self.gpu_hour_price = gpu_hour_price
         self.goodput = goodput or GoodputCache(price=gpu_hour_price)
@@ -202,7 +202,7 @@ class Query:
 
     def liveness(self) -> Liveness:
         """Return what tells a running run from a lost one."""
-        now = self.clock.time_ns()
+        now = self._steady.time_ns()
         return Liveness(
             now_unix_ns=now,
             up_since_unix_ns=max(self._up_since_unix_ns, self.store.hearing.since(now)),

@@ -8,7 +8,7 @@ import msgspec
 from sqlalchemy import func, select, update
 
 from trainvitals.catalog import ROW_COLUMNS
-from trainvitals.clock import Clock
+from trainvitals.clock import Clock, SteadyClock
 from trainvitals.errors import StorageError
 from trainvitals.records import Note
 from vitals_collector.live.run_status import Liveness
@@ -63,9 +63,10 @@ class Upkeep:
         """
         assert isinstance(store.numbers, Lake), "rows in memory need no upkeep"
         self._store, self._lake, self._settings = store, store.numbers, settings
-        self._clock, self._is_mine, self._pause = clock, is_mine, pause
+        # A clock that somebody sets forward must not make rows old.
+        self._clock, self._is_mine, self._pause = SteadyClock(clock), is_mine, pause
         self._lost_after_seconds = lost_after_seconds
-        self._up_since_unix_ns = clock.time_ns()
+        self._up_since_unix_ns = self._clock.time_ns()
         self._quiet: dict[str, tuple[int, int]] = {}
         """By run, its newest row when nothing was left to go, and when to look again."""
         self._num_named: dict[str, int] = {}

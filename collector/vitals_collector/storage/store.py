@@ -128,7 +128,7 @@ class Hearing:
     """Since when a collector hears: what nobody could tell it is nobody's silence. For any thread.
 
     It hears nothing while its process or machine stands still, and while what it is sent cannot be
-    stored. Both are told from the wall clock, which may be moved, for rows are received by it.
+    stored. All times are of the clock that rows are received by (``SteadyClock``).
     """
 
     def __init__(self) -> None:

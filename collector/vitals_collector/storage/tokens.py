@@ -45,6 +45,8 @@ class Principal(NamedTuple):
     """The only one whose runs it is for; "" does not limit it."""
     run_id: str = ""
     """The only run it is for; "" does not limit it."""
+    writes_all: bool = False
+    """Whether it may write to what others began: only who reads folders may."""
 
     @property
     def is_limited(self) -> bool:
@@ -59,7 +61,7 @@ class Principal(NamedTuple):
             owner: whose token began it.
             project: what it belongs to.
         """
-        if not self.token_id:
+        if self.writes_all:
             return True
         if self.run_id:
             return run_id == self.run_id
@@ -78,8 +80,8 @@ class Principal(NamedTuple):
         return frozenset(connection.execute(select(runs.c.run_id).where(is_its)).scalars())
 
 
-OWN = Principal(frozenset(("ingest",)), "ingest")
-"""Who reads folders, and ingests with the token file's token: may write to all runs."""
+OWN = Principal(frozenset(("ingest",)), "ingest", writes_all=True)
+"""Who reads folders."""
 
 
 class KnownTokens:

@@ -1,3 +1,4 @@
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -130,11 +131,21 @@ def test_damage_of_any_length_is_searched_in_pieces(
         assert [5] == firsts(list(read_batches(tmp_path)))
 
 
-def test_damage_of_gigabytes_takes_no_memory(tmp_path: Path, identity: Identity) -> None:
+def test_a_sparse_file_of_a_terabyte_is_read_up_to_what_one_may_hold(
+    tmp_path: Path, identity: Identity
+) -> None:
+    path = tmp_path / "000000.tvs"
+    path.write_bytes(a_batch(identity, 0, 5))
+    os.truncate(path, 1 << 40)
+    (tmp_path / "000001.tvs").write_bytes(a_batch(identity, 5, 5))
+    assert [0, 5] == firsts(list(read_batches(tmp_path)))
+
+
+def test_damage_of_megabytes_takes_no_memory(tmp_path: Path, identity: Identity) -> None:
     path = tmp_path / "000000.tvs"
     with path.open("wb") as file:
-        file.truncate(1 << 27)
-        file.seek(1 << 27)
+        file.truncate(1 << 25)
+        file.seek(1 << 25)
         file.write(a_batch(identity, 5, 5))
     tracemalloc.start()
     try:

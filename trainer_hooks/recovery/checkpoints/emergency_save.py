@@ -95,8 +95,12 @@ def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
     home = _home(folder.path, run_id)
     if folder.is_planted(home.name):
         aside = home.with_name(f".refused-{home.name}-{secrets.token_hex(4)}")
+        try:
+            home.rename(aside)
+        except OSError as error:  # a sticky folder: only its owner may rename it
+            _LOG.warning("vitals: %s is another user's; it is skipped: %s", home, error.strerror)
+            return adopted
         _LOG.warning("vitals: %s is another user's; it is refused, and kept as %s", home, aside)
-        home.rename(aside)
     for parts in sorted(home.iterdir()) if home.is_dir() and not home.is_symlink() else []:
         if parts.is_symlink() or not manifests.is_id(parts.name):
             continue
