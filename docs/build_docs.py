@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import typer
 
+from docs import api_page
 from docs.draw_detectors import images, meanings
 from docs.draw_detectors import page as detectors_page
 from tests.integrations.table import render
@@ -254,6 +255,7 @@ def slurm_guide() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "API.md": lambda: api_page.page(NOTICE),
     "METRICS.md": metrics_page,
     "ERRORS.md": errors_page,
     "RUNBOOK.md": runbook_page,

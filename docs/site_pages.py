@@ -1,7 +1,7 @@
-"""Makes the site of this version, beside those of others; the README is its first page.
+"""Builds the site of this version, next to those of others; the README is its first page.
 
-build/site/VERSION has the pages, build/site/versions.json what the theme's menu of versions reads
-(as mike writes it), and build/site/index.html goes to the newest.
+build/site/VERSION has the pages, build/site/versions.json the versions for the theme's menu (in the
+format of mike), and build/site/index.html redirects to the latest version.
 """
 
 import json
@@ -9,21 +9,23 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from packaging.version import Version
 
 import trainvitals
+from docs.api_page import site_page
 
 ROOT = Path(__file__).parents[1]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give this version a folder of its own."""
+    """Build into a directory named after the version."""
     config.site_dir = str(Path(config.site_dir) / trainvitals.__version__)
     return config
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """List the versions that lie beside this one, newest first."""
+    """List all versions of the site, latest first."""
     site = Path(config.site_dir).parent
     versions = sorted((p.parent.name for p in site.glob("*/index.html")), key=Version, reverse=True)
     listed = [
@@ -35,8 +37,13 @@ def on_post_build(config: MkDocsConfig) -> None:
     (site / "index.html").write_text(f"<!doctype html>\n{newest}")
 
 
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let mkdocstrings write the API reference: it links types and has a search index."""
+    return site_page() if page.file.src_uri == "API.md" else markdown
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what lies beside docs/, with its links as they are seen from there."""
+    """Add the pages of the root directory, with links that work from docs/."""
     for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"):
         text = (ROOT / name).read_text().replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))

@@ -22,7 +22,7 @@ from vitals_collector.live import run_status
 from vitals_collector.queries.open import Reader
 from vitals_collector.storage.store import open_data_store
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "mirrors.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "otlp.md"
 TIME = START + 5_000_000_000
 
 

@@ -18,7 +18,9 @@ from tests.house.pages import (
     execute,
     run_program,
 )
+from trainer_hooks.step.reduce_vector import MAX_SLOTS, OWN_FIELDS, RANK_FIELDS
 from trainvitals.cli.demo import expected
+from trainvitals.policy.judge import load_judge_config
 
 FOLDER = ROOT / "docs" / "guides"
 INSPECT = FOLDER / "inspect.md"
@@ -104,6 +106,24 @@ def test_a_command_is_offered_with_these_options(words):
     path = max((p for p in COMMANDS if words[: len(p.split())] == p.split()), key=len)
     command, _ = COMMANDS[path]
     command.make_context(path, words[len(path.split()) :]).close()
+
+
+def test_the_settings_that_a_guide_shows_are_accepted(tmp_path):
+    shown = block(FOLDER / "settings.md", "test: settings").body
+    path = tmp_path / "settings.toml"
+    path.write_text(shown)
+    config = load_judge_config({"VITALS_CONFIG": str(path)})
+    assert 3.0 == config.loss.min_ratio != load_judge_config({}).loss.min_ratio
+    assert 2 == config.ladder.max_tries != load_judge_config({}).ladder.max_tries
+
+
+def test_the_size_of_the_exchange_is_the_one_in_the_guide():
+    page = " ".join((FOLDER / "cost.md").read_text().split())
+    per_rank = 8 * len(RANK_FIELDS)
+    shared, own = 2 * MAX_SLOTS * per_rank // 1024, 8 * len(OWN_FIELDS)
+    total = shared + 16_384 * own // 1024
+    assert f"{per_rank} bytes per rank up to {MAX_SLOTS:,} ranks" in page
+    assert f"{shared} KiB and {own} bytes per rank, for example {total} KiB with 16,384" in page
 
 
 def test_the_demo_is_the_one_of_today():

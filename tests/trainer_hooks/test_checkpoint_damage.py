@@ -2,7 +2,6 @@
 
 import enum
 import errno
-import os
 import pickle
 import shutil
 from pathlib import Path
