@@ -64,7 +64,7 @@ STORM = "loss 3..2x150 nanx40 2x150"
 @pytest.mark.parametrize("mode", ["observe", "guard"])
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_limits_findings_and_decisions_are_those_of_a_live_loop(mode: Mode, lag: int) -> None:
-    course = "loss 3..2x60 nan 2x10 40 2x30 30 30 2x5; grad_norm 1x60 1 1x10 50 1x30 9e9 1 1x5"
+    course = "loss 3..2x60 nan 2x10 400 2x30 300 300 2x5; grad_norm 1x60 1 1x10 50 1x30 9e9 1 1x5"
     # Observed without a checkpoint: as live, where none is announced.
     live = judgements(Judge(mode=mode), course, lag=lag, probe=cannot_say)
     said = list(judge_history(log(course), mode=mode, lag=lag, checkpoint_every=10**9))
@@ -77,7 +77,7 @@ def test_limits_findings_and_decisions_are_those_of_a_live_loop(mode: Mode, lag:
 
 
 def test_a_value_that_would_have_been_skipped_enters_no_reference() -> None:
-    spiked = list(judge_history(log("loss 3x20 2..1.9x60 50 50 1.9x40")))
+    spiked = list(judge_history(log("loss 3x20 2..1.9x60 500 500 1.9x40")))
     clean = list(judge_history(log("loss 3x20 2..1.9x60 - - 1.9x40")))
     assert [True, True] == [j.record.skipped for j in spiked[80:82]]
     # The steps in flight then have the limits of before or after one more sample.
@@ -107,7 +107,7 @@ def test_every_record_is_judged_once_and_in_order() -> None:
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_an_outlier_is_withheld_whether_the_loop_clips_or_not(clips: bool) -> None:
-    said = list(judge_history(log("loss 3..2x100 40 2x50; grad_norm 1x151"), clips=clips))
+    said = list(judge_history(log("loss 3..2x100 400 2x50; grad_norm 1x151"), clips=clips))
     assert [(100, "skip_step")] == actions(said)
     assert [100] == [judged.row for judged in said if judged.record.withheld]
     assert {clips} == {judged.record.clips for judged in said}
@@ -115,7 +115,7 @@ def test_an_outlier_is_withheld_whether_the_loop_clips_or_not(clips: bool) -> No
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_without_a_clip_a_log_is_judged_as_a_live_loop_without_one(clips: bool) -> None:
-    course = "loss 3..2x60 40 2x10 30 30 2x5; grad_norm 1x60 1 1x10 50 50 1x5"
+    course = "loss 3..2x60 400 2x10 300 300 2x5; grad_norm 1x60 1 1x10 50 50 1x5"
     live = judgements(Judge(mode="guard"), course, clips=clips, probe=cannot_say)
     said = list(judge_history(log(course), mode="guard", clips=clips))
     assert repr([(record, judged) for record, judged in live]) == repr(
@@ -134,7 +134,7 @@ def test_a_loss_that_is_declared_withholds_nothing_and_its_norm_does(kind: LossK
 
 @pytest.mark.parametrize("every", [1, 10])
 def test_an_announced_change_withholds_nothing_and_the_one_after_it_does(every: int) -> None:
-    course = log("loss 900x20 2x80 800x300 2x100 900x9 2x9; grad_norm 1x518", every=every)
+    course = log("loss 9x20 2x80 800x300 2x100 900x9 2x9; grad_norm 1x518", every=every)
     assert 8 == len(actions(list(judge_history(course))))
     announced = list(judge_history(course, expected=[100 * every]))
     rows = [judged.row for judged in announced if judged.record.withheld]

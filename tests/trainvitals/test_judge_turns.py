@@ -63,7 +63,7 @@ def test_each_player_has_rows_of_its_own():
     withheld = []
     for _ in range(3):
         played.play(D)
-        withheld.append(played.play(G, norm=90.0).withheld)  # below the other's usual norm
+        withheld.append(played.play(G, norm=900.0).withheld)  # far below the other's limit
     played.rounds(20)
     assert withheld == [True, True, False]
     assert [decision.action for decision in played.decisions] == ["skip_step"] * 2

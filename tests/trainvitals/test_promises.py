@@ -42,7 +42,7 @@ def _stretch(rng: random.Random, kind: str, level: float) -> list[StepRecord]:
             step=0, attempt=1, loss=times * noisy, grad_norm=math.sqrt(times) * noisy, **fields
         )
 
-    far = rng.choice((10.0, 10.0, 300.0))
+    far = rng.choice((10.0, 300.0, 300.0))
     nan = StepRecord(step=0, attempt=1, loss=math.nan, grad_norm=math.nan)
     overflow = step(overflow=True)
     return {
@@ -102,7 +102,7 @@ def test_at_most_8_updates_are_withheld_in_a_thousand_steps_and_2_in_a_row(seed,
     assert not played.judge.halted
 
 
-FAR, NEAR = StepRecord(step=0, attempt=1, loss=20.0), StepRecord(step=0, attempt=1, loss=2.0)
+FAR, NEAR = StepRecord(step=0, attempt=1, loss=200.0), StepRecord(step=0, attempt=1, loss=2.0)
 START = [*[StepRecord(step=0, attempt=1, loss=5.0)] * 20, *[NEAR] * 60]
 
 

@@ -5,8 +5,8 @@ each metric is one number, and ``value > limit`` is an outlier. It must be one n
 device compares with it without waiting for the host, one or two steps after it was computed. So the
 finding is made against ``record.<metric>_limit``, the limit that was in force.
 
-These limits are where no healthy run has been: a loss that undoes most of the progress in one step,
-a norm of 100 times the usual. Everything below is found by the other detectors, and only reported.
+These limits are where no healthy run has been: a loss that is far above the run's first losses, a
+norm of 100 times the usual. Everything below is found by the other detectors, and only reported.
 
 The window holds the steps that were trained, outliers that were applied included: the limits move
 with the data. Everything here is float64 arithmetic in a fixed order, so that every
@@ -266,13 +266,17 @@ class OutlierConfig(Settings, frozen=True, kw_only=True):
     """Trained steps kept as the reference."""
     warm_up: Annotated[int, Meta(ge=8)] = 50
     """Trained steps needed; until then only values above `absurd` are stopped."""
-    progress: AboveZero = 0.75
-    """Share of the progress (from the first losses to the median) that one loss must undo. A run
-    without progress has no limit for its loss."""
+    progress: AboveZero = 25.0
+    """Multiple of the run's progress (from the first losses to the median) by which one loss must
+    be above the median: 1 is as bad as at the start, and hard batches of healthy runs reach 20. A
+    run without progress has no limit for its loss."""
     sigmas: AboveZero = 8.0
     """Robust standard deviations (1.4826 MAD) by which the loss must also be above the median."""
     grad_norm_ratio: AboveOne = 100.0
     """Multiple of the median gradient norm; single steps of healthy runs reach 30 times."""
+    grad_norm_first: AboveZero = 25.0
+    """Multiple of the run's first norms that the norm must also exceed: if a set is learned by heart
+    the median is next to nothing, and healthy spikes reach 17 times the norms at the start."""
     first: AtLeastOne = 20
     """Steps whose median is the run's first value."""
     absurd: Annotated[float, Meta(ge=100.0)] = 1e5
@@ -327,7 +331,9 @@ class _Metric(Stateful):
             return min(config.absurd * largest, _LARGEST) if largest else None
         median = self.window.median()
         if not self._is_loss:
-            limit = config.grad_norm_ratio * median
+            limit = max(
+                config.grad_norm_ratio * median, config.grad_norm_first * self.first_value()
+            )
             return min(limit, _LARGEST) if limit > 0.0 else None
         progress = self.first_value() - median
         if progress <= 0.0:
@@ -337,7 +343,7 @@ class _Metric(Stateful):
 
 
 class OutlierRule(Detector):
-    """Gives the limits, and finds the steps above the limits that were in force."""
+    """Gives the limits, and reports the steps that were withheld for them."""
 
     name = "outlier"
     STATE = ("_loss", "_grad_norm", "_suspended")
@@ -355,9 +361,9 @@ class OutlierRule(Detector):
         """Take one step in and return what is to be said about it."""
         if self._suspended:
             self._suspended -= 1
-        # By the limit in the record, not by the present one: the device compared with that, one or
-        # two steps before this is read, and host and device must not tell different steps apart.
-        spikes = self._spikes(record)
+        # By the device's verdict and the limits in the record, not by the present ones: these are
+        # newer. An outlier that was applied is the other detectors' to report.
+        spikes = self._spikes(record) if record.withheld else ()
         if record.skipped or record.overflow or record.failed_ranks or record.nonfinite_ranks:
             return spikes
         loss, norm = record.loss, record.grad_norm

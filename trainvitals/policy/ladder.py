@@ -163,9 +163,8 @@ def _judge_step(state: LadderState, findings: Sequence[Finding], case: Case) -> 
         return _nonfinite_params(state, params, case)
     if (nonfinite := bad.get("nonfinite")) is not None:
         return _nonfinite(state, nonfinite, case)
-    spike = bad.get("spike")
-    if spike is not None and is_outlier(record) and not record.overflow:
-        return _look_at_findings(_outlier(state, spike, case), findings, case)
+    if is_outlier(record) and not record.overflow:
+        return _look_at_findings(_outlier(state, bad.get("spike"), case), findings, case)
     if record.skipped and record.commanded:
         return skip(state, None, "manual command: skip", "command", case)
     if record.overflow or record.failed_ranks:
@@ -293,11 +292,11 @@ def _nonfinite_row(state: LadderState, bad: Finding, onset: int, case: Case) -> 
 # ----------------------------------------------------------------------------- finite values
 
 
-def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
+def _outlier(state: LadderState, spike: Finding | None, case: Case) -> Verdict:
     """Record an outlier that the device withheld, or applied because a bound was reached."""
     record = case.record
     state = note_outlier(replace(state, nonfinite=0, sound=False), record, case.config)
-    if not record.withheld:
+    if spike is None or not record.withheld:
         return Verdict(state)
     num = len(state.row)
     reason = spike.reason if num == 1 else f"{spike.reason} ({num} outliers in a row)"

@@ -4,10 +4,10 @@ The memory has two parts. What is in ``LadderMemory`` only moves forward (budget
 applied, ledger sequence): it lives in the plan journal, and no restore gives a budget back. The
 rest of ``LadderState`` describes the present branch and starts anew after a rollback.
 
-A finite outlier that undoes most of the run's progress is withheld, within two bounds: two updates
-in a row, then one is applied; and eight in 1,000 steps. A withheld update leaves the weights where
-the next batch is an outlier too, so it creates its own evidence: without bounds a healthy run can
-freeze. All other outliers are reported only.
+A finite outlier that is far beyond all that the run has been through is withheld, within two
+bounds: two updates in a row, then one is applied; and eight in 1,000 steps. A withheld update
+leaves the weights where the next batch is an outlier too, so it creates its own evidence: without
+bounds a healthy run can freeze. All other outliers are reported only.
 """
 
 from __future__ import annotations
