@@ -149,7 +149,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         did="did not roll back; training goes on from damaged weights.",
         help="The loss on earlier batches is far higher than it was, so the weights are damaged, "
         "and Vitals did not roll back (mode `guard`, or no checkpoint).",
-        to_do="Restart from a checkpoint; if the run is healthy, `vitals command RUN accept STEP`.",
+        to_do="Restart from a checkpoint before the onset (`vitals checkpoints list RUN`); if the "
+        "run is healthy, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="NonFiniteState",
@@ -231,9 +232,9 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="LevelShiftAccepted",
         severity="notify",
         point=True,
-        did="takes the new level as normal.",
-        help="The loss or the gradient norm changed for good.",
-        to_do="Check the data.",
+        did="takes the level as normal.",
+        help="An operator accepted a level of the loss or of the gradient norm.",
+        to_do="No action needed.",
     ),
     AlertSpec(
         name="SnapshotMissed",
@@ -249,15 +250,6 @@ ALERTS: tuple[AlertSpec, ...] = (
         did="waits for a yes before it rolls back; without an answer it does the default.",
         help="A rollback that `[ladder] ask` names is proposed, with its evidence.",
         to_do="`vitals command RUN approve` or `veto`, or the Decisions page.",
-    ),
-    AlertSpec(
-        name="WithholdingSpent",
-        severity="notify",
-        point=True,
-        did="withheld 32 updates, and applies further outliers.",
-        help="32 of 1,000 updates (the limit) were withheld: outliers are applied until older ones "
-        "expire.",
-        to_do="Check the data; if these updates are healthy, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="TroubleObserved",

@@ -275,8 +275,8 @@ class OutlierConfig(Settings, frozen=True, kw_only=True):
     grad_norm_ratio: AboveOne = 100.0
     """Multiple of the median gradient norm; single steps of healthy runs reach 30 times."""
     grad_norm_first: AboveZero = 25.0
-    """Multiple of the run's first norms that the norm must also exceed: if a set is learned by heart
-    the median is next to nothing, and healthy spikes reach 17 times the norms at the start."""
+    """Multiple of the run's first norms that the norm must also exceed: if a set is learned by
+    heart the median is next to nothing, and healthy spikes reach 17 times the first norms."""
     first: AtLeastOne = 20
     """Steps whose median is the run's first value."""
     absurd: Annotated[float, Meta(ge=100.0)] = 1e5
