@@ -92,8 +92,8 @@ JUDGED = """\
 ## What follows a finding
 
 The escalation policy decides (`trainvitals/policy/ladder.py:decide`, a pure function).
-A non-finite step is skipped at once. Of consecutive finite outliers, the first is applied after the
-loop's clip and the following ones are withheld, at most 32 in any 1,000 steps. A rollback needs
+A non-finite step is skipped at once. A finite outlier is withheld only if it is beyond all that the
+run has been through: at most two updates in a row, and eight in any 1,000 steps. A rollback needs
 certain evidence: non-finite parameters, or a probe or an evaluation that finds the state damaged.
 Everything else is only reported ([bad-steps.md](guides/bad-steps.md)). Every decision states its
 reason; the settings are in [SETTINGS.md](SETTINGS.md#ladder).

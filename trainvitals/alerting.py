@@ -167,7 +167,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         did="did not roll back; training continues with the damaged weights.",
         help="The loss on earlier batches is far higher than it was, so the weights are damaged, "
         "and Vitals did not roll back (mode `guard`, or no checkpoint).",
-        to_do="Restart from a checkpoint; if the run is healthy, `vitals command RUN accept STEP`.",
+        to_do="Restart from a checkpoint before the onset (`vitals checkpoints list RUN`); if the "
+        "run is healthy, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="Unguarded",
@@ -272,8 +273,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="notify",
         point=True,
         did="accepted the new level as normal.",
-        help="The loss or the gradient norm changed permanently.",
-        to_do="Check the data.",
+        help="An operator accepted a level of the loss or of the gradient norm.",
+        to_do="No action needed.",
     ),
     AlertSpec(
         name="SnapshotMissed",
@@ -290,15 +291,6 @@ ALERTS: tuple[AlertSpec, ...] = (
         help="A rollback needs approval, because the setting `[ladder] ask` lists it.",
         to_do="Run `vitals command RUN approve` or `vitals command RUN veto`, or use the "
         "Decisions page.",
-    ),
-    AlertSpec(
-        name="WithholdingSpent",
-        severity="notify",
-        point=True,
-        did="withheld 32 updates, and applies further outliers.",
-        help="32 of 1,000 updates (the limit) were withheld: outliers are applied until older ones "
-        "expire.",
-        to_do="Check the data; if these updates are healthy, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="TroubleObserved",

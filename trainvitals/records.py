@@ -37,8 +37,8 @@ being applied; a finite outlier alone does not. CLIPS: the loop clips what an ou
 NONFINITE_STATE, SNAPSHOT_MISSED: what the ranks said of their state where they looked at it.
 COMMANDED: an operator had the update skipped. REPLICAS_DIFFER, SETTINGS_DIFFER: ranks do not hold
 alike what they must; REPLAYED_ALIKE: bit for bit as before a rollback. RATE_DECLARED: the learning
-rate rose to what the declared schedule has at this step. NO_GRADIENT: every gradient was exactly 0,
-or no parameter had one."""
+rate rose to what the declared schedule, or a scheduler given to ``watch``, has at this step.
+NO_GRADIENT: every gradient was exactly 0, or no parameter had one."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,10 +82,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     lr_factor: float = 1.0
     """What the escalation policy multiplied the schedule's rate by."""
     rate_declared: bool = False
-    """Whether the rate rose, and to what the run's declared schedule has at this step."""
+    """Whether the rate rose, and to what the run's declared schedule, or a scheduler given to
+    ``watch``, has at this step."""
     clips: bool = False
-    """Whether the loop clips, to no more than a usual gradient norm: the first outlier in a row is
-    left to that."""
+    """Whether the loop clips, to no more than a usual gradient norm: the state then counts as
+    damaged sooner, because healthy states do not spike as high."""
     no_gradient: bool = False
     """Whether every gradient was exactly 0, or no parameter had one: the update trains nothing."""
     turn: int = 0
@@ -407,15 +408,17 @@ class DecisionMade(_Event, frozen=True, kw_only=True):
 class StateRead(_Event, frozen=True, kw_only=True):
     """The probe or an evaluation said how the present state does on what it did well before."""
 
-    trigger: Literal["row", "nonfinite", "level", "lr_jump", "evaluation"]
-    """Why it was asked: finite outliers in a row, non-finite losses in a row, a rise of the loss's
-    level, a jump of the learning rate; or that the loop itself evaluated."""
+    trigger: Literal["spike", "nonfinite", "level", "evaluation", "row", "lr_jump"]
+    """Why it was asked: a reported spike or burst, non-finite losses in a row, a rise of the loss's
+    level; or that the loop itself evaluated. Older versions also asked after finite outliers in a
+    row and after a jump of the learning rate."""
     onset_step: int
     """First step of the trouble that it was asked about."""
     num_batches: int
     """Kept batches that were read; fewer than three say nothing."""
     ratio: float | None
-    """Median loss now over median loss then, both with a small floor; None: it abstained."""
+    """Median loss now over median loss then, both with a small floor; infinite if a loss or a
+    gradient is not finite; None: it abstained."""
     then: float | None = None
     now: float | None = None
     verdict: Literal["state", "worse", "sound", "abstained"] = "abstained"

@@ -23,7 +23,7 @@ from trainer_hooks.step.reduce_vector import (
 )
 from trainvitals.detect.outliers import Limits
 from trainvitals.errors import UsageError
-from trainvitals.policy.state import DeviceRule, Withholding
+from trainvitals.policy.state import DeviceRule
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -78,7 +78,7 @@ def test_a_nan_loss_names_its_rank_though_all_gradients_are_nan_by_then():
 
 
 def test_finite_outliers_are_judged_by_the_limits_of_rank_0():
-    root = Rank0Values(loss_limit=4.0, grad_norm_limit=10.0, withhold_first=True, withhold_left=5)
+    root = Rank0Values(loss_limit=4.0, grad_norm_limit=10.0, max_row=2)
     withheld = WITHHELD | LOSS_OUTLIER, 1.0
     assert verdict_of({"loss": 3.9}, {"loss": 3.9}, root=root)[:2] == (0, 0.0)
     assert verdict_of({"loss": 9.0}, {"loss": 0.0}, root=root)[:2] == withheld
@@ -86,33 +86,25 @@ def test_finite_outliers_are_judged_by_the_limits_of_rank_0():
 
 
 @pytest.mark.parametrize(
-    ("words", "in_row", "is_withheld"),
-    [
-        ({}, NO_ROW, False),
-        ({}, ROW, True),
-        ({"withhold_first": True}, NO_ROW, True),
-        ({"withhold_left": 0}, ROW, False),
-        ({"withhold_first": True, "withhold_left": 0}, NO_ROW, False),
-    ],
+    ("max_row", "row", "is_withheld", "after"),
+    [(2, 0, True, 1), (2, 1, True, 2), (2, 2, False, 0), (1, 1, False, 0), (0, 0, False, 0)],
 )
-def test_the_first_outlier_is_left_to_the_clip_and_no_more_are_withheld_than_may_be(
-    words, in_row, is_withheld
+def test_an_outlier_is_withheld_unless_as_many_were_right_before_it(
+    max_row, row, is_withheld, after
 ):
-    root = Rank0Values(**{"loss_limit": 4.0, "withhold_left": 1, **words})
-    layout, pack = summed({"loss": 9.0}, root=root)
-    verdict = judge_on_device(layout, pack, in_row)
+    layout, pack = summed({"loss": 9.0}, root=Rank0Values(loss_limit=4.0, max_row=max_row))
+    verdict = judge_on_device(layout, pack, NO_ROW + row)
     assert int(verdict.bits) == LOSS_OUTLIER | (WITHHELD if is_withheld else 0)
-    assert float(verdict.bad) == is_withheld
-    assert float(verdict.in_row) == 1.0
+    assert (float(verdict.bad), float(verdict.row)) == (is_withheld, after)
 
 
 @pytest.mark.parametrize("given", [{"loss": NAN}, {"squares": (INF, 1.0)}, {"failed": True}])
-def test_what_is_not_finite_or_not_whole_neither_begins_a_row_nor_ends_it(given):
-    layout, pack = summed({}, given, root=Rank0Values(loss_limit=4.0, withhold_left=5))
-    assert float(judge_on_device(layout, pack, NO_ROW).in_row) == 0.0
-    assert float(judge_on_device(layout, pack, ROW).in_row) == 1.0
-    layout, pack = summed({}, {}, root=Rank0Values(loss_limit=4.0, withhold_left=5))
-    assert float(judge_on_device(layout, pack, ROW).in_row) == 0.0
+def test_what_is_not_finite_or_not_whole_neither_counts_in_a_row_nor_ends_it(given):
+    layout, pack = summed({}, given, root=Rank0Values(loss_limit=4.0, max_row=2))
+    assert float(judge_on_device(layout, pack, NO_ROW).row) == 0.0
+    assert float(judge_on_device(layout, pack, ROW).row) == 1.0
+    layout, pack = summed({}, {}, root=Rank0Values(loss_limit=4.0, max_row=2))
+    assert float(judge_on_device(layout, pack, ROW).row) == 0.0
 
 
 def test_no_limit_is_no_outlier_however_large():
@@ -132,17 +124,17 @@ def test_a_scaler_overflow_blocks_the_update_and_is_no_fault():
     assert (bits, bad) == (OVERFLOW, 1.0)
 
 
-@pytest.mark.parametrize("in_row", [NO_ROW, ROW])
-def test_the_norm_of_an_overflow_is_no_outlier_to_the_device_as_it_is_none_to_the_ladder(in_row):
+@pytest.mark.parametrize("row", [NO_ROW, ROW])
+def test_the_norm_of_an_overflow_is_no_outlier_to_the_device_as_it_is_none_to_the_ladder(row):
     overflow = torch.tensor(1.0, dtype=torch.float64)
-    root = Rank0Values(grad_norm_limit=1.5, clips=True, withhold_left=9)
+    root = Rank0Values(grad_norm_limit=1.5, clips=True, max_row=2)
     layout, pack = summed({"overflow": overflow}, {}, root=root)
-    verdict = judge_on_device(layout, pack, in_row)
-    rule, words = DeviceRule(bool(in_row)), Withholding(first=False, left=9)
+    verdict = judge_on_device(layout, pack, row)
+    rule = DeviceRule(int(row))
     record = StepRecord(step=3, attempt=1, loss=2.0, grad_norm=2.0, overflow=True)
-    judged, after = rule.judge(record, Limits(grad_norm=1.5), words, acts=True)
-    assert (OVERFLOW, bool(in_row)) == (int(verdict.bits), bool(verdict.in_row))
-    assert (False, bool(in_row)) == (judged.withheld, after.in_row)
+    judged, after = rule.judge(record, Limits(grad_norm=1.5), 2, acts=True)
+    assert (OVERFLOW, int(row)) == (int(verdict.bits), int(verdict.row))
+    assert (False, int(row)) == (judged.withheld, after.row)
 
 
 def test_missing_is_not_zero():

@@ -6,6 +6,7 @@ from typing import Any
 from trainvitals.detect.outliers import LossKind
 from trainvitals.policy import CheckpointRef, LadderConfig, LadderState, Mode, Proposal, decide
 from trainvitals.policy.rungs import Course
+from trainvitals.policy.state import max_row
 from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
 
 FIRST = CheckpointRef(id="first", step=0)
@@ -29,6 +30,8 @@ class Run:
         self.mode, self.step, self.refs = mode, step, refs
         self.probe = config.pop("probe", None)
         self.clips = config.pop("clips", True)
+        self.finding = config.pop("finding", "spike")
+        self.onset = config.pop("onset", 0)
         self.loss_kind: LossKind = config.pop("loss_kind", "minimize")
         self.config = LadderConfig(**{"nonfinite_in_a_row": 3, **config})
         self.state = LadderState()
@@ -44,14 +47,14 @@ class Run:
         value: float = 9.5,
         evaluation: float | None = None,
     ) -> list[Decision]:
-        """Take one step per word: "ok", a finding's cause, what was said of a snapshot ("state",
-        "missed"), of replicas ("apart" on rank 3, "either", "again", "settings"); return the new
-        decisions."""
+        """Take one step per word: "ok", a finding's cause, "reported" for ``finding``, what was
+        said of a snapshot ("state", "missed"), of replicas ("apart" on rank 3, "either", "again",
+        "settings"); return the new decisions."""
         start = len(self.ledger)
         for kind in kinds:
-            bad = kind not in ("ok", "state", "missed", *REPLICAS)
+            bad = kind not in ("ok", "reported", "state", "missed", *REPLICAS)
             finite = kind == "outlier"
-            withheld = finite and bool(self.state.row or not self.clips)
+            withheld = finite and self._num_in_row() < max_row(self.state, self.config)
             record = StepRecord(
                 step=self.step,
                 attempt=1,
@@ -91,21 +94,28 @@ class Run:
                 self.ledger.append(verdict.decision)
         return self.ledger[start:]
 
+    def _num_in_row(self) -> int:
+        """Return how many updates the device has withheld in a row."""
+        num = 0
+        for outlier in self.state.row:
+            num = num + 1 if outlier.withheld else 0
+        return num
+
     def _findings(self, kind: str, value: float) -> list[Finding]:
         if kind in ("ok", "state", "missed", *REPLICAS):
             return []
-        names = {"params": "nonfinite_params", "nan": "nonfinite", "outlier": "spike"}
+        names = {"params": "nonfinite_params", "nan": "nonfinite", "reported": self.finding}
         return [
             Finding(
                 kind=names.get(kind, "spike"),
-                level="actionable",
+                level="advisory" if kind == "reported" else "actionable",
                 step=self.step,
                 detector="test",
                 reason=f"{kind} went wrong",
                 rank=3,
                 value=value,
                 limit=4.2,
-                onset_step=self.step,
+                onset_step=self.step + self.onset,
                 cause=kind,
             )
         ]

@@ -78,8 +78,7 @@ class Played:
             rate = record.learning_rate * factor
             record = replace(record, learning_rate=rate, lr_factor=factor)
             self.applied[step] = rate
-        words = judge.withholding(clips=self._clips)
-        return device.judge(record, judge.limits(), words, acts=judge.mode != "observe")
+        return device.judge(record, judge.limits(), judge.max_row(), acts=judge.mode != "observe")
 
     def _is_due(self, waiting: deque[StepRecord], *, is_last: bool) -> bool:
         return len(waiting) > self._lag or is_last or self.judge.is_suspicious

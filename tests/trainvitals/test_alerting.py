@@ -152,7 +152,6 @@ def finding(kind: str, cause: str = "", step: int = 7) -> Finding:
         (finding("state_damaged"), ("page", "StateDamaged")),
         (finding("nonfinite_streak"), ("page", "NonFiniteStreak")),
         (finding("lost_progress"), ("page", "ProgressLost")),
-        (finding("withholding_spent"), ("notify", "WithholdingSpent")),
         (finding("collapse"), ("notify", "LossCollapsed")),
         (finding("plateau", "never_learned"), ("notify", "LossPlateau")),
         (finding("lr_jump"), ("notify", "LearningRateAnomaly")),

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from tests.trainvitals.ladder_run import Run
-from trainvitals.detect.outliers import Level
 from trainvitals.policy import LadderState, Mode, Proposal, decide
-from trainvitals.policy.state import LadderMemory, lr_factor_at
+from trainvitals.policy.state import AcceptedLevel, LadderMemory, lr_factor_at
 from trainvitals.records import Command, CommandAck, StepRecord
 
 
@@ -82,7 +81,7 @@ def test_an_operators_word_makes_outliers_normal_and_is_kept_in_the_facts() -> N
     command = Proposal(number=7, action="accept", argument=200.0)
     (decision,) = run.feed("ok", command=command)
     assert ("accept_level", "operator_accepted") == (decision.action, decision.rule)
-    assert (Level(30.0, 0.0),) == run.state.facts.accepted
+    assert (AcceptedLevel(30.0, 0.0),) == run.state.facts.accepted
     assert run.ack is not None
     assert ("done", "2 outliers, steps 200 to 201, count as normal") == (
         run.ack.status, run.ack.detail,

@@ -37,16 +37,6 @@ def test_records_of_another_attempt_are_ignored() -> None:
     assert -1 == judge.last_unhealthy_step
 
 
-def test_an_accepted_level_begins_the_reference_anew_and_is_kept_over_a_relaunch() -> None:
-    judge = Judge()
-    ledger = decisions(judge, "loss 2.1x60 9.5x40; grad_norm 1x100")
-    assert ["skip_step"] * 32 + ["accept_level"] == [d.action for d in ledger]
-    assert (61, 93) == (ledger[0].step, ledger[-1].step)
-    facts = msgspec.json.decode(msgspec.json.encode(judge.facts), type=LadderMemory)
-    relaunched = Judge(facts=facts)
-    assert [] == decisions(relaunched, "loss 2.1x60 9.5x3 2.1x5 9.4x3; grad_norm 1x71")
-
-
 def test_an_announced_change_is_not_judged() -> None:
     judge = Judge()
     decisions(judge, "loss 2.1x60")

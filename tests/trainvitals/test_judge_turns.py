@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from trainvitals.policy import Judge, JudgeConfig
+from trainvitals.policy import Judge, JudgeConfig, Proposal
 from trainvitals.policy.state import DeviceRule, LadderMemory
 from trainvitals.records import StepRecord
 
@@ -21,7 +21,7 @@ class Played:
         self.step = 0
         self.decisions = []
 
-    def play(self, turn, *, norm=None, loss=None):
+    def play(self, turn, *, norm=None, loss=None, command=None):
         usual = 100.0 if turn == D else 0.1
         record = StepRecord(
             step=self.step,
@@ -34,10 +34,10 @@ class Played:
             turn=turn,
         )
         limits = self.judge.limits(turn)
-        words = self.judge.withholding(clips=True, turn=turn)
+        row = self.judge.max_row(turn)
         acts = self.judge.mode != "observe"
-        record, self.device[turn] = self.device[turn].judge(record, limits, words, acts=acts)
-        judgement = self.judge.judge(record, decided_at_step=self.step)
+        record, self.device[turn] = self.device[turn].judge(record, limits, row, acts=acts)
+        judgement = self.judge.judge(record, decided_at_step=self.step, command=command)
         self.step += 1
         if judgement.decision is not None:
             self.decisions.append(judgement.decision)
@@ -54,18 +54,18 @@ def test_each_player_has_limits_of_its_own():
     played.rounds(300)
     assert played.decisions == []
     of_d, of_g = played.judge.limits(D).grad_norm, played.judge.limits(G).grad_norm
-    assert of_d > 100 > 10 > of_g > 0.1
+    assert of_d > 5000 > 100 > of_g > 5
 
 
-def test_a_spike_of_one_withholds_its_followers_and_none_of_the_other():
+def test_each_player_has_rows_of_its_own():
     played = Played()
     played.rounds(300)
-    skipped = []
+    withheld = []
     for _ in range(3):
         played.play(D)
-        skipped.append(played.play(G, norm=20.0).withheld)  # far below the other's usual norm
+        withheld.append(played.play(G, norm=900.0).withheld)  # far below the other's limit
     played.rounds(20)
-    assert skipped == [False, True, True]
+    assert withheld == [True, True, False]
     assert [decision.action for decision in played.decisions] == ["skip_step"] * 2
 
 
@@ -78,23 +78,25 @@ def test_steps_that_are_not_finite_add_up_over_the_other_s_sound_ones():
     assert played.decisions[-1].action == "halt"
 
 
-def test_a_level_that_one_was_granted_is_not_granted_to_the_other():
+def accepted() -> Played:
+    """Return two players; an operator accepted a norm of the discriminator."""
     played = Played()
     played.rounds(300)
-    for _ in range(JudgeConfig().ladder.max_withheld + 2):
-        played.play(D, norm=5000.0)
-        played.play(G)
-    assert "accept_level" in {decision.action for decision in played.decisions}
-    assert played.judge.limits(D).grad_norm >= 5000
-    assert played.judge.limits(G).grad_norm < 10
+    played.play(D, norm=90_000.0)
+    accept = Proposal(number=7, action="accept", argument=600.0)
+    played.play(D, command=accept)
+    return played
+
+
+def test_a_level_that_one_was_granted_is_not_granted_to_the_other():
+    played = accepted()
+    assert played.decisions[-1].rule == "operator_accepted"
+    assert played.judge.limits(D).grad_norm >= 90_000
+    assert played.judge.limits(G).grad_norm < 100
 
 
 def test_what_was_granted_and_learnt_outlives_a_restart():
-    played = Played()
-    played.rounds(300)
-    for _ in range(JudgeConfig().ladder.max_withheld + 2):
-        played.play(D, norm=5000.0)
-        played.play(G)
+    played = accepted()
     facts = msgspec.json.decode(msgspec.json.encode(played.judge.facts), type=LadderMemory)
     state = msgspec.json.decode(msgspec.json.encode(played.judge.detector_state()))
     again = Judge(JudgeConfig(loss_kind="adversarial"), "guard", facts=facts)
@@ -106,15 +108,16 @@ def test_what_was_granted_and_learnt_outlives_a_restart():
 def test_the_whole_state_goes_on_alike():
     first = Played()
     first.rounds(200)
-    first.play(D, norm=5000.0)
+    first.play(D, norm=90_000.0)
     other = Judge(JudgeConfig(loss_kind="adversarial"), "guard")
     other.load_state_dict(msgspec.json.decode(msgspec.json.encode(first.judge.state_dict())))
     second = Played(judge=other)
     second.step, second.device = first.step, dict(first.device)
     second.noise.bit_generator.state = first.noise.bit_generator.state
+    second.decisions = list(first.decisions)
     for played in (first, second):
         played.play(G)
-        played.play(D, norm=5000.0)
+        played.play(D, norm=90_000.0)
         played.rounds(40)
     assert first.decisions == second.decisions != []
     assert first.judge.digest() == second.judge.digest()
@@ -127,5 +130,5 @@ def test_what_is_asked_before_a_turn_begins_changes_nothing():
         played.play(D)
     before = asking.judge.state_dict()
     asking.judge.limits(G)
-    asking.judge.withholding(clips=True, turn=G)
+    asking.judge.max_row(G)
     assert asking.judge.state_dict() == before == silent.judge.state_dict()

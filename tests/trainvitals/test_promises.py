@@ -1,7 +1,7 @@
-"""What the policy promises of finite evidence, over long courses that nobody chose.
+"""Promises about finite evidence, over long random courses.
 
-An update is withheld 32 times in 1,000 steps at most and 32 times in a row; nothing finite stops a
-run; only what the state itself shows leads back, once in a cooldown.
+At most 8 updates are withheld in 1,000 steps, and at most 2 in a row; nothing finite stops a run;
+only evidence about the state itself leads back, once in a cooldown.
 """
 
 import itertools
@@ -26,6 +26,7 @@ def course(seed: int, steps: int, *, nonfinite: bool = True) -> list[StepRecord]
     kinds += ["nan", "in a row with nan"] if nonfinite else []
     records: list[StepRecord] = []
     level = 2.0
+    records += [StepRecord(step=0, attempt=1, loss=6.0, grad_norm=2.0)] * 20
     while len(records) < steps:
         kind = rng.choice(kinds) if len(records) > 70 else "quiet"
         if kind == "level":
@@ -41,7 +42,7 @@ def _stretch(rng: random.Random, kind: str, level: float) -> list[StepRecord]:
             step=0, attempt=1, loss=times * noisy, grad_norm=math.sqrt(times) * noisy, **fields
         )
 
-    far = rng.choice((10.0, 10.0, 300.0))
+    far = rng.choice((10.0, 300.0, 300.0))
     nan = StepRecord(step=0, attempt=1, loss=math.nan, grad_norm=math.nan)
     overflow = step(overflow=True)
     return {
@@ -78,69 +79,67 @@ def longest(flags: list[bool]) -> int:
     return most
 
 
+def applied_between(records: list[StepRecord]) -> list[bool]:
+    """Return which updates were withheld, without the steps that count in no row."""
+    return [
+        record.withheld
+        for record in records
+        if not record.overflow and not math.isnan(record.loss or 0.0)
+    ]
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("clips", [True, False], ids=["clips", "does not clip"])
 @pytest.mark.parametrize("seed", one_in(4, [1025, *range(8), 1013, 1024]))
-def test_no_more_than_32_updates_are_withheld_in_a_thousand_steps(seed, clips, lag):
+def test_at_most_8_updates_are_withheld_in_a_thousand_steps_and_2_in_a_row(seed, clips, lag):
     records = course(seed, 3000)
     played = Played(lambda step: records[step], clips=clips, lag=lag, checkpoints=SAVED).run(3000)
     withheld = [record.withheld for record in played.records]
     assert any(withheld)
     assert most_in(withheld, CONFIG.withheld_window) <= CONFIG.max_withheld
-    assert longest(withheld) <= CONFIG.max_withheld
-    assert {"skip_step", "accept_level"} >= {made.action for made in played.decisions}
+    assert longest(applied_between(played.records)) <= CONFIG.max_row
+    assert {"skip_step"} == {made.action for made in played.decisions}
     assert not played.judge.halted
 
 
-def test_the_last_update_that_may_be_withheld_is_not_given_away_twice():
-    """A row of outliers whose first is withheld: its second is judged before the host has heard."""
-    far, near = StepRecord(step=0, attempt=1, loss=20.0), StepRecord(step=0, attempt=1, loss=2.0)
-    # 30 are withheld in a row, then one more alone, then two.
-    records = [*[near] * 60, *[far] * 30, *[near] * 30, far, *[near] * 30, far, far, *[near] * 5]
-    played = Played(lambda step: records[step], clips=False).run(len(records))
-    flags = [record.withheld for record in played.records]
-    assert [30, 1, 1] == [sum(flags[60:90]), sum(flags[90:140]), sum(flags[140:])]
+FAR, NEAR = StepRecord(step=0, attempt=1, loss=200.0), StepRecord(step=0, attempt=1, loss=2.0)
+START = [*[StepRecord(step=0, attempt=1, loss=5.0)] * 20, *[NEAR] * 60]
 
 
-@pytest.mark.parametrize(
-    ("ratio", "verdict", "num"), [(1.9, "sound", 32), (3.0, "worse", 3), (4.9, "worse", 3)]
-)
-def test_from_weights_that_read_worse_nothing_more_is_withheld(ratio, verdict, num):
-    """Without a clip, where that is no proof: a hard batch that was applied moved the weights."""
-    far, near = StepRecord(step=0, attempt=1, loss=20.0), StepRecord(step=0, attempt=1, loss=2.0)
-    records = [*[near] * 60, *[far] * 32, *[near] * 40]
+@pytest.mark.parametrize(("clips", "ratio"), [(False, 1.3), (False, 1.7), (True, 1.15)])
+def test_from_weights_that_do_not_read_damaged_nothing_more_is_withheld(clips, ratio):
+    records = [*START, *[FAR] * 12, *[NEAR] * 40]
     played = Played(
-        lambda step: records[step], clips=False, probe=reads(ratio), checkpoints=(20, 40)
+        lambda step: records[step], clips=clips, probe=reads(ratio), checkpoints=(20, 40)
     ).run(len(records))
-    assert num == sum(record.withheld for record in played.records)
-    assert [("row", verdict)] == [(read.trigger, read.verdict) for read in played.readings]
+    assert 2 == sum(record.withheld for record in played.records)
+    assert [("spike", "sound")] == [(read.trigger, read.verdict) for read in played.readings]
     assert "rollback" not in {made.action for made in played.decisions}
 
 
 @pytest.mark.parametrize(("ratio", "back"), [(6.0, []), (1e24, ["rollback"])])
-def test_after_an_outlier_was_trained_on_only_an_absurd_reading_is_evidence(ratio, back):
-    """Without a clip the fifth row's first is applied: what reads worse then may be forgotten."""
-    far, near = StepRecord(step=0, attempt=1, loss=20.0), StepRecord(step=0, attempt=1, loss=2.0)
-    records = [*[near] * 60, *[far, *[near] * 15] * 4, *[far] * 8, *[near] * 40]
-    saved = (20, 40, 100)
+def test_long_after_an_onset_only_an_absurd_reading_is_evidence(ratio, back):
+    """A rise that is seen in the level alone: what reads worse by then may be forgotten."""
+    answers = iter([1.0] + [ratio] * 9)
+    records = [*START, *[NEAR] * 300, *[FAR] * 400]
     played = Played(
-        lambda step: records[step], clips=False, probe=reads(ratio), checkpoints=saved
+        lambda step: records[step],
+        probe=lambda ask: reads(next(answers))(ask),
+        checkpoints=(20, 40, 100),
     ).run(len(records))
-    assert [("row", "state")] == [(read.trigger, read.verdict) for read in played.readings][:1]
+    assert "level" in {read.trigger for read in played.readings}
     assert back == [made.action for made in played.decisions if made.action == "rollback"]
 
 
-def test_what_reads_damaged_again_after_a_rollback_is_the_data_and_withheld():
+def test_what_reads_damaged_again_after_a_rollback_is_the_data_and_is_told():
     """A run that memorises: the first clipped step of a poisoned window reads as damage."""
-    far, near = StepRecord(step=0, attempt=1, loss=20.0), StepRecord(step=0, attempt=1, loss=2.0)
-    records = [*[near] * 60, *[far] * 20, *[near] * 40]
+    records = [*START, *[FAR] * 20, *[NEAR] * 40]
     played = Played(lambda step: records[step], probe=reads(3.0), checkpoints=(20, 40)).run(
         len(records)
     )
     assert 1 == sum(made.action == "rollback" for made in played.decisions)
-    again = [record.withheld for record in played.records if record.attempt == 2]
-    assert 19 == sum(again), "all but the first, which is left to the clip"
-    assert ["state", "state"] == [read.verdict for read in played.readings]
+    told = [finding.reason for finding in played.told if finding.kind == "state_damaged"]
+    assert ["the data is at fault" in reason for reason in told] == [True]
 
 
 @pytest.mark.parametrize("clips", [True, False], ids=["clips", "does not clip"])
@@ -160,7 +159,7 @@ def test_a_state_that_always_reads_damaged_leads_back_once_a_cooldown_and_never_
     ]
     assert backs, "the course is too calm"
     assert all(b - a >= CONFIG.finite_cooldown for a, b in itertools.pairwise(backs))
-    assert {"skip_step", "accept_level", "rollback"} == {made.action for made in played.decisions}
+    assert {"skip_step", "rollback"} >= {made.action for made in played.decisions}
     assert {"state_damaged"} == {d.rule for d in played.decisions if d.action == "rollback"}
     withheld = [record.withheld for record in played.records]
     assert most_in(withheld, CONFIG.withheld_window) <= CONFIG.max_withheld
@@ -171,5 +170,5 @@ def test_where_nothing_may_go_back_a_damaged_state_is_told_and_training_goes_on(
     records = course(7, 3000, nonfinite=False)
     played = Played(lambda step: records[step], mode=mode, probe=reads(9.0)).run(3000)
     assert "state_damaged" in {finding.kind for finding in played.told}
-    assert {"skip_step", "accept_level"} >= {made.action for made in played.decisions}
+    assert {"skip_step"} >= {made.action for made in played.decisions}
     assert 3000 == len(played.records)

@@ -174,7 +174,7 @@ IN_CHECKPOINTS = {
 
 IN_STORES = {
     "learning_rate": (
-        "place steps rates last last_step peak rows_since_peak flags jump zeros episodes"
+        "place steps rates last peak rows_since_peak flags zeros is_decayed episodes"
     ),
     "loss_scale": "place scale count bits rows before episodes",
     "layer_gradient": "place courses episode",

@@ -228,6 +228,23 @@ def optimizer_of(scheduler: Any) -> Any:
     return getattr(scheduler, "optimizer", None) or (optimizer_of(parts[0]) if parts else None)
 
 
+def is_scheduled(
+    schedulers: Sequence[Any], optimizer: Optimizer, rates: Sequence[float | None]
+) -> bool:
+    """Return whether a scheduler given to ``watch`` has set the rate of the first group.
+
+    Args:
+        schedulers: those given to ``watch``.
+        optimizer: the one whose groups come first in ``rates``.
+        rates: what the optimizers' groups hold now.
+    """
+    for scheduler in schedulers:
+        last = getattr(scheduler, "_last_lr", None) or ()
+        if last and rates and optimizer_of(scheduler) is optimizer:
+            return rates[0] is not None and math.isclose(float(last[0]), rates[0])
+    return False
+
+
 def count_of(scheduler: Any) -> int | None:
     """Return how often a scheduler was stepped, by its own count or that of its first part."""
     count = getattr(scheduler, "last_epoch", None)

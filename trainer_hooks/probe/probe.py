@@ -3,8 +3,9 @@
     for batch in monitor.batches(loader, probe=loss_of):
 
 ``loss_of(batch)`` gives the loss that the loop trains on. It is called by ``step()`` alone, on all
-ranks alike, without gradients, and leaves no trace: the trajectory is that of a training without
-it. Its first call is a rehearsal: it must give what the step saw.
+ranks alike, and leaves no trace: the trajectory is that of a training without it. Of one batch the
+gradient is computed too, unless the model is sharded: weights can give a usual loss and a gradient
+that is not finite. Its first call is a rehearsal: it must give what the step saw.
 
 What it cannot help: a ``loss_of`` that raises on one rank in the middle of a forward which holds
 collectives (FSDP, SyncBatchNorm) leaves the other ranks waiting there, as it would in training. And
@@ -26,10 +27,10 @@ from torch.optim import Optimizer
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.probe.bank import EVERY, Bank, Kept, given_out, same_content
-from trainer_hooks.probe.untouched import RefusedError, seed_all, untouched
+from trainer_hooks.probe.untouched import RefusedError, is_sharded, seed_all, untouched
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.emit import Emitter
-from trainvitals.policy.evidence import MIN_BATCHES, Ask, Reading
+from trainvitals.policy.evidence import MIN_BATCHES, NO_GRADIENT, Ask, Reading
 from trainvitals.records import Note
 
 LossOf = Callable[[Any], Tensor | float]
@@ -256,12 +257,16 @@ class Probe:
         # As many of each step as every rank has: its forwards may hold collectives.
         fewest = [(step, min(kept[step] for kept in everywhere)) for step in (*near, *far)]
         tasks = [_Task(self._bank[step], self._bank[step].batches[:n]) for step, n in fewest]
+        latest = len(near) - 1
+        tasks[latest] = tasks[latest]._replace(with_gradient=True)
         results = self._forwards(tasks)
         if results is None:
             return _nothing("the probe failed and is now off")
         numbers = [(r.loss, t.kept.loss) for r, t in zip(results, tasks, strict=True)]
-        now, then = _means(self._ranks.gather(numbers))
-        return _reading(ask, near, far, now, then)
+        everything = self._ranks.gather((numbers, results[latest].has_gradient))
+        now, then = _means([numbers for numbers, _ in everything])
+        bad_ranks = [rank for rank, (_, has_gradient) in enumerate(everything) if not has_gradient]
+        return _reading(ask, near, far, now, then, bad_ranks)
 
     # ---------------------------------------------------------------------------- its forwards
 
@@ -290,7 +295,8 @@ class Probe:
 
     def _losses(self, task: _Task) -> _Result:
         losses = []
-        for batch in task.batches:
+        has_gradient = True
+        for i, batch in enumerate(task.batches):
             with untouched(self._model, self._optimizers) as check:
                 if task.rewind is not None:
                     task.rewind()
@@ -298,7 +304,34 @@ class Probe:
                 value = task.kept.loss_of(given_out(batch))
                 check()
                 losses.append(_number(value))
-        return _Result(sum(losses) / len(losses), losses)
+                if task.with_gradient and not i:
+                    seed_all(task.seed)
+                    has_gradient = self._has_gradient(task.kept.loss_of, batch)
+        return _Result(sum(losses) / len(losses), losses, has_gradient)
+
+    def _has_gradient(self, loss_of: LossOf, batch: Any) -> bool:
+        """Return whether the gradient of a batch is finite; True where it cannot be known.
+
+        ``torch.autograd.grad`` runs no hook of a parameter: DDP reduces nothing, and no ``.grad``
+        is written. A sharded model gathers and reduces in its hooks, so it is not asked.
+        """
+        if is_sharded(self._model):
+            return True
+        parameters = [
+            p for o in self._optimizers for group in o.param_groups for p in group["params"]
+        ]
+        parameters = [p for p in parameters if p.requires_grad and not p.is_sparse]
+        with torch.enable_grad():
+            try:
+                loss = loss_of(given_out(batch))
+                if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
+                    return True
+                gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True)
+            except Exception as error:  # noqa: BLE001 - reentrant checkpoints refuse autograd.grad
+                self._faults.count("probe.gradient", error)
+                return True
+        found = [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
+        return bool(torch.stack([torch.isfinite(g).all() for g in found]).all()) if found else True
 
     # ---------------------------------------------------------------------------------- its end
 
@@ -330,6 +363,8 @@ class _Task(NamedTuple):
     seed: int = 0
     rewind: Callable[[], None] | None = None
     """Brings what forward writes back to where the step began; within ``untouched``."""
+    with_gradient: bool = False
+    """Whether the gradient of the first batch is looked at too."""
 
 
 class _Result(NamedTuple):
@@ -337,6 +372,8 @@ class _Result(NamedTuple):
 
     loss: float
     losses: list[float]
+    has_gradient: bool = True
+    """Whether the gradient that was looked at is finite."""
 
 
 class _LeftError(BaseException):
@@ -463,10 +500,18 @@ def _means(
 
 
 def _reading(
-    ask: Ask, near: list[int], far: list[int], now: list[float], then: list[float]
+    ask: Ask,
+    near: list[int],
+    far: list[int],
+    now: list[float],
+    then: list[float],
+    bad_ranks: Sequence[int] = (),
 ) -> Reading:
     n = len(near)
     ages = f"steps {near[0]} to {near[-1]}"
+    if bad_ranks:
+        shown = ", ".join(map(str, bad_ranks[:8]))
+        ages = f"{NO_GRADIENT} (rank {shown}); {ages}"
     all_now, all_then = _median(now), statistics.median(then)
     older = None
     if far and all_then + ask.floor > 0.0 and math.isfinite(all_now):
@@ -478,6 +523,7 @@ def _reading(
         now=_median(now[:n]),
         older=older,
         detail=ages,
+        has_gradient=not bad_ranks,
     )
 
 

@@ -83,6 +83,12 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP, of either version, or another DTensor holds parts of the model."""
+    by_module = any(hasattr(m, "_get_fsdp_state") or hasattr(m, "_handle") for m in model.modules())
+    return by_module or any(hasattr(p, "placements") for p in model.parameters())
+
+
 def _held(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {id(p): p for group in groups for p in group["params"]}
@@ -163,16 +169,20 @@ def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> Non
 
 @contextmanager
 def _ddp_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Keep DDP from sending buffers around, and from noting that a forward had no gradients."""
+    """Keep DDP from sending buffers around, and from noting that a forward was made.
+
+    A forward with gradients would else have its reducer wait for a backward that never comes.
+    """
     wrapped: list[Any] = [m for m in modules if isinstance(m, DistributedDataParallel)]
-    syncs = [ddp.require_forward_param_sync for ddp in wrapped]
+    syncs = [(d.require_forward_param_sync, d.require_backward_grad_sync) for d in wrapped]
     for ddp in wrapped:
-        ddp.require_forward_param_sync = False
+        ddp.require_forward_param_sync = ddp.require_backward_grad_sync = False
     try:
         yield
     finally:
-        for ddp, sync in zip(wrapped, syncs, strict=True):
-            ddp.require_forward_param_sync = sync
+        for ddp, (forward, backward) in zip(wrapped, syncs, strict=True):
+            ddp.require_forward_param_sync = forward
+            ddp.require_backward_grad_sync = backward
 
 
 @contextmanager

@@ -77,7 +77,7 @@ _NAMED = 4
 _IS_MEANT = (
     "; no optimizer has it, so it counts as intended from now on: snapshots continue with it"
 )
-_NO_CLIP = 100.0
+_NO_CLIP = 10.0
 """Multiple of the norm's limit from which a clip is none."""
 _COMPARED = frozenset({"replica_corrupted", "settings_differ"})
 """Findings about ranks that do not hold alike what they must."""
@@ -162,6 +162,8 @@ class StepController:
     _auto_clips: dict[int, AutoClip] = field(default_factory=dict)
     """Norms behind the limits of ``max_norm="auto"``, by turn; empty if it is not used."""
     _was_announced: bool = False
+    _rate: float = 0.0
+    """The first group's in the step before, as the loop asked for it."""
     _disagreed: bool = False
     _bad_names: str = ""
     """Tensors of this rank that were not finite when it was last told."""
@@ -188,6 +190,7 @@ class StepController:
         max_norm: MaxNorm | None,
         turn: int = 0,
         rates: Sequence[float | None] = (),
+        is_scheduled: bool = False,
     ) -> Rank0Values | None:
         """Return rank 0's limits and its verified command; None on the other ranks.
 
@@ -196,6 +199,7 @@ class StepController:
             max_norm: what the loop clips to; None where it does not, or nobody knows.
             turn: whose step it is.
             rates: what the loop asks for, by parameter group.
+            is_scheduled: whether a scheduler given to ``watch`` has set the first of them.
         """
         if not self.is_rank0:
             return None
@@ -206,23 +210,24 @@ class StepController:
         auto_max_norm = self._auto_clip(turn).limit(step) if max_norm == "auto" else None
         clip = auto_max_norm if max_norm == "auto" else max_norm
         clips = clip is not None and (usual is None or clip <= _NO_CLIP * usual)
-        withholding = self.judge.withholding(clips=clips, turn=turn)
         recovery = self.recovery
         ratio, self.loss_evaluations.ratio = self.loss_evaluations.ratio, 0.0
         evaluation = None
         if self.evaluations is not None:
             evaluation = self.evaluations.root_value(step, self.attempt)
         rate_declared = False
+        if turn <= 1 and rates and rates[0] is not None:  # the rate in the row is the first one's
+            rate_declared = is_scheduled and rates[0] > self._rate
+            self._rate = rates[0]
         if self.log.schedule is not None and not turn:
             with self.faults.fail_open("schedule"):
-                rate_declared = self.log.schedule.has_rise(step, rates)
+                rate_declared |= self.log.schedule.has_rise(step, rates)
         saved_step, saved_attempt = (0, 0) if recovery is None else recovery.newest_saved
         return Rank0Values(
             loss_limit=limits.loss,
             grad_norm_limit=limits.grad_norm,
             clips=clips,
-            withhold_first=withholding.first,
-            withhold_left=withholding.left,
+            max_row=self.judge.max_row(turn),
             skips=self.judge.facts.is_skipped(step),
             command_number=int(number),
             command_action=int(action),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer_hooks.data.loader import Fed
 from trainer_hooks.guard.optimizers import OptimizerGuard, overflow_flag
+from trainer_hooks.guard.schedules import is_scheduled
 from trainer_hooks.measures.host import (
     Change,
     DeviceMemory,
@@ -95,9 +96,9 @@ class StepPhases:
         self.forget_row()
 
     def forget_row(self) -> None:
-        """Begin anew: no step before the next one was an outlier."""
+        """Start a new row: no update before the next one was withheld."""
         self._no_row = torch.zeros((), dtype=torch.float64, device=self._device.norms.device)
-        self._in_row: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor] = {}
 
     # -------------------------------------------------------------------------- the losses
 
@@ -209,7 +210,8 @@ class StepPhases:
             device.averages.refuse_swapped()
         self._look_at_groups()
         turn, device.norms.part = self.turn, self.turn.part
-        root = controller.rank0_values(step, max_norm, turn.number, self._rates)
+        is_set = is_scheduled(device.schedulers, device.optimizers[0], self._rates)
+        root = controller.rank0_values(step, max_norm, turn.number, self._rates, is_set)
         device.norms.align()
         if turn.number:
             overflow = overflow_flag(device.scaler, turn.optimizers, device.norms.device)
@@ -301,9 +303,9 @@ class StepPhases:
             self._exchange = self.clock.exchange(pack.device, lambda: ranks.reduce(pack))
         if not self._controller.owns_clip:
             packer.undo_clip()
-        in_row = self._in_row.get(self.turn.number, self._no_row)
-        verdict = judge_on_device(packer.layout, packer.pack, in_row)
-        self._in_row[self.turn.number] = verdict.in_row
+        row = self._rows.get(self.turn.number, self._no_row)
+        verdict = judge_on_device(packer.layout, packer.pack, row)
+        self._rows[self.turn.number] = verdict.row
         return verdict
 
     def own_loss(self) -> float | None:

@@ -77,8 +77,8 @@ RANK_FIELDS = (
 ROOT_FIELDS = (
     "loss_limit",
     "grad_norm_limit",
-    "withhold_from",  # place in a row of an outlier that is withheld: 0, 1, or inf for none
-    "clips",  # the loop clips: it takes the first outlier in a row
+    "max_row",  # updates in a row that may be withheld for finite outliers; 0 for none
+    "clips",  # the loop clips what an outlier brings
     "command_number",
     "command_action",
     "command_argument",
@@ -92,7 +92,7 @@ ROOT_FIELDS = (
     "evaluation",
     "evaluation_ratio",  # an evaluation's loss over the one before; 0: there was none
     "stepped_twice",  # rank 0's loop steps a scheduler that monitor.step() steps too
-    "rate_declared",  # the learning rate rose to what the declared schedule has at this step
+    "rate_declared",  # the learning rate rose as the declared schedule or the scheduler has it
     "auto_max_norm",  # the limit of max_norm="auto"; inf: none
 )
 OWN_FIELDS = ("loss", "digest", "replicas")
@@ -217,8 +217,8 @@ class Rank0Values:
     loss_limit: float | None = None
     grad_norm_limit: float | None = None
     clips: bool = False
-    withhold_first: bool = False
-    withhold_left: int = 0
+    max_row: int = 0
+    """Updates in a row that may be withheld for finite outliers."""
     skips: bool = False
     """Whether an operator has this update skipped: everything is above the limits then."""
     command_number: int = 0
@@ -241,10 +241,10 @@ class Rank0Values:
         limits = (
             math.inf if self.loss_limit is None else self.loss_limit,
             math.inf if self.grad_norm_limit is None else self.grad_norm_limit,
-            math.inf if self.withhold_left <= 0 else float(not self.withhold_first),
+            float(self.max_row),
         )
         if self.skips:
-            limits = (-math.inf, -math.inf, 0.0)
+            limits = (-math.inf, -math.inf, math.inf)
         return [
             *limits,
             float(self.clips),
@@ -464,7 +464,7 @@ SHORT_FROM = 1.8e19
 
 _SUMMED: tuple[RankField, ...] = ("weighted_loss", "weight", "overflow", "failed")
 assert RANK_FIELDS[:4] == _SUMMED, "the verdict sums these at once"
-assert ROOT_FIELDS[:3] == ("loss_limit", "grad_norm_limit", "withhold_from"), "it reads these"
+assert ROOT_FIELDS[:3] == ("loss_limit", "grad_norm_limit", "max_row"), "it reads these"
 
 _FACTS = (BAD_LOSS, BAD_GRADIENTS, OVERFLOW, RANK_FAILED, WITHHELD, LOSS_OUTLIER, NORM_OUTLIER)
 _STOPS = BAD_LOSS | BAD_GRADIENTS | OVERFLOW | WITHHELD
@@ -481,9 +481,9 @@ class Verdict(NamedTuple):
     grad_norm: Tensor
     overflow: Tensor
     """0.0 or 1.0: whether the gradient scaler's own flag was up on any rank."""
-    in_row: Tensor
-    """0.0 or 1.0: whether this step was a finite outlier, or stood behind one and was not finite or
-    not whole. The next step's verdict takes it, as the host does not know yet."""
+    row: Tensor
+    """Updates withheld in a row, this step included; one that is not finite or not whole neither
+    counts nor ends the row. The next step's verdict takes it, as the host does not know yet."""
     num_failed: Tensor
     """Ranks that could not measure; where it is all of them the norm says nothing."""
 
@@ -495,24 +495,24 @@ class Verdict(NamedTuple):
         return self.bits[None], self.values
 
 
-def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict:
+def judge_on_device(layout: PackLayout, pack: Tensor, row: Tensor) -> Verdict:
     """Return the verdict on the reduced pack. Pure; no value reaches the host.
 
-    A loss or norm that is not finite is bad at once. A finite one above rank 0's limit is withheld
-    where it follows another one, or where rank 0 says so, while it allows for more.
+    A loss or norm that is not finite is bad at once. A finite one above rank 0's limit is withheld,
+    unless as many as rank 0 allows were withheld right before it.
     Where a rank's prepare failed the numbers are short of its part, so the finite rules abstain. A
     scaler's overflow keeps the update back but is no fault, whatever the norm.
 
     Args:
         layout: of the pack.
         pack: the reduced numbers.
-        in_row: that of the verdict before.
+        row: that of the verdict before.
     """
     # Each operation is a kernel of its own: both numbers are judged at once, and a > b of flags is
     # "a and not b".
     sums = layout.slots(pack)[:, : len(_SUMMED)].sum(dim=0)
     weighted_loss, weight, _, num_failed = sums.unbind()
-    limits, withhold_from = pack[layout.root : layout.root + 2], pack[layout.root + 2]
+    limits, max_row = pack[layout.root : layout.root + 2], pack[layout.root + 2]
     square = pack[: layout.num_params].sum()
     if layout.world_size > 1:
         # Replicas each bring an equal part: without one of them the others' parts stand for it.
@@ -526,11 +526,12 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
     finite = torch.add(values, values, alpha=0)  # or NaN: Inf times 0 is
     nonfinite = (finite != finite) & counts
     outlier = (finite > limits) & (counts > there[2])
-    withheld = outlier.any(dim=0, keepdim=True) & (in_row >= withhold_from)
+    withheld = outlier.any(dim=0, keepdim=True) & (row < max_row)
     facts = torch.cat((nonfinite, there[1:], withheld, outlier))
     figures = (constant.sums * facts).sum(dim=1).clamp_(max=constant.largest)
-    bits, bad, overflow, unclear, is_outlier = figures.unbind()
-    after = torch.maximum(is_outlier, unclear * in_row)
+    bits, bad, overflow, unclear, is_withheld = figures.unbind()
+    # One more where it was withheld, else none; but the same as before where the step is unclear.
+    after = torch.addcmul(is_withheld, row, is_withheld).lerp_(row, unclear)
     return Verdict(bad, bits, loss, norm, overflow, after, num_failed, values)
 
 
@@ -545,7 +546,7 @@ class _Constants(NamedTuple):
 @functools.cache
 def _constants(device: torch.device) -> _Constants:
     """Return what the verdict is made with; kept: only the first step waits until it is sent."""
-    asked = (_STOPS, OVERFLOW, _UNCLEAR, LOSS_OUTLIER | NORM_OUTLIER)
+    asked = (_STOPS, OVERFLOW, _UNCLEAR, WITHHELD)
     sums = [[float(fact) for fact in _FACTS]]
     sums += [[float(bool(fact & question)) for fact in _FACTS] for question in asked]
     return _Constants(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Annotated
 
@@ -230,15 +230,6 @@ class LevelDetector(Detector):
             cause="not_recovered" if kind == "plateau" else f"loss_{kind}",
         )
 
-    def accept(self, losses: Sequence[float], grad_norms: Sequence[float] = ()) -> None:
-        """Begin anew from the losses of a level that the policy accepted; the noise stays."""
-        self._losses.clear()
-        self._losses.extend(loss for loss in losses if math.isfinite(loss))
-        last = self._steps[-1] if self._steps else 0
-        self._steps.clear()
-        self._steps.extend([last] * len(self._losses))
-        self._forget_level()
-
     def rebaseline(self, steps: int = 0) -> None:
         """Forget the level and the lowest: a planned or accepted change."""
         self._losses.clear()
@@ -440,11 +431,6 @@ class DriftDetector(Detector):
             cause="loss_drift",
         )
 
-    def accept(self, losses: Sequence[float] = (), grad_norms: Sequence[float] = ()) -> None:
-        """Measure the level anew: the policy accepted a change. The noise stays."""
-        self._block.clear()
-        self._begin_anew()
-
     def _begin_anew(self) -> None:
         self._blocks.clear()
         self._begins.clear()
@@ -452,7 +438,8 @@ class DriftDetector(Detector):
 
     def rebaseline(self, steps: int = 0) -> None:
         """Forget everything: a planned change."""
-        self.accept()
+        self._block.clear()
+        self._begin_anew()
         self._differences.clear()
         for moves in self._moves:
             moves.clear()
@@ -713,18 +700,6 @@ class ProgressDetector(Detector):
             onset_step=max(onset, 0),
             cause=cause,
         )
-
-    def accept(self, losses: Sequence[float], grad_norms: Sequence[float] = ()) -> None:
-        """Measure progress anew: the policy accepted these losses as the new level."""
-        before, learning = self._before, self._learning
-        self._losses.clear()
-        self._forget()
-        self._before = before
-        self._learning = -1 if learning < 0 else 0
-        for loss in losses:
-            if math.isfinite(loss):
-                self._losses.append(loss)
-                self._seen += 1
 
     def rebaseline(self, steps: int = 0) -> None:
         """Measure progress anew: a planned change or a restart; the set is silent meanwhile."""

@@ -1,15 +1,15 @@
-"""The two rules that may keep an update back, and the window of clean steps behind them.
+"""The two rules that may keep an update back, and the window of trained steps behind them.
 
-What is not finite needs no history. Of finite steps one rule may keep an update back: it is one
-number a metric, the limit, and ``value > limit`` is an outlier. It must be one number, because the
+What is not finite needs no history. Of finite steps one rule may keep an update back: the limit of
+each metric is one number, and ``value > limit`` is an outlier. It must be one number, because the
 device compares with it without waiting for the host, one or two steps after it was computed. So the
 finding is made against ``record.<metric>_limit``, the limit that was in force.
 
-Limits are wide on purpose: eight robust deviations of the run's own noise, a multiple of the median
-and a floor, all three. What is told, and not acted on, is found by the other detectors.
+These limits are where no healthy run has been: a loss that is far above the run's first losses, a
+norm of 100 times the usual. Everything below is found by the other detectors, and only reported.
 
-A window only holds what its owner accepted: outliers, skipped steps and non-finite values are kept
-out by never being pushed. Everything here is float64 arithmetic in a fixed order, so that every
+The window holds the steps that were trained, outliers that were applied included: the limits move
+with the data. Everything here is float64 arithmetic in a fixed order, so that every
 rank, the collector and a replay get the same bits.
 """
 
@@ -19,8 +19,8 @@ import math
 import sys
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -125,10 +125,6 @@ class Detector(Stateful):
         """Forget what is usual: a planned change comes within ``steps`` steps."""
         raise NotImplementedError
 
-    def accept(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
-        """Take these values of a level that the policy accepted for what is usual."""
-        raise NotImplementedError
-
 
 def is_clean(record: StepRecord) -> bool:
     """Say whether a step may enter a reference: applied, finite, and below the limits in force."""
@@ -186,9 +182,6 @@ class NonFiniteDetector(Detector):
 
     def rebaseline(self, steps: int = 0) -> None:
         """Do nothing: a change that was planned is not finite numbers that are none."""
-
-    def accept(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
-        """Do nothing: it compares with nothing."""
 
     def _step(self, record: StepRecord, *, bad_loss: bool) -> Finding:
         ranks = record.nonfinite_ranks
@@ -264,26 +257,26 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class OutlierConfig(Settings, frozen=True, kw_only=True):
-    """When a finite step counts as an outlier. All three conditions must hold."""
+    """When a finite step is an outlier that may be withheld."""
 
     section = "outlier"
     ascending = (("warm_up", "window"),)
 
     window: int = 64
-    """Clean steps kept as the reference."""
+    """Trained steps kept as the reference."""
     warm_up: Annotated[int, Meta(ge=8)] = 50
-    """Clean steps needed; until then only values above `absurd` are stopped."""
+    """Trained steps needed; until then only values above `absurd` are stopped."""
+    progress: AboveZero = 25.0
+    """Multiple of the run's progress (from the first losses to the median) by which one loss must
+    be above the median: 1 is as bad as at the start, and hard batches of healthy runs reach 20. A
+    run without progress has no limit for its loss."""
     sigmas: AboveZero = 8.0
-    """Robust standard deviations (1.4826 MAD) above the median."""
-    loss_ratio: AboveOne = 3.0
-    """Multiple of the median loss; where the median is near zero, that many times its magnitude
-    above it."""
-    grad_norm_ratio: AboveOne = 10.0
-    """Multiple of the median gradient norm; clean runs show single steps at 5 to 15 times the
-    median."""
-    floor: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
-    """Share of the run's first values that the value must exceed: a loss near 0 fluctuates by its
-    own magnitude."""
+    """Robust standard deviations (1.4826 MAD) by which the loss must also be above the median."""
+    grad_norm_ratio: AboveOne = 100.0
+    """Multiple of the median gradient norm; single steps of healthy runs reach 30 times."""
+    grad_norm_first: AboveZero = 25.0
+    """Multiple of the run's first norms that the norm must also exceed: if a set is learned by
+    heart the median is next to nothing, and healthy spikes reach 17 times the first norms."""
     first: AtLeastOne = 20
     """Steps whose median is the run's first value."""
     absurd: Annotated[float, Meta(ge=100.0)] = 1e5
@@ -293,23 +286,13 @@ class OutlierConfig(Settings, frozen=True, kw_only=True):
 OUTLIER_DEFAULTS = OutlierConfig()
 
 
-class Level(NamedTuple):
-    """Values up to which nothing is an outlier; 0 where a metric has no such value."""
-
-    loss: float = 0.0
-    grad_norm: float = 0.0
-
-
-NOTHING = Level()
-
-
 class _Metric(Stateful):
     """The reference of one metric."""
 
     STATE = ("window", "first", "_limit", "_age")
 
-    def __init__(self, ratio: float, config: OutlierConfig) -> None:
-        self._ratio = ratio
+    def __init__(self, name: Literal["loss", "grad_norm"], config: OutlierConfig) -> None:
+        self._is_loss = name == "loss"
         self._config = config
         self.window = RobustWindow(config.window)
         self.first: list[float] = []
@@ -317,7 +300,7 @@ class _Metric(Stateful):
         self._age = 0
 
     def push(self, value: float) -> None:
-        """Take a clean sample in."""
+        """Take in the value of a trained step."""
         if len(self.first) < self._config.first:
             self.first.append(value)
             self._age = 0
@@ -331,15 +314,15 @@ class _Metric(Stateful):
     def limit(self) -> float | None:
         return self._limit
 
-    def begin_anew(self, values: Iterable[float]) -> None:
-        """Take these samples as the whole reference; the run's first values stay."""
-        self.window.restore(values)
+    def clear(self) -> None:
+        """Forget the reference; the run's first values stay."""
+        self.window.clear()
         self._limit, self._age = self._compute(), 0
 
     def first_value(self) -> float:
-        """Return the size of the run's first values; 0 before there is one."""
+        """Return the median of the run's first values; 0 before there is one."""
         ordered = sorted(self.first)
-        return abs(ordered[len(ordered) >> 1]) if ordered else 0.0
+        return ordered[len(ordered) >> 1] if ordered else 0.0
 
     def _compute(self) -> float | None:
         config = self._config
@@ -347,21 +330,20 @@ class _Metric(Stateful):
             largest = max(map(abs, self.first), default=0.0)
             return min(config.absurd * largest, _LARGEST) if largest else None
         median = self.window.median()
-        limit = max(
-            median + config.sigmas * SIGMA_PER_MAD * self.window.mad(),
-            median + (self._ratio - 1.0) * abs(median),
-            config.floor * self.first_value(),
-        )
-        # Most values are zero, as rounded losses of GRPO are: there is nothing to be far from.
-        return min(limit, _LARGEST) if limit > median else None
+        if not self._is_loss:
+            limit = max(
+                config.grad_norm_ratio * median, config.grad_norm_first * self.first_value()
+            )
+            return min(limit, _LARGEST) if limit > 0.0 else None
+        progress = self.first_value() - median
+        if progress <= 0.0:
+            return None
+        noise = config.sigmas * SIGMA_PER_MAD * self.window.mad()
+        return min(median + max(config.progress * progress, noise), _LARGEST)
 
 
 class OutlierRule(Detector):
-    """Gives the limits, and finds the steps above the limits that were in force.
-
-    The reference is poison-proof: only steps that were applied, finite, and no outlier by the
-    limits in force or by the present ones enter it.
-    """
+    """Gives the limits, and reports the steps that were withheld for them."""
 
     name = "outlier"
     STATE = ("_loss", "_grad_norm", "_suspended")
@@ -371,41 +353,25 @@ class OutlierRule(Detector):
     ) -> None:
         self._config = config or OUTLIER_DEFAULTS
         self._judges_loss = loss_kind == "minimize"
-        self._loss = _Metric(self._config.loss_ratio, self._config)
-        self._grad_norm = _Metric(self._config.grad_norm_ratio, self._config)
+        self._loss = _Metric("loss", self._config)
+        self._grad_norm = _Metric("grad_norm", self._config)
         self._suspended = 0
 
-    def update(self, record: StepRecord, *, accepted: Level = NOTHING) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it.
-
-        Args:
-            record: the step.
-            accepted: what was accepted as normal; such values enter the reference.
-        """
+    def update(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Take one step in and return what is to be said about it."""
         if self._suspended:
             self._suspended -= 1
-        # By the limit in the record, not by the present one: the device compared with that, one or
-        # two steps before this is read, and host and device must not tell different steps apart.
-        spikes = self._spikes(record)
-        if spikes or record.failed_ranks or not is_clean(record):
+        # By the device's verdict and the limits in the record, not by the present ones: these are
+        # newer. An outlier that was applied is the other detectors' to report.
+        spikes = self._spikes(record) if record.withheld else ()
+        if record.skipped or record.overflow or record.failed_ranks or record.nonfinite_ranks:
             return spikes
         loss, norm = record.loss, record.grad_norm
-        # And by the present one before it enters: a record without a limit (the first steps, an
-        # announced change) would else carry an outlier into the reference.
-        if self._is_above(loss, self._loss, accepted.loss) or self._is_above(
-            norm, self._grad_norm, accepted.grad_norm
-        ):
-            return ()
-        if loss is not None:
+        if loss is not None and math.isfinite(loss):
             self._loss.push(loss)
-        if norm is not None:
+        if norm is not None and math.isfinite(norm):
             self._grad_norm.push(norm)
-        return ()
-
-    @staticmethod
-    def _is_above(value: float | None, metric: _Metric, accepted: float) -> bool:
-        limit = metric.limit()
-        return value is not None and limit is not None and value > max(limit, accepted)
+        return spikes
 
     def _spikes(self, record: StepRecord) -> tuple[Finding, ...]:
         spikes = []
@@ -448,12 +414,6 @@ class OutlierRule(Detector):
         loss = self._loss.limit() if self._judges_loss else None
         return Limits(loss, self._grad_norm.limit())
 
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether only what is absurd is stopped so far; that is stopped however the loop clips."""
-        least = self._config.warm_up
-        return len(self._grad_norm.window) < least and len(self._loss.window) < least
-
     def course(self) -> tuple[float, float, float]:
         """Return the loss's median, its robust deviation, and the size of the run's first losses.
 
@@ -461,16 +421,15 @@ class OutlierRule(Detector):
         """
         window = self._loss.window
         if not len(window):
-            return 0.0, 0.0, self._loss.first_value()
-        return window.median(), SIGMA_PER_MAD * window.mad(), self._loss.first_value()
+            return 0.0, 0.0, abs(self._loss.first_value())
+        return window.median(), SIGMA_PER_MAD * window.mad(), abs(self._loss.first_value())
 
     def rebaseline(self, steps: int = 0) -> None:
         """Forget the reference, and have no limit for the next ``steps`` steps."""
-        self._loss.begin_anew(())
-        self._grad_norm.begin_anew(())
+        self._loss.clear()
+        self._grad_norm.clear()
         self._suspended = max(self._suspended, steps)
 
-    def accept(self, losses: Iterable[float], grad_norms: Iterable[float]) -> None:
-        """Begin a new reference with the values of a level that was accepted."""
-        self._loss.begin_anew(losses)
-        self._grad_norm.begin_anew(grad_norms)
+    def suspend(self, steps: int) -> None:
+        """Have no limit for the next ``steps`` steps, and keep the reference."""
+        self._suspended = max(self._suspended, steps)

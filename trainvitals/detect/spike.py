@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
@@ -586,13 +585,6 @@ class SpikeDetector(Detector):
         if self._far is None and len(self._deviations) and not self._suspended:
             self._refresh()
 
-    def accept(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
-        """Begin anew from the values of a level that the policy accepted."""
-        values = losses if self.metric == "loss" else grad_norms
-        finite = [value for value in values if math.isfinite(value)]
-        if finite:
-            self._adopt(finite)
-
     def rebaseline(self, steps: int = 0) -> None:
         """Forget the reference, and have no limit for the next ``steps`` steps and a warm-up."""
         self._deviations.clear()
@@ -776,13 +768,6 @@ class BurstDetector(Detector):
         else:
             self._deviations.push(0.0)
         self._window.push(norm)
-
-    def accept(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
-        """Begin anew from the norms of a level that the policy accepted."""
-        self._end()
-        for norm in grad_norms:
-            if math.isfinite(norm) and norm > 0.0:
-                self._window.push(norm)
 
     def rebaseline(self, steps: int = 0) -> None:
         """Forget the reference: a planned or accepted change."""

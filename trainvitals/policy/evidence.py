@@ -18,7 +18,7 @@ import msgspec
 from trainvitals.detect.outliers import RobustWindow
 from trainvitals.records import Decision, StateRead
 
-Trigger = Literal["row", "nonfinite", "level", "lr_jump"]
+Trigger = Literal["spike", "nonfinite", "level"]
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,14 +47,18 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """The same ratio with batches of 64 and 256 steps before the onset in it, for the record."""
     detail: str = ""
     """The steps that were read, or why they could not be."""
+    has_gradient: bool = True
+    """Whether the gradient of one kept batch is finite on every rank, or is not known."""
 
     def ratio(self, floor: float) -> float | None:
-        """Return now over then; inf where a loss is not finite; None: it says nothing.
+        """Return now over then; inf where a loss or a gradient is not finite; None: unknown.
 
         Fewer than three batches, and losses at or below zero, say nothing.
         """
         if self.num_batches < MIN_BATCHES or not math.isfinite(self.then):
             return None
+        if not self.has_gradient:
+            return math.inf
         if self.then + floor <= 0.0:
             return None
         return (self.now + floor) / (self.then + floor) if math.isfinite(self.now) else math.inf
@@ -64,14 +68,18 @@ MIN_BATCHES = 3
 NO_READING = Reading(num_batches=0, then=math.nan, now=math.nan, detail="no probe")
 
 _WITHHELD = "the state is healthy, so the updates were withheld and nothing was rolled back"
+NO_GRADIENT = "the gradient on a kept batch is not finite"
 _WORSE = "the state got worse on these batches, but not enough to prove damage"
 _MEANINGS_OF_STATE: dict[tuple[str, str], str] = {
+    ("spike", "sound"): "the state is healthy, so no update is withheld",
     ("row", "sound"): _WITHHELD,
     ("nonfinite", "sound"): _WITHHELD.replace("withheld", "skipped"),
     ("lr_jump", "sound"): "the state is healthy, so the learning rate was not changed",
     ("level", "state"): "the state got worse on these batches",
+    ("spike", "worse"): f"{_WORSE}; no update is withheld",
     ("row", "worse"): f"{_WORSE}; the next outliers in a row are applied, not withheld",
 }
+"""By trigger and verdict. Older versions asked with the triggers ``row`` and ``lr_jump``."""
 _MEANINGS = {"sound": "the state is healthy", "state": "the state is damaged", "worse": _WORSE}
 
 
@@ -88,12 +96,17 @@ def of_reading(event: StateRead) -> str:
     if is_probe and len(numbers) > 1:
         numbers.append("a share of the initial loss added to both")
     shown = f" ({', '.join(numbers)})" if numbers else ""
+    if event.detail.startswith(NO_GRADIENT):
+        return f"{who}: {event.detail}{shown}: {meaning_of(event)}"
     times = f"{event.ratio:.3g}x" if math.isfinite(event.ratio) else "NaN or infinite, against"
     what = "loss on kept batches is" if is_probe else "the loss is"
     earlier = "its earlier value" if is_probe else "that of the previous evaluation"
-    usual = _MEANINGS[event.verdict]
-    meaning = _MEANINGS_OF_STATE.get((event.trigger, event.verdict), usual)
-    return f"{who}: {what} {times} {earlier}{shown}: {meaning}"
+    return f"{who}: {what} {times} {earlier}{shown}: {meaning_of(event)}"
+
+
+def meaning_of(event: StateRead) -> str:
+    """Return what a verdict about the state means for the run."""
+    return _MEANINGS_OF_STATE.get((event.trigger, event.verdict), _MEANINGS[event.verdict])
 
 
 # -------------------------------------------------------------------------------------- hindsight

@@ -3,8 +3,8 @@
 The log's numbers are what happened; everything else has to be assumed, and is said here:
 
 - **Limits** are played as in a live loop: those in force at a step are what the detectors had
-  computed ``lag`` steps before. A step that is non-finite or above one counts as skipped (unless in
-  ``observe``), so its value enters no reference.
+  computed ``lag`` steps before. A step that is non-finite, or withheld, counts as skipped (unless
+  in ``observe``), so its value enters no reference.
 - **Checkpoints** are ideal ones: a healthy state from before the log begins, and one every
   ``checkpoint_every`` steps that becomes healthy as in a run, after ``ladder.margin`` good steps.
 - **After a would-be rollback** the log goes on as it was, for the other branch is not in it. The
@@ -21,8 +21,8 @@ The log's numbers are what happened; everything else has to be assumed, and is s
   it out.
 - **A loss scaler** skips its overflows itself. They are told by a scale that falls, or by a
   gradient norm that is not finite beside a finite loss, and soon finite again.
-- **The clip** is taken to be there, unless it is said that the loop has none: the first outlier in
-  a row is left to it.
+- **The clip** is taken to be there, unless it is said that the loop has none: then kept batches
+  must read worse until the state counts as damaged.
 """
 
 from __future__ import annotations
@@ -66,13 +66,12 @@ _RULED_OUT = frozenset({"nonfinite_streak", "stuck"})
 """Rules of actions that a probe which reads the state sound would have kept from being taken."""
 
 _QUESTIONS = {
-    "row": "outliers in a row since step {}: the probe would run here; only a damaged state "
-    "would lead to a rollback",
+    "spike": "a spike or burst since step {}: the probe would run here; only a damaged state would "
+    "lead to a rollback",
     "nonfinite": "non-finite steps in a row since step {}: the probe would run here, to tell a "
     "damaged state from bad data",
     "level": "the loss has risen since step {}: the probe would run here and report; right after a "
     "learning-rate jump, a damaged state would lead to a rollback",
-    "lr_jump": "the learning rate jumped at step {}: the probe would run here and report",
 }
 
 
@@ -299,7 +298,7 @@ class _Player:
             acts = self._judge.mode != "observe"
             judge = self._judge
             record, self._device = self._device.judge(
-                record, judge.limits(), judge.withholding(clips=self._clips), acts=acts
+                record, judge.limits(), judge.max_row(), acts=acts
             )
             self._waiting.append((place, record))
             while len(self._waiting) > self._lag or (self._waiting and self._judge.is_suspicious):

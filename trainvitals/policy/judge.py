@@ -31,9 +31,7 @@ from trainvitals.detect.level import (
     ProgressDetector,
 )
 from trainvitals.detect.outliers import (
-    NOTHING,
     Detector,
-    Level,
     Limits,
     LossKind,
     NonFiniteDetector,
@@ -53,7 +51,7 @@ from trainvitals.detect.spike import (
 )
 from trainvitals.detect.user_alerts import Rule, load_rules
 from trainvitals.policy.evidence import Ask, Reading
-from trainvitals.policy.ladder import decide, jumps
+from trainvitals.policy.ladder import decide, is_restart
 from trainvitals.policy.rungs import Case, Course, Verdict, answer
 from trainvitals.policy.state import (
     CheckpointRef,
@@ -62,13 +60,11 @@ from trainvitals.policy.state import (
     LadderState,
     Mode,
     Proposal,
-    Withholding,
-    accepted_level,
     after_rollback,
     in_turn,
     limits_in_force,
     lr_factor_at,
-    withholding,
+    max_row,
 )
 from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
 from trainvitals.stateful import Stateful
@@ -159,13 +155,9 @@ class DetectorSet(Stateful):
             part.rebaseline(steps)
         self._suspended = max(self._suspended, steps)
 
-    def accept(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
-        """Begin new references from the values of a level that the policy accepted.
-
-        Nothing about the rise to it is told again.
-        """
-        for part in self._parts:
-            part.accept(losses, grad_norms)
+    def limits(self) -> Limits:
+        """Return the values above which one step is reported."""
+        return Limits(self._loss_spike.limit(), self._grad_norm_spike.limit())
 
 
 # ---------------------------------------------------------------------- with the ladder
@@ -279,7 +271,7 @@ class Judge:
         self.mode: Mode = mode
         self._own = _Turn(self.config)
         self._own.ladder = LadderState(facts=facts or LadderMemory())
-        self._turn = self._ladder.facts.turn
+        self._turn = 0
         self._waiting: dict[int, _Turn] = {}
         """Those whose turn it is not."""
         self._last_step = -1
@@ -297,15 +289,15 @@ class Judge:
         before = self._own
         self._waiting[self._turn] = before
         self._own = self._waiting.pop(turn) if turn in self._waiting else _Turn(self.config)
-        self._own.ladder = in_turn(self._own.ladder, before.ladder, turn)
+        self._own.ladder = in_turn(self._own.ladder, before.ladder)
         self._turn = turn
 
-    def _of(self, turn: int | None) -> tuple[OutlierRule, LadderState]:
+    def _of(self, turn: int | None) -> tuple[_Turn, LadderState]:
         """Return what one optimizer's next step is judged by, and change nothing."""
         if turn is None or turn == self._turn:
-            return self._own.outliers, self._ladder
+            return self._own, self._ladder
         own = self._waiting.get(turn) or _Turn(self.config)
-        return own.outliers, in_turn(own.ladder, self._ladder, turn)
+        return own, in_turn(own.ladder, self._ladder)
 
     def judge(
         self,
@@ -338,16 +330,13 @@ class Judge:
         """
         if record.turn != self._turn:
             self._take_turn(record.turn)
-        own, facts, before = self._own, self._ladder.facts, self._ladder.learning_rate
+        own, facts, before = self._own, self._ladder.facts, self._ladder
         if facts.attempt == 0 and record.attempt:
             facts = replace(facts, attempt=record.attempt)
             self._ladder = replace(self._ladder, facts=facts)
         if record.attempt != facts.attempt or self._ladder.rolling_back or self.halted:
             return Judgement()
-        # Looked up only where there is any: nearly no run has, and this is each step of each rank.
-        accepted = accepted_level(facts.accepted) if facts.accepted else NOTHING
-        usual = None if facts.recurring is None else self._usual_limits(accepted)
-        spikes = own.outliers.update(record, accepted=accepted)
+        spikes = own.outliers.update(record)
         detected = own.detectors.update(record)
         if spikes and detected:  # said once: what may act says it with the limit that was in force
             detected = tuple(finding for finding in detected if finding.kind != "spike")
@@ -365,22 +354,17 @@ class Judge:
             loss_kind=self.config.loss_kind,
             probe=probe,
             evaluation=evaluation,
-            usual=usual,
             course=self._course,
             lacks=lacks,
         )
         self._ladder, self._last_step = verdict.state, record.step
-        if verdict.accepted:
-            # Only now: this step was judged by the reference that the accepted values replace.
-            losses = [o.loss for o in verdict.accepted if o.loss is not None]
-            norms = [o.grad_norm for o in verdict.accepted if o.grad_norm is not None]
-            own.outliers.accept(losses, norms)
-            own.detectors.accept(losses, norms)
-        elif verdict.decision is not None and verdict.decision.rule == "operator_accepted":
+        if verdict.decision is not None and verdict.decision.rule == "operator_accepted":
             own.detectors.rebaseline(0)
-        elif record.rate_declared and jumps(record, before, self.config.ladder):
-            # A warm restart that was meant: the loss rises, as it should. What may act stays.
-            own.detectors.rebaseline(self.config.ladder.lr_jump_steps)
+        elif is_restart(record, before, self.config.ladder):
+            # A warm restart: the loss rises, as it should, and nothing is withheld for it.
+            own.outliers.suspend(self.config.ladder.lr_jump_steps)
+            if record.rate_declared:
+                own.detectors.rebaseline(self.config.ladder.lr_jump_steps)
         is_done = verdict.ack is not None and verdict.ack.status == "done"
         return Judgement(
             findings + verdict.findings,
@@ -408,14 +392,6 @@ class Judge:
         self._ladder = verdict.state
         is_done = verdict.ack is not None and verdict.ack.status == "done"
         return Judgement(ack=verdict.ack, order=command if is_done else None)
-
-    def _usual_limits(self, accepted: Level) -> Limits:
-        limits = self._own.outliers.limits()
-        loss, norm = limits.loss, limits.grad_norm
-        return Limits(
-            None if loss is None else max(loss, accepted.loss),
-            None if norm is None else max(norm, accepted.grad_norm),
-        )
 
     def _course(self) -> Course:
         return Course(*self._own.outliers.course())
@@ -451,25 +427,26 @@ class Judge:
         self._last_step = step - 1
 
     def limits(self, turn: int | None = None) -> Limits:
-        """Return what the device compares the next step with.
+        """Return what the device compares the next step with: never below what is reported.
 
         Args:
             turn: whose step that is; None: of whom the last one was.
         """
-        outliers, ladder = self._of(turn)
-        return limits_in_force(outliers.limits(), ladder, self.config.ladder)
-
-    def withholding(self, *, clips: bool, turn: int | None = None) -> Withholding:
-        """Return what the device is told of withholding the next step.
-
-        Args:
-            clips: whether the loop clips what an outlier brings.
-            turn: whose step that is; None: of whom the last one was.
-        """
-        outliers, ladder = self._of(turn)
-        return withholding(
-            ladder, self.config.ladder, clips=clips, is_warming_up=outliers.is_warming_up
+        own, ladder = self._of(turn)
+        acting, reported = own.outliers.limits(), own.detectors.limits()
+        limits = Limits(
+            _larger(acting.loss, reported.loss), _larger(acting.grad_norm, reported.grad_norm)
         )
+        turn = self._turn if turn is None else turn
+        return limits_in_force(limits, ladder, turn) if ladder.facts.accepted else limits
+
+    def max_row(self, turn: int | None = None) -> int:
+        """Return how many updates in a row the device may withhold for finite outliers.
+
+        Args:
+            turn: whose step comes next; None: of whom the last one was.
+        """
+        return max_row(self._of(turn)[1], self.config.ladder)
 
     @property
     def is_suspicious(self) -> bool:
@@ -563,9 +540,14 @@ class Judge:
         self._own, self._waiting = _Turn(self.config), {}
         self._own.load_state_dict(state["detectors"])
         self._ladder = msgspec.convert(state["ladder"], LadderState)
-        self._turn = self._ladder.facts.turn
+        self._turn = int(state["detectors"].get("turn", 0))
         for turn, ladder in state.get("waiting", {}).items():
             own = self._waiting[int(turn)] = _Turn(self.config)
             own.load_state_dict(state["detectors"]["others"][turn])
             own.ladder = msgspec.convert(ladder, LadderState)
         self._last_step = int(state["last_step"])
+
+
+def _larger(limit: float | None, other: float | None) -> float | None:
+    """Return the larger limit; None, which is no limit, stays."""
+    return limit if limit is None or other is None else max(limit, other)

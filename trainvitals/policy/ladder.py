@@ -11,17 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from trainvitals.detect.outliers import Limits, LossKind
-from trainvitals.policy.evidence import NO_READING, Ask, Reading
+from trainvitals.detect.outliers import LossKind
+from trainvitals.policy.evidence import NO_GRADIENT, NO_READING, Ask, Reading
 from trainvitals.policy.rungs import (
     Case,
     Course,
     Verdict,
-    accept,
     after_silence,
     after_yes,
     answer,
@@ -31,8 +30,8 @@ from trainvitals.policy.rungs import (
     for_hidden,
     halt,
     is_near_jump,
+    outliers_around,
     skip,
-    was_blamed,
     without_entry,
 )
 from trainvitals.policy.state import (
@@ -42,12 +41,11 @@ from trainvitals.policy.state import (
     LrJump,
     Mode,
     Proposal,
-    is_new_level,
+    ask_from,
     is_outlier,
     note_outlier,
-    recurring_level,
-    with_outlier,
-    withholding,
+    note_reported,
+    within_window,
 )
 from trainvitals.records import Finding, StateRead, StepRecord
 
@@ -57,6 +55,20 @@ _LEVEL_NOISE = 1.5
 _LEVEL_LEAST = 0.05
 _ABSURD = 1e5
 """Multiple of the run's first losses beyond which a state reads nothing but damaged."""
+_FRESH_STEPS = 8
+"""Steps after an onset in which a worse reading is damage; later it may be forgetting."""
+_WORSE = 1.25
+"""Least ratio at which progress that is undone counts as damage."""
+_LEAST_UNDONE = 0.1
+"""Share of the progress below which no multiple of the loss counts: a set that is learned by heart
+reads 2 to 3.5 times worse after one large step, and is as good as before soon."""
+_UNCLIPPED = 1.5
+"""Multiple of the share of undone progress without a clip: healthy states spike higher there."""
+_SPIKES = frozenset({"spike", "grad_explosion"})
+_LEVELS = frozenset({"level_shift", "divergence", "lost_progress", "plateau"})
+"""Kinds of findings that the probe is asked about."""
+_KNOWN = 1.001
+"""Multiple of the highest rate so far up to which a rate is one that was trained with."""
 _JUMPS_AFTER = 20
 """Steps of a run before which a rate that rises is its warm-up."""
 
@@ -75,7 +87,6 @@ def decide(
     loss_kind: LossKind = "minimize",
     probe: Callable[[Ask], Reading] | None = None,
     evaluation: float | None = None,
-    usual: Limits | None = None,
     course: Callable[[], Course] = lambda: Course(0.0, 0.0, 0.0),
     lacks: Mapping[str, str] = MappingProxyType({}),
 ) -> Verdict:
@@ -98,7 +109,6 @@ def decide(
         probe: asks the state; None where nothing can be asked.
         evaluation: an evaluation's loss over the one before, both with the floor; None: there was
             none with this step.
-        usual: the limits without a recurring level in them.
         course: where the loss has been.
         lacks: commands that this loop cannot carry out, and why.
     """
@@ -113,7 +123,7 @@ def decide(
     is_yes = False
     if state.facts.waiting is not None:
         state, is_yes = after_silence(state, case.config)
-    verdict = _judge_step(state, findings, case, usual or Limits())
+    verdict = _judge_step(state, findings, case)
     if record.learning_rate is not None:
         verdict = _look_at_rate(verdict, before, case)
     if evaluation is not None:
@@ -123,16 +133,7 @@ def decide(
     if record.replicas_differ or record.settings_differ:
         verdict = _look_at_replicas(verdict, case)
     if is_yes and not (verdict.decision and verdict.decision.action in ("rollback", "halt")):
-        gone = after_yes(without_entry(verdict), case)
-        if gone.decision is None:
-            gone = gone._replace(decision=verdict.decision)
-            facts = replace(gone.state.facts, ledger_seq=verdict.state.facts.ledger_seq)
-            gone = gone._replace(state=replace(gone.state, facts=facts))
-        verdict = gone._replace(
-            findings=(*verdict.findings, *gone.findings),
-            readings=verdict.readings,
-            accepted=verdict.accepted,
-        )
+        verdict = _on_top(verdict, after_yes, case)
     if command is None or command.number <= state.facts.last_command:
         return verdict
     return answer(verdict, state, command, case)
@@ -156,9 +157,7 @@ def _tick(state: LadderState, case: Case) -> LadderState:
     )
 
 
-def _judge_step(
-    state: LadderState, findings: Sequence[Finding], case: Case, usual: Limits
-) -> Verdict:
+def _judge_step(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdict:
     record = case.record
     if state.facts.halted:
         return Verdict(_recover_observed(state, findings, case))
@@ -167,9 +166,8 @@ def _judge_step(
         return _nonfinite_params(state, params, case)
     if (nonfinite := bad.get("nonfinite")) is not None:
         return _nonfinite(state, nonfinite, case)
-    spike = bad.get("spike")
-    if spike is not None and is_outlier(record):
-        return _outlier(state, spike, case)
+    if is_outlier(record) and not record.overflow:
+        return _look_at_findings(_outlier(state, bad.get("spike"), case), findings, case)
     if record.skipped and record.commanded:
         return skip(state, None, "manual command: skip", "command", case)
     if record.overflow or record.failed_ranks:
@@ -179,14 +177,9 @@ def _judge_step(
     if record.skipped:
         state = replace(state, last_unhealthy_step=record.step)
         return _device_skip(state, findings, case)
-    if state.facts.recurring is not None and _is_above(record, usual):
-        state = replace(state, groups=with_outlier(state, record, case.config))
-    return _level(state, findings, case)
-
-
-def _is_above(record: StepRecord, limits: Limits) -> bool:
-    pairs = ((record.loss, limits.loss), (record.grad_norm, limits.grad_norm))
-    return any(x is not None and limit is not None and x > limit for x, limit in pairs)
+    if any(finding.kind in _SPIKES for finding in findings):
+        state = note_reported(state, record)
+    return _look_at_findings(Verdict(state), findings, case)
 
 
 def _recover_observed(state: LadderState, findings: Sequence[Finding], case: Case) -> LadderState:
@@ -299,113 +292,96 @@ def _nonfinite_row(state: LadderState, bad: Finding, onset: int, case: Case) -> 
     return skip(state, bad, reason, bad.detector, case)._replace(findings=findings)
 
 
-# ----------------------------------------------------------------------------- finite outliers
+# ----------------------------------------------------------------------------- finite values
 
 
-def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
-    record, config = case.record, case.config
-    left = withholding(state, config, clips=record.clips).left
-    state = note_outlier(replace(state, nonfinite=0, sound=False), record, config)
-    if not record.clips and state.facts.recurring is None:
-        level = recurring_level(state, config)
-        if level is not None:
-            return _recurring(state, spike, case)
-    if is_new_level(state, config):
-        return _new_level(state, spike, case)
-    readings: tuple[StateRead, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    if len(state.row) == config.ask_after:
-        onset = state.row[0].step
-        read = _ask(state, "row", onset, case)
-        readings = () if read is None else (read,)
-        again = was_blamed(state, onset)
-        if read is not None and read.verdict == "state" and _is_evidence(read, state, case):
-            finding = _state_damaged(read, _blames(state, onset, case), case)
-            blamed = for_finite(
-                state, case, rule="state_damaged", onset=onset, finding=finding,
-                reason=f"{spike.reason}; {_in_words(read)}",
-            )  # fmt: skip
-            if blamed.decision is not None:
-                return blamed._replace(readings=readings)
-            state, findings = blamed.state, blamed.findings
-        if read is not None and read.verdict in ("state", "worse") and not again:
-            state = replace(state, passes_since=onset)
-    if not left and not state.spent and state.row[0].step != state.passes_since:
-        state = replace(state, spent=True)
-        text = (
-            f"{config.max_withheld} updates (the limit) were withheld within "
-            f"{config.withheld_window} steps: outliers are applied until older ones expire"
-        )
-        spent = replace(spike, kind="withholding_spent", level="advisory", reason=text)
-        findings = (*findings, spent)
-    if not record.withheld:
-        return Verdict(state, findings=findings, readings=readings)
-    state = replace(state, spent=False) if left > 1 and state.spent else state
+def _outlier(state: LadderState, spike: Finding | None, case: Case) -> Verdict:
+    """Record an outlier that the device withheld, or applied because a bound was reached."""
+    record = case.record
+    state = note_outlier(replace(state, nonfinite=0, sound=False), record, case.config)
+    if spike is None or not record.withheld:
+        return Verdict(state)
     num = len(state.row)
     reason = spike.reason if num == 1 else f"{spike.reason} ({num} outliers in a row)"
-    return skip(state, spike, reason, "outlier", case)._replace(
-        findings=findings, readings=readings
-    )
+    return skip(state, spike, reason, "outlier", case)
+
+
+def _look_at_findings(verdict: Verdict, findings: Sequence[Finding], case: Case) -> Verdict:
+    """Ask the probe about what was reported. Any answer ends the hold; damage is acted on."""
+    state, config, step = verdict.state, case.config, case.record.step
+    if any(finding.kind == "divergence" for finding in findings):
+        # No bad step, and yet nothing that was saved since is proven healthy by it.
+        state = replace(state, last_unhealthy_step=step)
+    state = _follow_jump(state, case)
+    verdict = verdict._replace(state=state)
+    reported = [f for f in findings if f.kind in _SPIKES]
+    trigger: Literal["spike", "level"] = "spike" if reported else "level"
+    reported = reported or [f for f in findings if f.kind in _LEVELS]
+    onsets = [f.onset_step if f.onset_step >= 0 else f.step for f in reported]
+    if not onsets and _has_risen(state, config):
+        onsets = [step - _LEVEL_STEPS]
+    if not onsets or case.probe is None or case.loss_kind != "minimize":
+        return verdict
+    onset, clock = min(onsets), state.facts.clock
+    if (group := outliers_around(state, onset)) and trigger == "spike":
+        onset = min(onset, group[0].step)  # what was applied since then may have been learned
+    asked = within_window(state.asked, clock, config)
+    is_near = is_near_jump(state, onset, case)
+    if clock < (asked[-1] + _LEVEL_STEPS if is_near and asked else ask_from(state, config)):
+        return verdict
+    read = _ask(state, trigger, onset, case)
+    if read is None:
+        return verdict
+    state = replace(state, asked=(*asked, clock))
+    if read.verdict != "abstained":
+        state = replace(state, passes_until=clock + config.ask_pause)
+    verdict = verdict._replace(state=state, readings=(*verdict.readings, read))
+    if read.verdict != "state" or not _is_evidence(read, state, case):
+        return verdict
+    finding = _state_damaged(read, _blames(state, onset, case), case)
+    what = reported[0].reason if reported else "the loss rose after a jump of the learning rate"
+    return _on_top(
+        verdict, for_finite, case, rule="state_damaged", onset=onset, finding=finding,
+        reason=f"{what}; {_in_words(read)}",
+    )  # fmt: skip
 
 
 def _is_evidence(read: StateRead, state: LadderState, case: Case) -> bool:
-    """Return whether it is damage that was read, or may be forgetting: that is no evidence.
+    """Return whether it is damage that was read, or may be forgetting, which is no evidence.
 
-    What was learnt before reads worse after updates on new data. An outlier of the row was applied,
-    but for the first, left to the clip; no forgetting leads to absurd losses.
+    What was learned before reads worse after updates on new data. A few updates do not forget, and
+    no forgetting leads to absurd losses or to gradients that are not finite.
     """
-    applied = [not outlier.withheld for outlier in state.row]
-    was_trained_on = any(applied[1:]) or (applied[0] and not case.record.clips)
     now = math.inf if read.now is None or not math.isfinite(read.now) else read.now
-    return not was_trained_on or now > _ABSURD * case.course().first
-
-
-def _new_level(state: LadderState, spike: Finding, case: Case) -> Verdict:
-    row = state.row
-    losses = sorted(o.loss for o in row if o.loss is not None)
-    around = f", loss around {losses[len(losses) // 2]:.4g}" if losses else ""
-    reason = (
-        f"{len(row)} outliers in a row since step {row[0].step}{around}: accepted as the new "
-        "level; values up to it are no longer withheld"
-    )
-    verdict = accept(state, spike, reason, "level_accepted", case, outliers=row)
-    return verdict._replace(accepted=row)
-
-
-def _recurring(state: LadderState, spike: Finding, case: Case) -> Verdict:
-    config = case.config
-    level = recurring_level(state, config)
-    num = sum(group.num for group in state.groups)
-    share = num / max(1, min(state.facts.clock, config.withheld_window))
-    reason = (
-        f"{len(state.groups)} short groups of outliers within {config.withheld_window} steps "
-        f"({100 * share:.2g} % of them): a recurring kind of batch; from now on "
-        "values up to twice theirs are applied"
-    )
-    state = replace(state, facts=replace(state.facts, recurring=level), row=())
-    return accept(state, spike, reason, "recurring_level", case, outliers=())
+    if math.isinf(read.ratio or 0.0) or now > _ABSURD * case.course().first:
+        return True
+    is_fresh = case.record.step - read.onset_step <= _FRESH_STEPS
+    return is_fresh or is_near_jump(state, read.onset_step, case)
 
 
 # ---------------------------------------------------------------------- what is asked and told
 
 
 def _ask(
-    state: LadderState, trigger: Literal["row", "nonfinite", "level", "lr_jump"], onset: int,
-    case: Case,
-) -> StateRead | None:  # fmt: skip
+    state: LadderState, trigger: Literal["spike", "nonfinite", "level"], onset: int, case: Case
+) -> StateRead | None:
     """Ask the probe; return its answer, None where there is no probe."""
     if case.probe is None:
         return None
-    config = case.config
-    floor = config.state_floor * case.course().first
+    config, first = case.config, case.course().first
+    floor = config.state_floor * first
     reading = case.probe(Ask(trigger=trigger, step=case.record.step, onset_step=onset, floor=floor))
     ratio = reading.ratio(floor)
     verdict: Literal["state", "worse", "sound", "abstained"] = "abstained"
     if ratio is not None:
+        gain = first - reading.then
+        undone = (reading.now - reading.then) / gain if gain > 0.0 else 0.0
+        most = config.state_progress * (1.0 if case.record.clips else _UNCLIPPED)
+        is_undone = undone > most and ratio > _WORSE
+        is_far = ratio > _blames(state, onset, case) and (gain <= 0.0 or undone > _LEAST_UNDONE)
+        is_damaged = math.isinf(ratio) or is_far or is_undone
         is_worse = ratio > config.state_ratio
-        verdict = (
-            "state" if ratio > _blames(state, onset, case) else "worse" if is_worse else "sound"
-        )
+        verdict = "state" if is_damaged else "worse" if is_worse else "sound"
     return StateRead(
         trigger=trigger,
         onset_step=onset,
@@ -434,6 +410,8 @@ def _in_words(read: StateRead) -> str:
     """Return what the probe read, in words."""
     if read.ratio is None:
         return "the probe gave no verdict"
+    if read.detail.startswith(NO_GRADIENT):
+        return f"{NO_GRADIENT}: the state is damaged"
     return (
         f"the loss on {read.num_batches} earlier batches is {read.ratio:.3g}x what it was: the "
         "state is damaged"
@@ -455,47 +433,22 @@ def _state_damaged(read: StateRead, limit: float, case: Case, rank: int = -1) ->
     )
 
 
-def _level(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdict:
-    """Ask about a level that rose: the answer acts beside a jump of the rate, else it is told."""
-    if case.loss_kind != "minimize":
-        return Verdict(state)
-    diverged = next((f for f in findings if f.kind == "divergence"), None)
-    if diverged is not None:
-        # No bad step, and yet nothing that was saved since is proven healthy by it.
-        state = replace(state, last_unhealthy_step=case.record.step)
-    jump, onset = state.lr_jump, -1
-    if jump is not None:
-        since = case.record.step - jump.step
-        if since > case.config.lr_jump_steps + _LEVEL_STEPS:
-            return Verdict(replace(state, lr_jump=None, losses=()))
-        loss = case.record.loss
-        was_asked = state.losses[:1] == (math.inf,)
-        if loss is not None and math.isfinite(loss) and not was_asked:
-            state = replace(state, losses=(*state.losses, loss)[-_LEVEL_STEPS:])
-        if _has_risen(state.losses, jump, case.config):
-            onset = case.record.step - _LEVEL_STEPS
-            state = replace(state, losses=(math.inf,))  # asked once a jump
-    if onset < 0 and diverged is not None:
-        onset = diverged.onset_step if diverged.onset_step >= 0 else diverged.step
-    if onset < 0:
-        return Verdict(state)
-    read = _ask(state, "level", onset, case)
-    if read is None:
-        return Verdict(state)
-    if read.verdict != "state" or not is_near_jump(state, onset, case):
-        return Verdict(state, readings=(read,))
-    state = replace(state, last_flagged=max(state.last_flagged, case.record.step))
-    verdict = for_finite(
-        state, case, rule="state_damaged", onset=onset,
-        finding=_state_damaged(read, _blames(state, onset, case), case),
-        reason=f"the loss rose after a jump of the learning rate; {_in_words(read)}",
-    )  # fmt: skip
-    return verdict._replace(readings=(read,))
+def _follow_jump(state: LadderState, case: Case) -> LadderState:
+    """Keep the losses behind a jump of the learning rate, while damage is attributed to it."""
+    jump, loss = state.lr_jump, case.record.loss
+    if jump is None:
+        return state
+    if case.record.step - jump.step > case.config.lr_jump_steps + _LEVEL_STEPS:
+        return replace(state, lr_jump=None, losses=())
+    if loss is None or not math.isfinite(loss):
+        return state
+    return replace(state, losses=(*state.losses, loss)[-_LEVEL_STEPS:])
 
 
-def _has_risen(losses: tuple[float, ...], jump: LrJump, config: LadderConfig) -> bool:
-    """Return whether the newest losses have given back a good part of the run's gain."""
-    if len(losses) < _LEVEL_STEPS or math.isinf(losses[0]):
+def _has_risen(state: LadderState, config: LadderConfig) -> bool:
+    """Return whether the latest losses behind a jump have lost a good part of the progress."""
+    jump, losses = state.lr_jump, state.losses
+    if jump is None or len(losses) < _LEVEL_STEPS:
         return False
     rise = sorted(losses)[_LEVEL_STEPS // 2] - jump.level
     gain = max(jump.first - jump.level, 0.0)
@@ -509,21 +462,27 @@ def jumps(record: StepRecord, last: float, config: LadderConfig) -> bool:
     return rate is not None and last > 0.0 and rate >= config.lr_jump * last
 
 
+def is_restart(record: StepRecord, state: LadderState, config: LadderConfig) -> bool:
+    """Return whether the rate jumps to where it should be: by schedule, or trained with before."""
+    rate = record.learning_rate or 0.0
+    is_known = record.rate_declared or rate <= _KNOWN * state.rate_to_know
+    return is_known and jumps(record, state.learning_rate, config)
+
+
 def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
-    """Tell of a learning rate that jumps unannounced and undeclared, and ask about it."""
+    """Report a learning rate that jumps above all that was trained with, and nobody declared."""
     record, config, state = case.record, case.config, verdict.state
     rate, last = record.learning_rate, before.learning_rate
     if rate is None or not jumps(record, last, config):
         return verdict
+    if record.rate_declared or rate <= _KNOWN * state.known_rate:
+        return verdict
     if state.facts.clock <= _JUMPS_AFTER or state.rolling_back:
         return verdict
-    if record.step <= state.announced_until or record.rate_declared:
+    if record.step <= state.announced_until:
         return verdict
     course = case.course()
-    if rate > state.known_rate:
-        # A warm restart goes back to a rate that the run did well with: told, and no evidence.
-        jump = LrJump(record.step, last, rate, course.level, course.noise, course.first)
-        state = replace(state, lr_jump=jump, losses=())
+    jump = LrJump(record.step, last, rate, course.level, course.noise, course.first)
     finding = Finding(
         kind="lr_jump",
         level="advisory",
@@ -535,10 +494,8 @@ def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
         onset_step=record.step,
         cause="lr_jump",
     )
-    read = _ask(state, "lr_jump", record.step, case)
-    readings = verdict.readings if read is None else (*verdict.readings, read)
-    findings = (*verdict.findings, finding)
-    return verdict._replace(state=state, findings=findings, readings=readings)
+    state = replace(state, lr_jump=jump, losses=())
+    return verdict._replace(state=state, findings=(*verdict.findings, finding))
 
 
 def _look_at_snapshot(verdict: Verdict, case: Case) -> Verdict:
@@ -563,23 +520,18 @@ def _look_at_snapshot(verdict: Verdict, case: Case) -> Verdict:
         onset_step=record.step,
         cause="nonfinite_state",
     )
+    verdict = _unhealthy(verdict, record.step)
     return _on_top(verdict, for_hidden, case, reason=reason, finding=finding)
 
 
-def _on_top(verdict: Verdict, rung: Rung, case: Case, *, reason: str, finding: Finding) -> Verdict:
+def _on_top(verdict: Verdict, rung: Rung, case: Case, **given: Any) -> Verdict:
     """Take a rung about the state on top of the step's own verdict: one entry a step."""
-    state = replace(verdict.state, last_unhealthy_step=case.record.step)
-    without = without_entry(verdict._replace(state=state))
-    done = rung(without, case, reason=reason, finding=finding)
+    done = rung(without_entry(verdict), case, **given)
     if done.decision is None:
-        facts = replace(done.state.facts, ledger_seq=state.facts.ledger_seq)
+        facts = replace(done.state.facts, ledger_seq=verdict.state.facts.ledger_seq)
         state = replace(done.state, facts=facts)
         done = done._replace(state=state, decision=verdict.decision)
-    return done._replace(
-        findings=(*verdict.findings, *done.findings),
-        readings=verdict.readings,
-        accepted=verdict.accepted,
-    )
+    return done._replace(findings=(*verdict.findings, *done.findings), readings=verdict.readings)
 
 
 def _look_at_replicas(verdict: Verdict, case: Case) -> Verdict:
@@ -616,7 +568,12 @@ def _look_at_replicas(verdict: Verdict, case: Case) -> Verdict:
         onset_step=record.step,
         cause="replica_corrupted",
     )
+    verdict = _unhealthy(verdict, record.step)
     return _on_top(verdict, for_corrupted, case, reason=reason, finding=finding)
+
+
+def _unhealthy(verdict: Verdict, step: int) -> Verdict:
+    return verdict._replace(state=replace(verdict.state, last_unhealthy_step=step))
 
 
 def _missed(verdict: Verdict, case: Case) -> Verdict:
@@ -670,15 +627,6 @@ def _look_at_evaluation(verdict: Verdict, before: LadderState, ratio: float, cas
     reason = f"the evaluation loss is {ratio:.3g}x the previous one: the state is damaged"
     finding = _state_damaged(read, case.config.state_ratio, case)
     finding = replace(finding, reason=reason, detector="evaluation")
-    blamed = for_finite(
-        without_entry(verdict), case, rule="evaluation", onset=onset, reason=reason, finding=finding
-    )
-    if blamed.decision is None:
-        facts = replace(blamed.state.facts, ledger_seq=state.facts.ledger_seq)
-        state = replace(blamed.state, facts=facts)
-        blamed = blamed._replace(state=state, decision=verdict.decision)
-    return blamed._replace(
-        findings=(*verdict.findings, *blamed.findings),
-        readings=verdict.readings,
-        accepted=verdict.accepted,
+    return _on_top(
+        verdict, for_finite, case, rule="evaluation", onset=onset, reason=reason, finding=finding
     )

@@ -1,6 +1,6 @@
 """The rungs: what each decision does to the ladder's memory, and its entry in the ledger. Pure.
 
-A skip, an accepted level, a rollback (for what, how often, to where, without which batches), a
+A skip, a rollback (for what, how often, to where, without which batches), a
 halt, and what becomes of a command: an operator's is never refused for a budget.
 
 Certain evidence (non-finite parameters, non-finite losses without end, an operator) is acted on at
@@ -17,12 +17,12 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from trainvitals.detect.outliers import Level, LossKind
+from trainvitals.detect.outliers import LossKind
 from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.state import (
     FOREVER,
-    MAX_ACCEPTED,
     NEWEST,
+    AcceptedLevel,
     Cause,
     CheckpointRef,
     LadderConfig,
@@ -34,7 +34,6 @@ from trainvitals.policy.state import (
     Proposal,
     SkippedWindow,
     Waiting,
-    level_of,
     lr_factor_at,
 )
 from trainvitals.records import CommandAck, Decision, Finding, Profiled, StateRead, StepRecord
@@ -42,8 +41,8 @@ from trainvitals.records import CommandAck, Decision, Finding, Profiled, StateRe
 RULES: dict[str, str] = {
     "nonfinite": "a loss or gradient that is NaN or infinite",
     "outlier": "a finite outlier",
-    "level_accepted": "many outliers in a row, accepted as a new level",
-    "recurring_level": "a recurring kind of outlier, accepted",
+    "level_accepted": "many outliers in a row, accepted as a new level (older versions)",
+    "recurring_level": "a recurring kind of outlier, accepted (older versions)",
     "operator_accepted": "accepted by a manual command",
     "nonfinite_params": "parameters that are NaN or infinite",
     "nonfinite_state": "optimizer state or buffers that are NaN or infinite",
@@ -80,8 +79,6 @@ class Verdict(NamedTuple):
     """What the policy itself has to say, beside the detectors."""
     readings: tuple[StateRead, ...] = ()
     """What the probe and an evaluation said."""
-    accepted: tuple[Outlier, ...] = ()
-    """Outliers whose values begin a new reference."""
 
 
 class Course(NamedTuple):
@@ -135,37 +132,6 @@ def skip(
         rule=rule,
         acted=case.record.skipped,
     )
-
-
-def accept(
-    state: LadderState,
-    finding: Finding | None,
-    reason: str,
-    rule: str,
-    case: Case,
-    *,
-    outliers: tuple[Outlier, ...],
-    command_number: int = 0,
-) -> Verdict:
-    """Take outliers as a level that is normal: nothing up to their values is withheld again."""
-    levels = _with_level(state.facts.accepted, level_of(outliers))
-    state = replace(
-        state,
-        facts=replace(state.facts, accepted=levels),
-        row=(),
-        spent=False,
-        accepted_at=case.record.step,
-    )
-    return enter(
-        state, case, finding, action="accept_level", reason=reason, rule=rule,
-        acted=case.mode != "observe", command_number=command_number,
-    )  # fmt: skip
-
-
-def _with_level(levels: tuple[Level, ...], level: Level) -> tuple[Level, ...]:
-    """Return the levels with one more, without those it covers."""
-    kept = [k for k in levels if k.loss > level.loss or k.grad_norm > level.grad_norm]
-    return (*kept, level)[-MAX_ACCEPTED:]
 
 
 def go_back(
@@ -340,6 +306,8 @@ MAX_BLAMED = 100
 _SAME_ONSET = 3
 _TELL_AGAIN = 50
 """Steps after which what still holds is said again: its alert would resolve 100 steps later."""
+_GROUP_STEPS = 10
+"""Steps without an outlier that end a group, for an operator's word on one of them."""
 _TOUCHES = 10
 """Steps behind what was left out in which the same trouble is the same cause."""
 
@@ -501,12 +469,24 @@ def for_finite(
     trained again with the earlier rate held.
     """
     config, facts = case.config, state.facts
-    if was_blamed(state, onset):
+    num_blamed = sum(abs(onset - blamed) <= _SAME_ONSET for blamed in facts.blamed)
+    is_again = num_blamed == 1 and _touched(facts, "state", onset) is not None
+    if num_blamed and not is_again:
         return Verdict(state)  # it was acted on, or told
     blamed = replace(facts, blamed=(*facts.blamed, onset)[-MAX_BLAMED:])
     blamed_state = replace(state, facts=blamed)
+    if is_again:
+        again = (
+            f"{finding.reason}, as before the rollback: the data is at fault; training continues"
+        )
+        return Verdict(blamed_state, findings=(replace(finding, reason=again),))
     if not case.heals:
-        return Verdict(blamed_state, findings=(finding,))
+        repair = (
+            f"{finding.reason}; mode {case.mode!r} does not roll back: stop the job and restart it "
+            f"from a checkpoint before step {max(0, onset - config.margin)} (`vitals checkpoints "
+            "list` shows them); mode 'heal' does this by itself"
+        )
+        return Verdict(blamed_state, findings=(replace(finding, reason=repair),))
     if facts.clock < facts.cooldown_until:
         words = f"{finding.reason}; the previous such rollback was under {config.finite_cooldown}"
         finding = replace(finding, reason=f"{words} steps ago, so training continues")
@@ -536,14 +516,6 @@ def for_finite(
         state, case, facts, target, rule=rule, onset=onset, reason=reason, finding=finding,
         plays_all=jump is not None, why=why, is_finite=True, jump=jump,
     )  # fmt: skip
-
-
-def was_blamed(state: LadderState, onset: int) -> bool:
-    """Return whether the state was read damaged at this onset before.
-
-    If it is again after a rollback, a sound state came to the same: then it is the data.
-    """
-    return any(abs(onset - blamed) <= _SAME_ONSET for blamed in state.facts.blamed)
 
 
 def is_near_jump(state: LadderState, onset: int, case: Case) -> bool:
@@ -879,7 +851,7 @@ def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
     Where no outlier is remembered, the level itself is meant: what tells of it starts anew.
     """
     step, state = int(command.argument), verdict.state
-    outliers = _around(state, step, case.config.group_steps)
+    outliers = outliers_around(state, step)
     if not outliers:
         detail = f"the level at step {step} counts as normal; it has no recent outlier"
         words = f"manual command: {detail}"
@@ -895,30 +867,53 @@ def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
                 verdict, command, "refused", f"rolled back in this step: {own.reason}", case
             )
     state = without_entry(verdict)
-    onsets = tuple(outlier.step for outlier in outliers)
-    facts = replace(state.facts, blamed=(*state.facts.blamed, *onsets)[-100:])
-    done = accept(
-        replace(state, facts=facts), None, words, "operator_accepted", case, outliers=outliers,
-        command_number=command.number,
-    )  # fmt: skip
-    if done.decision is not None:  # a replay needs to know which step was meant
-        evidence = {**done.decision.evidence, "accepted_step": float(step)}
-        done = done._replace(decision=replace(done.decision, evidence=evidence))
-    done = done._replace(
-        findings=verdict.findings, readings=verdict.readings, accepted=verdict.accepted
+    facts = state.facts
+    blamed = (*facts.blamed, *(outlier.step for outlier in outliers))[-MAX_BLAMED:]
+    accepted = _with_level(facts.accepted, outliers, case.record.turn)
+    state = replace(
+        state,
+        facts=replace(facts, blamed=blamed, accepted=accepted),
+        row=(),
+        accepted_at=case.record.step,
     )
+    done = enter(
+        state, case, None, action="accept_level", reason=words, rule="operator_accepted",
+        acted=case.mode != "observe", command_number=command.number,
+        # A replay needs to know which step was meant.
+        evidence={**_evidence(case.record, state), "accepted_step": float(step)},
+    )  # fmt: skip
+    done = done._replace(findings=verdict.findings, readings=verdict.readings)
     return _acked(done, command, "done", detail, case)
 
 
-def _around(state: LadderState, step: int, distance: int) -> tuple[Outlier, ...]:
-    """Return the outliers at a step and those that follow each other closely around it."""
+def _with_level(
+    levels: tuple[AcceptedLevel, ...], outliers: Sequence[Outlier], turn: int
+) -> tuple[AcceptedLevel, ...]:
+    """Return the accepted levels with the largest values of these outliers."""
+    if not outliers:
+        return levels
+    before = [level for level in levels if level.turn == turn]
+    level = AcceptedLevel(
+        max([o.loss for o in outliers if o.loss is not None] + [b.loss for b in before] + [0.0]),
+        max(
+            [o.grad_norm for o in outliers if o.grad_norm is not None]
+            + [b.grad_norm for b in before]
+            + [0.0]
+        ),
+        turn,
+    )
+    return (*(level for level in levels if level.turn != turn), level)
+
+
+def outliers_around(state: LadderState, step: int) -> tuple[Outlier, ...]:
+    """Return the reported steps at a step, and those that follow each other closely around it."""
     groups: list[list[Outlier]] = []
     for outlier in state.recent:
-        if not groups or outlier.step - groups[-1][-1].step > distance:
+        if not groups or outlier.step - groups[-1][-1].step > _GROUP_STEPS:
             groups.append([])
         groups[-1].append(outlier)
     for group in reversed(groups):
-        if group[0].step - distance <= step <= group[-1].step + distance:
+        if group[0].step - _GROUP_STEPS <= step <= group[-1].step + _GROUP_STEPS:
             return tuple(group)
     return ()
 

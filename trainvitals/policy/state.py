@@ -4,25 +4,23 @@ The memory has two parts. What is in ``LadderMemory`` only moves forward (budget
 applied, ledger sequence): it lives in the plan journal, and no restore gives a budget back. The
 rest of ``LadderState`` describes the present branch and starts anew after a rollback.
 
-Of finite outliers, followers in a row are withheld, within bounds. The first in a row is left to
-the loop's clip: one batch, clipped, does no harm, and nothing tells a hard batch from a bad one
-yet. Its followers are withheld, which changes no weight, until the probe has answered or so many
-were withheld that they are the new level. Where the loop does not clip, the first is withheld too,
-until such outliers are seen to recur, or a few firsts were withheld: batches that take turns would
-else be frozen out one by one.
+A finite outlier that is far beyond all that the run has been through is withheld, within two
+bounds: two updates in a row, then one is applied; and eight in 1,000 steps. A withheld update
+leaves the weights where the next batch is an outlier too, so it creates its own evidence: without
+bounds a healthy run can freeze. All other outliers are reported only.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
 from trainvitals.config import AboveOne, AboveZero, AtLeastOne, Count, NotNegative, Settings
-from trainvitals.detect.outliers import Level, Limits
+from trainvitals.detect.outliers import Limits
 from trainvitals.records import Command, CommandAction, Finding, StepRecord
 
 Mode = Literal["observe", "guard", "heal"]
@@ -40,23 +38,19 @@ class LadderConfig(Settings, frozen=True, kw_only=True):
 
     section = "ladder"
 
-    max_withheld: AtLeastOne = 32
-    """Most updates withheld in a row for finite outliers (then the new level is accepted), and most
-    withheld in any ``withheld_window`` steps (then outliers are applied)."""
-    max_firsts: AtLeastOne = 4
-    """Most single outliers withheld in any ``withheld_window`` steps where the loop does not clip;
-    beyond that only outliers that follow one are withheld."""
+    max_row: AtLeastOne = 2
+    """Most updates withheld in a row for finite outliers; the next outlier is applied."""
+    max_withheld: AtLeastOne = 8
+    """Most updates withheld for finite outliers in any ``withheld_window`` steps; further outliers
+    are applied."""
     withheld_window: AtLeastOne = 1000
-    """Steps over which withheld updates and recurring outliers are counted."""
-    recurring_groups: AtLeastOne = 5
-    """Groups of outliers within ``withheld_window`` that count as a recurring kind of batch, where
-    the loop does not clip; such batches are applied."""
-    group_steps: AtLeastOne = 10
-    """Steps without an outlier that end a group."""
-    group_size: AtLeastOne = 3
-    """Most outliers in a group of a recurring kind; longer groups are handled as usual."""
+    """Steps over which withheld updates and questions to the probe are counted."""
     ask_after: AtLeastOne = 3
-    """Finite outliers, or non-finite steps, in a row after which the probe runs."""
+    """Non-finite steps in a row after which the probe runs. After a finite finding it runs at
+    once."""
+    ask_pause: AtLeastOne = 16
+    """Steps between a question to the probe about finite values and the next one; doubled with each
+    further question in ``withheld_window`` steps, so a healthy run is not slowed."""
     state_ratio: AboveOne = 2.0
     """The state is damaged if kept batches read above this multiple of their earlier loss."""
     state_ratio_unclipped: AboveOne = 5.0
@@ -65,6 +59,9 @@ class LadderConfig(Settings, frozen=True, kw_only=True):
     state_ratio_jump: AboveOne = 1.25
     """The same right after a learning-rate jump: healthy states reach 1.02 there, and near chance
     level a damaged one cannot get much worse."""
+    state_progress: AboveZero = 0.5
+    """The state is also damaged if kept batches read that share of the run's progress worse than
+    before: near chance level no multiple is reached. 1.5 times as much without a clip."""
     state_floor: NotNegative = 0.02
     """Share of the run's first losses added to both sides of that ratio, so that losses near 0 do
     not inflate it."""
@@ -200,12 +197,14 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     vetoed: bool = False
 
 
-class TurnLevels(msgspec.Struct, frozen=True, array_like=True):
-    """What was accepted, and what recurs, of an optimizer that is stepped by itself."""
+class AcceptedLevel(msgspec.Struct, frozen=True, array_like=True):
+    """Values that an operator accepted: nothing up to them is withheld."""
 
-    turn: int
-    accepted: tuple[Level, ...] = ()
-    recurring: Level | None = None
+    loss: float = 0.0
+    """0 if the metric has no such value; so is ``grad_norm``."""
+    grad_norm: float = 0.0
+    turn: int = 0
+    """The optimizer whose steps they were; 0 if all are stepped together."""
 
 
 class LadderMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,13 +221,8 @@ class LadderMemory(msgspec.Struct, frozen=True, kw_only=True):
     causes: tuple[int, ...] = ()
     """When each cause was first treated by rollback, by the clock; those within the window."""
     cause: Cause | None = None
-    accepted: tuple[Level, ...] = ()
-    """Levels that were accepted, the newest 32: nothing up to one is withheld or blamed again."""
-    recurring: Level | None = None
-    """Largest values of the recurring level; None while there is none."""
-    turn: int = 0
-    """Whose levels those two are; ``others`` has those of optimizers that take turns with it."""
-    others: tuple[TurnLevels, ...] = ()
+    accepted: tuple[AcceptedLevel, ...] = ()
+    """Levels that an operator accepted, at most one per optimizer."""
     blamed: tuple[int, ...] = ()
     """Onsets that a rollback on finite evidence was spent on: none is repeated."""
     corrupted: tuple[tuple[int, int], ...] = ()
@@ -279,38 +273,23 @@ class Outlier(msgspec.Struct, frozen=True, array_like=True):
     withheld: bool
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True):
-    """Outliers close to each other."""
-
-    first: int
-    """Times of the clock."""
-    last: int
-    num: int
-    loss: float
-    """Largest values; 0 where there were none."""
-    grad_norm: float
-
-
 class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Everything ``decide`` carries from one step to the next."""
 
     facts: LadderMemory = LadderMemory()
     row: tuple[Outlier, ...] = ()
-    """Finite outliers in a row, the first included; a non-finite step between is not counted."""
+    """Outliers in a row, withheld or applied; a non-finite step in between is not counted."""
     nonfinite: int = 0
     """Non-finite steps in a row."""
     nonfinite_onset: int = -1
     sound: bool = False
     """Whether the probe read the state sound in this stretch of non-finite steps."""
-    groups: tuple[Group, ...] = ()
-    """Groups of outliers within the window, oldest first."""
     withheld: tuple[int, ...] = ()
     """Times of the updates that were withheld within the window."""
-    firsts: tuple[int, ...] = ()
-    """Times of those that were the first of their row."""
-    passes_since: int = -1
-    """First step of the row that passes: the state was read worse or damaged, and nothing went
-    back. No batch is to blame then, and what is withheld keeps such weights as they are."""
+    asked: tuple[int, ...] = ()
+    """Times of the questions to the probe about finite values within the window."""
+    passes_until: int = 0
+    """Outliers are applied before this time of the clock: the probe has answered."""
     state_told: int = -1
     """Step at which it was last told that the state is non-finite, and nothing went back."""
     state_since: int = -1
@@ -324,12 +303,10 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """The newest such step."""
     num_missed: int = 0
     """Snapshots that could not be taken."""
-    spent: bool = False
-    """Whether it was told that outliers pass because the bound is reached."""
     recent: tuple[Outlier, ...] = ()
     """The newest outliers, for an operator's word on one of them."""
     last_flagged: int = -1
-    """The newest step that was an outlier or not finite."""
+    """The latest step that was not finite, or that a detector reported."""
     losses: tuple[float, ...] = ()
     """The newest finite losses since the last jump of the learning rate."""
     learning_rate: float = 0.0
@@ -342,7 +319,7 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     evaluated_at: int = -1
     """Step of the last evaluation."""
     accepted_at: int = -1
-    """Step at which a level was last accepted."""
+    """Step at which an operator last accepted a level."""
     first_step: int = -1
     """First step of this branch that was judged."""
     last_unhealthy_step: int = -1
@@ -355,32 +332,21 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.known_rate, self.learning_rate if self.lr_jump is None else 0.0)
 
 
-def in_turn(ladder: LadderState, before: LadderState, turn: int) -> LadderState:
+def in_turn(ladder: LadderState, before: LadderState) -> LadderState:
     """Return the state of one optimizer's own, as it is after ``before`` of another one.
 
-    What describes the run goes from one to the other; rows, groups and bounds of what is withheld
-    stay with the optimizer whose steps they are about.
+    What describes the run goes from one to the other; rows and the count of what is withheld stay
+    with the optimizer whose steps they are about.
     """
-    facts = before.facts
-    if facts.turn != turn:
-        levels = {kept.turn: kept for kept in facts.others}
-        if facts.accepted or facts.recurring is not None:
-            levels[facts.turn] = TurnLevels(facts.turn, facts.accepted, facts.recurring)
-        own = levels.pop(turn, TurnLevels(turn))
-        facts = replace(
-            facts,
-            turn=turn,
-            accepted=own.accepted,
-            recurring=own.recurring,
-            others=tuple(levels.values()),
-        )
     return replace(
         ladder,
-        facts=facts,
+        facts=before.facts,
         first_step=before.first_step,
         last_flagged=max(ladder.last_flagged, before.last_flagged),
         announced_until=max(ladder.announced_until, before.announced_until),
         evaluated_at=max(ladder.evaluated_at, before.evaluated_at),
+        asked=before.asked,
+        passes_until=before.passes_until,
         last_unhealthy_step=max(ladder.last_unhealthy_step, before.last_unhealthy_step),
         rolling_back=before.rolling_back,
         state_told=before.state_told,
@@ -396,14 +362,12 @@ def in_turn(ladder: LadderState, before: LadderState, turn: int) -> LadderState:
 def after_rollback(
     ladder: LadderState, *, attempt: int, step: int, known_rate: float
 ) -> LadderState:
-    """Return the state a branch begins with: what was withheld and what recurs is counted on."""
+    """Return the state a branch starts with: what was withheld and asked still counts."""
     return LadderState(
         facts=replace(ladder.facts, attempt=attempt),
         first_step=step,
-        groups=ladder.groups,
         withheld=ladder.withheld,
-        firsts=ladder.firsts,
-        spent=ladder.spent,
+        asked=ladder.asked,
         num_missed=ladder.num_missed,
         known_rate=known_rate,
     )
@@ -441,43 +405,33 @@ def _cut_at(facts: LadderMemory, step: int) -> float:
 
 
 MAX_RECENT = 128
-MAX_ACCEPTED = 32
-_TWICE = 2.0
-
-
-class Withholding(NamedTuple):
-    """What the device is told beside the limits."""
-
-    first: bool = False
-    """Whether the first outlier in a row is withheld as well."""
-    left: int = 0
-    """Outliers that may still be withheld."""
 
 
 class DeviceRule(msgspec.Struct, frozen=True):
     """What the device knows of the steps before: it need not wait for the host."""
 
-    in_row: bool = False
-    """Whether the step before was a finite outlier, or stood behind one and was not finite."""
+    row: int = 0
+    """Updates withheld in a row so far. A non-finite step neither counts nor ends the row."""
 
     def judge(
-        self, record: StepRecord, limits: Limits, words: Withholding, *, acts: bool
+        self, record: StepRecord, limits: Limits, max_row: int, *, acts: bool
     ) -> tuple[StepRecord, DeviceRule]:
         """Return the record as the device completes it, and what it knows for the next step.
 
-        This is ``trainer_hooks.step.verdict.judge_on_device`` in plain numbers, for logs and tests.
+        This is ``trainer_hooks.step.reduce_vector.judge_on_device`` in plain numbers, for logs and
+        tests.
         """
         loss_limit = limits.loss if record.loss_limit is None else record.loss_limit
         norm_limit = limits.grad_norm if record.grad_norm_limit is None else record.grad_norm_limit
         record = replace(record, loss_limit=loss_limit, grad_norm_limit=norm_limit)
         bad = bool(record.nonfinite_ranks) or _not_finite(record.loss)
         bad = bad or (_not_finite(record.grad_norm) and not record.overflow)
-        outlier = is_outlier(record)
-        withheld = outlier and words.left > 0 and (self.in_row or words.first)
-        stopped = bad or record.overflow or withheld
-        in_row = outlier or (self.in_row and (bad or record.overflow or bool(record.failed_ranks)))
-        skipped = record.skipped or (acts and stopped) or record.overflow
-        return replace(record, withheld=withheld, skipped=skipped), DeviceRule(in_row)
+        withheld = is_outlier(record) and self.row < max_row
+        skipped = record.skipped or record.overflow or (acts and (bad or withheld))
+        record = replace(record, withheld=withheld, skipped=skipped)
+        if bad or record.overflow or record.failed_ranks:
+            return record, self
+        return record, DeviceRule(self.row + 1 if withheld else 0)
 
 
 def _not_finite(value: float | None) -> bool:
@@ -497,128 +451,71 @@ def _is_above(value: float | None, limit: float | None) -> bool:
     return value is not None and limit is not None and limit < value < math.inf
 
 
-# ------------------------------------------------------------------------------ for the device
-
-
-def accepted_level(levels: tuple[Level, ...]) -> Level:
-    """Return the values up to which something was accepted, of both metrics together."""
-    return Level(
-        max((level.loss for level in levels), default=0.0),
-        max((level.grad_norm for level in levels), default=0.0),
-    )
-
-
-def limits_in_force(limits: Limits, state: LadderState, config: LadderConfig) -> Limits:
-    """Return the limits with what was accepted and what recurs.
-
-    Up to a recurring level everything passes, its echoes too: a batch that was applied without a
-    clip makes the ordinary ones after it outliers, and these bring the weights back. A short group
-    passes up to twice that level.
-    """
-    facts = state.facts
-    if facts.recurring is None and not facts.accepted:
-        return limits
-    raised = accepted_level(facts.accepted)
-    if facts.recurring is not None:
-        times = _TWICE if _may_recur(state, config) else 1.0
-        raised = Level(
-            max(raised.loss, times * facts.recurring.loss),
-            max(raised.grad_norm, times * facts.recurring.grad_norm),
-        )
-    return Limits(_raised(limits.loss, raised.loss), _raised(limits.grad_norm, raised.grad_norm))
+def limits_in_force(limits: Limits, state: LadderState, turn: int = 0) -> Limits:
+    """Return the limits, raised to what an operator accepted."""
+    for level in state.facts.accepted:
+        if level.turn == turn:
+            limits = Limits(
+                _raised(limits.loss, level.loss), _raised(limits.grad_norm, level.grad_norm)
+            )
+    return limits
 
 
 def _raised(limit: float | None, least: float) -> float | None:
     return None if limit is None else max(limit, least)
 
 
-def _may_recur(state: LadderState, config: LadderConfig) -> bool:
-    """Whether one more outlier would still be one of a short group."""
-    if not state.groups:
-        return True
-    group = state.groups[-1]
-    return state.facts.clock - group.last > config.group_steps or group.num < config.group_size
+def max_row(state: LadderState, config: LadderConfig) -> int:
+    """Return how many updates in a row the device may withhold; 0: outliers are applied.
 
-
-def withholding(
-    state: LadderState, config: LadderConfig, *, clips: bool, is_warming_up: bool = False
-) -> Withholding:
-    """Return whether the first in a row is withheld, and how many there may be.
-
-    What is absurd is stopped however the loop clips. Non-finite steps are another matter: they are
-    stopped always. The last one that is left goes to a follower: behind a first, the device has
-    judged one more step before this is told of it.
+    The host learns of a step one step late. The bound of a window holds all the same: the device
+    counts the row itself, so with one update left it withholds none behind a step that the host
+    has not seen.
     """
-    if not (state.row or state.withheld):
-        first = (is_warming_up or not clips) and config.max_withheld > 1
-        return Withholding(first, config.max_withheld)
-    if state.row and state.row[0].step == state.passes_since:
-        return Withholding()
-    in_row = sum(outlier.withheld for outlier in state.row)
-    horizon = state.facts.clock - config.withheld_window
-    in_window = sum(time > horizon for time in state.withheld)
-    left = max(0, config.max_withheld - max(in_row, in_window))
-    firsts = sum(time > horizon for time in state.firsts)
-    first = is_warming_up or (not clips and firsts < config.max_firsts)
-    return Withholding(first=first and left > 1, left=left)
-
-
-# -------------------------------------------------------------------------------- for the host
-
-
-def note_outlier(state: LadderState, record: StepRecord, config: LadderConfig) -> LadderState:
-    """Take an outlier into the row, the groups and the count of what was withheld."""
     clock = state.facts.clock
-    outlier = Outlier(record.step, record.loss, record.grad_norm, record.withheld)
-    num = len(state.row) + 1
-    unhealthy = record.withheld or num > 1
-    return replace(
-        state,
-        row=(*state.row, outlier),
-        groups=with_outlier(state, record, config),
-        withheld=_recent(state.withheld, state, config) + ((clock,) if record.withheld else ()),
-        firsts=_recent(state.firsts, state, config)
-        + ((clock,) if record.withheld and num == 1 else ()),
-        recent=(*state.recent, outlier)[-MAX_RECENT:],
-        last_flagged=record.step,
-        last_unhealthy_step=record.step if unhealthy else state.last_unhealthy_step,
-    )
+    if clock < state.passes_until:
+        return 0
+    row = 0
+    for outlier in state.row:
+        row = row + 1 if outlier.withheld else 0
+    left = config.max_withheld - len(within_window(state.withheld, clock, config))
+    return min(config.max_row, row + left)
 
 
-def _recent(times: tuple[int, ...], state: LadderState, config: LadderConfig) -> tuple[int, ...]:
-    horizon = state.facts.clock - config.withheld_window
+def within_window(times: tuple[int, ...], clock: int, config: LadderConfig) -> tuple[int, ...]:
+    """Return the times of the last ``withheld_window`` steps."""
+    horizon = clock - config.withheld_window
     return tuple(time for time in times if time > horizon)
 
 
-def with_outlier(state: LadderState, record: StepRecord, config: LadderConfig) -> tuple[Group, ...]:
-    """Return the groups with one more outlier in the newest, or in a new one."""
+def note_outlier(state: LadderState, record: StepRecord, config: LadderConfig) -> LadderState:
+    """Take a step that is above its limit into the row and the count of what was withheld."""
     clock = state.facts.clock
-    loss, norm = record.loss or 0.0, record.grad_norm or 0.0
-    horizon = clock - config.withheld_window
-    groups = tuple(group for group in state.groups if group.first > horizon)
-    if not groups or clock - groups[-1].last > config.group_steps:
-        return (*groups, Group(clock, clock, 1, loss, norm))
-    last = groups[-1]
-    grown = Group(last.first, clock, last.num + 1, max(last.loss, loss), max(last.grad_norm, norm))
-    return (*groups[:-1], grown)
-
-
-def recurring_level(state: LadderState, config: LadderConfig) -> Level | None:
-    """Return the level that short groups of outliers before this one show, if there are enough."""
-    short = [group for group in state.groups[:-1] if group.num <= config.group_size]
-    if len(short) < config.recurring_groups:
-        return None
-    return Level(max(g.loss for g in short), max(g.grad_norm for g in short))
-
-
-def is_new_level(state: LadderState, config: LadderConfig) -> bool:
-    """Return whether the row is so long that it is a level: a first that passed does not count."""
-    return len(state.row) > config.max_withheld + (not state.row[0].withheld)
-
-
-def level_of(outliers: tuple[Outlier, ...]) -> Level:
-    """Return the largest values of these outliers."""
-    return Level(
-        max((o.loss for o in outliers if o.loss is not None), default=0.0),
-        max((o.grad_norm for o in outliers if o.grad_norm is not None), default=0.0),
+    outlier = Outlier(record.step, record.loss, record.grad_norm, record.withheld)
+    withheld = within_window(state.withheld, clock, config)
+    return replace(
+        note_reported(state, record),
+        row=(*state.row, outlier),
+        withheld=(*withheld, clock) if record.withheld else withheld,
     )
+
+
+def note_reported(state: LadderState, record: StepRecord) -> LadderState:
+    """Take in a step that a detector reported: no state is proven healthy by it."""
+    outlier = Outlier(record.step, record.loss, record.grad_norm, record.withheld)
+    return replace(
+        state,
+        recent=(*state.recent, outlier)[-MAX_RECENT:],
+        last_flagged=record.step,
+        last_unhealthy_step=record.step,
+    )
+
+
+def ask_from(state: LadderState, config: LadderConfig) -> int:
+    """Return the time of the clock from which the probe may be asked about finite values again.
+
+    The pause doubles with each question in the window: 16, 32, 64 ... steps. That is at most six
+    questions in 1,000 steps.
+    """
+    asked = within_window(state.asked, state.facts.clock, config)
+    return asked[-1] + (config.ask_pause << (len(asked) - 1)) if asked else 0

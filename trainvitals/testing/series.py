@@ -124,9 +124,7 @@ def judgements(
 
     for given in records:
         record = replace(given, clips=clips)
-        record, device = device.judge(
-            record, judge.limits(), judge.withholding(clips=clips), acts=acts
-        )
+        record, device = device.judge(record, judge.limits(), judge.max_row(), acts=acts)
         waiting.append(record)
         while len(waiting) > lag or (waiting and judge.is_suspicious):
             take()

@@ -54,10 +54,10 @@ def test_a_jump_that_the_run_declared_is_told_nothing_of_and_the_next_one_is() -
     assert {150: ["lr_jump"]} == causes(watched(LearningRateWatcher(), course))
 
 
-def test_a_cycle_that_is_told_once_is_told_no_more() -> None:
-    """Back to half the peak is no warm restart of the textbook, but it is the same each time."""
-    course = "learning_rate 1..0.1x60 " + "0.5..0.1x200 " * 4
-    assert {60: ["lr_jump"]} == causes(watched(LearningRateWatcher(), course))
+@pytest.mark.parametrize("peak", [1, 0.5, 0.11])
+def test_a_rate_that_was_trained_with_before_is_no_jump_however_often(peak: float) -> None:
+    course = "learning_rate 1..0.01x60 " + f"{peak}..0.01x200 " * 4
+    assert {} == causes(watched(LearningRateWatcher(), course))
 
 
 def test_two_jumps_far_apart_are_told_twice() -> None:
@@ -72,6 +72,12 @@ def test_a_glitch_of_one_step_does_not_hide_the_next_jump() -> None:
 
 def test_a_rate_that_never_leaves_zero_is_told() -> None:
     assert {29: ["lr_zero"]} == causes(watched(LearningRateWatcher(), "learning_rate 0x100"))
+
+
+@pytest.mark.parametrize(("course", "is_told"), [("1..0.0001x60", False), ("1x60", True)])
+def test_a_rate_at_zero_is_told_unless_it_decayed_to_it(course: str, is_told: bool) -> None:
+    found = causes(watched(LearningRateWatcher(), f"learning_rate {course} 0x100"))
+    assert ({89: ["lr_zero"]} if is_told else {}) == found
 
 
 def test_a_group_frozen_at_zero_beside_one_that_learns_is_fine() -> None:

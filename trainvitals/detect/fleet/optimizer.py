@@ -38,14 +38,12 @@ class LearningRateConfig(Settings, frozen=True, kw_only=True):
     """Largest rise in one step after the warm-up. The steps of a linear warm-up rise by 2 at
     most (from the first to the second), those of cosine, linear and cyclic schedules by far
     less."""
-    least_rise: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
-    """A rise by less than this part of the highest rate is a second warm-up, not a jump."""
     warm_up_rows: Annotated[int, Meta(ge=2)] = 10
     """Steps without a new highest rate after which the warm-up is taken to be over; a fall ends it
     at once."""
-    trough: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.2
-    """A rise from below this part of the highest rate back to exactly that rate is a warm restart
-    (Loshchilov and Hutter, SGDR, 2016), not a jump."""
+    decayed: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.2
+    """A rate that was below this part of the highest before it became 0 has decayed: the schedule
+    ended, or a log rounds to four digits. That is not reported."""
     zero_rows: Annotated[int, Meta(ge=2)] = 30
     """Steps in a row at rate 0 that are reported. Fewer are normal: a scaler that starts at 2**32
     overflows about 20 times before the first update, and schedulers wait for it."""
@@ -59,18 +57,20 @@ class LearningRateConfig(Settings, frozen=True, kw_only=True):
 class LearningRateWatcher(Watcher):
     """Finds upward jumps, a rate stuck at zero, and a schedule that a resume did not restore.
 
-    A falling rate is never reported: a step decay divides by 10 in one step. A jump that repeats an
-    earlier one, from the same rate to the same rate, is a cycle and is not reported again.
+    A falling rate is never reported: a step decay divides by 10 in one step. Neither is a rate that
+    the run has trained with before (a warm restart, a cycle), or that is declared: by the schedule,
+    or by a scheduler given to ``watch``.
     """
 
     name = "learning_rate"
     STATE = (
-        "_steps", "_rates", "_last", "_last_step", "_peak", "_rows_since_peak",
+        "_steps", "_rates", "_last", "_peak", "_rows_since_peak",
         row("flags", "_is_warm", "_is_resumed"),
-        "_jump",
         row("zeros", "_zeros", "_zero_since"),
+        "_is_decayed",
         row("episodes", "_jumps", "_zero", "_nonfinite"),
     )  # fmt: skip
+    MAY_LACK = True  # states of older versions do not have whether the rate has decayed
 
     def __init__(self, config: LearningRateConfig | None = None) -> None:
         super().__init__()
@@ -78,13 +78,13 @@ class LearningRateWatcher(Watcher):
         self._steps: list[int] = []
         self._rates: list[float] = []
         self._last: float | None = None
-        self._last_step = 0
         self._peak = 0.0
         self._rows_since_peak = 0
         self._is_warm = False
         self._is_resumed = False
-        self._jump = (0.0, 0.0)
         self._zeros, self._zero_since = 0, -1
+        self._is_decayed = False
+        """Whether the rate was low before it became 0."""
         self._jumps = Episode(self._config.clear_after)
         self._zero = Episode(self._config.clear_after)
         self._nonfinite = Episode(self._config.clear_after)
@@ -119,10 +119,9 @@ class LearningRateWatcher(Watcher):
 
     def _check(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
         findings = [*self._forgotten(merged.step, rate)] if self._is_resumed else []
-        last, gap = self._last, merged.step - self._last_step
-        self._last_step = merged.step
+        last = self._last
         is_declared = bool(int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED)
-        is_jump = not is_declared and self._is_jump(rate, gap)
+        is_jump = not is_declared and self._is_jump(rate)
         if self._jumps.begins(is_jump) and last is not None:
             findings.append(self._told_jump(merged.step, last, rate))
         if not is_jump:  # one that stays is the course of the next step
@@ -146,18 +145,12 @@ class LearningRateWatcher(Watcher):
 
     # -------------------------------------------------------------------------------- the course
 
-    def _is_jump(self, rate: float, gap: int) -> bool:
-        """Judge one step; over several any schedule may have come back to what it had before."""
+    def _is_jump(self, rate: float) -> bool:
+        """Return whether the rate is far above the one before, and above all so far."""
         config, last, peak = self._config, self._last, self._peak
-        if last is None or not self._is_warm or (gap > 1 and rate <= 1.02 * peak):
+        if last is None or not self._is_warm:
             return False
-        if rate <= config.max_rise * last or rate - last <= config.least_rise * peak:
-            return False
-        if last <= config.trough * peak and abs(rate - peak) <= 0.02 * peak:
-            return False
-        low, high = self._jump
-        self._jump = (last, rate)
-        return not (_near(last, low) and _near(rate, high))
+        return rate > max(config.max_rise * last, 1.02 * peak)
 
     def _follow(self, rate: float) -> None:
         if rate > self._peak:
@@ -173,12 +166,16 @@ class LearningRateWatcher(Watcher):
             name.startswith("learning_rate.") and (number(value) or 0.0) > 0.0
             for name, value in merged.run.items()
         )
+        last = self._last or 0.0
+        if is_zero and not self._zeros and 0.0 < last < self._config.decayed * self._peak:
+            self._is_decayed = True
         if not is_zero:
-            self._zeros = 0
+            self._zeros, self._is_decayed = 0, False
         elif not self._zeros:
             self._zero_since = merged.step
         self._zeros = min(self._zeros + is_zero, self._config.zero_rows)
-        if not self._zero.begins(is_zero and self._zeros >= self._config.zero_rows):
+        is_stuck = self._zeros >= self._config.zero_rows and not self._is_decayed
+        if not self._zero.begins(is_zero and is_stuck):
             return ()
         return (
             tell(
