@@ -168,6 +168,7 @@ mkdir -m 700 /dev/shm/trainvitals-0; chown 12345 /dev/shm/trainvitals-0
 """
 
 
+@pytest.mark.nightly
 def test_a_folder_that_another_user_has_planted_costs_only_the_better_place(lab):
     done = train_in(lab, THEIRS, TMPDIR=str(lab.folder))
     assert done.stdout.startswith("trained "), done.stderr

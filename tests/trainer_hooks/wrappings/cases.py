@@ -297,7 +297,7 @@ def unmeasured(wrapping: Wrapping, rank: int) -> dict[str, Any]:
     return {"bits": bits, "held": list(zip(shards, digests, strict=True))}
 
 
-def main(rank: int, world: int, folder: str, *, names: Sequence[str]) -> None:
+def main(rank: int, folder: str, *, world: int, names: Sequence[str]) -> None:
     """Run all of it on this rank, one after another; a hang in one is a hang of all."""
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
