@@ -155,7 +155,7 @@ def test_another_user_of_the_node_reads_and_steers_nothing(lab):
             ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", *words],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=60,
             check=False,
         )
         assert (1, "") == (min(done.returncode, 1), done.stdout), words

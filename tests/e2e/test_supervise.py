@@ -22,7 +22,7 @@ from trainvitals.io.private import private_base
 
 pytestmark = pytest.mark.dist
 
-STOP_SECONDS = 15.0
+STOP_SECONDS = 60.0
 
 
 @pytest.fixture

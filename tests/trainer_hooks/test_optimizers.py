@@ -8,7 +8,7 @@ import torch
 
 import trainer_hooks
 from tests.support.examples import one_in
-from tests.support.inside import events_of, facts_of, records_of
+from tests.support.inside import device_of, events_of, facts_of, records_of
 from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.each_outlier import withhold_each_outlier_in
 from tests.trainer_hooks.every_optimizer import (  # noqa: F401
@@ -219,7 +219,7 @@ def test_a_step_that_somebody_replaced_goes_the_host_s_way_and_a_scheduler_s_doe
 def test_one_optimizer_on_the_host_s_way_takes_the_lag_from_all(name, lag):
     model, optimizers = MAKERS[name]()
     with trainer_hooks.watch(model, optimizers) as monitor:
-        assert lag == monitor._device.readback.lag
+        assert lag == device_of(monitor).readback.lag
         outcomes = [
             monitor.step(backward(model, step, (NAN, "all") if step == 3 else None))
             for step in range(6)
