@@ -100,7 +100,7 @@ def nothing_left_running() -> Iterator[None]:
     left = [thread for thread in threading.enumerate() if thread not in threads]
     left = [thread for thread in left if not thread.name.startswith(POOL_THREADS)]
     left = [thread for thread in left if not thread.name.endswith(INDUCTOR_THREAD)]
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 30.0
     for thread in left:
         thread.join(max(0.0, deadline - time.monotonic()))
     alive = [thread.name for thread in left if thread.is_alive()]

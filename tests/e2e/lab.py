@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from tests.support.forked import COMMANDS, NAME, TRAINING
-from tests.trainer_hooks.short_demo import PACE
+from tests.trainer_hooks.short_demo import PACE, SMALL
 from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.rows import STREAMS
 from trainvitals.testing.faults import FaultPlan
@@ -134,7 +134,7 @@ class Lab:
     ) -> subprocess.Popen[bytes]:
         """Start the demo's training under torchrun; one of very many steps takes its time."""
         if steps >= ENDLESS:
-            environ = {PACE: "0.02", **environ}
+            environ = {PACE: "0.02", SMALL: "1", **environ}
         return self.start(
             name,
             *(sys.executable, "-m", "torch.distributed.run", *torchrun),

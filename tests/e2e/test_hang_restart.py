@@ -96,12 +96,12 @@ class Job:
         ranks = _children(self.process.pid)
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)  # first: it would start them again
-        self.process.wait(30.0)
+        self.process.wait(60.0)
         for pid in ranks:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._ending.set()
-        self._thread.join(30.0)
+        self._thread.join(60.0)
         self.agent.stop()
         self._log.close()
 

@@ -54,7 +54,7 @@ class Other:
             extra_groups=[],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
             check=False,
             umask=0o002,
         )

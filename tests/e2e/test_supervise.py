@@ -15,14 +15,14 @@ import pytest
 from tests.agent.builders import World
 from tests.e2e.lab import Lab, open_lab, stored_rows, until
 from tests.support.examples import one_in
-from tests.trainer_hooks.short_demo import PACE
+from tests.trainer_hooks.short_demo import PACE, SMALL
 from trainvitals.cli.supervise import MAX_REVIVALS, Child, Stack
 from trainvitals.identity import safe_node_id
 from trainvitals.io.private import private_base
 
 pytestmark = pytest.mark.dist
 
-STOP_SECONDS = 15.0
+STOP_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_ctrl_c_ends_a_training_and_all_around_it(lab):
     training = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     script = ("-m", "tests.trainer_hooks.short_demo", "--steps", "100000", "--mode", "guard")
     words = ("--", sys.executable, *training, *script)
-    run = lab.start_vitals("run", *home(lab), *words, **{PACE: "0.02"})
+    run = lab.start_vitals("run", *home(lab), *words, **{PACE: "0.02", SMALL: "1"})
     lab.runs = lab.folder / "home" / "runs"
     run_id = lab.run_id()
     spool = lab.runs / run_id / "agents"
@@ -265,6 +265,7 @@ def test_a_command_that_is_not_there_is_said(lab):
     assert {} == lab.alive()
 
 
+@pytest.mark.nightly
 def test_a_port_that_is_taken_is_said_and_nothing_stays(lab):
     with taken_port() as port:
         done = lab.vitals("up", *home(lab), "--port", port)

@@ -22,7 +22,7 @@ from vitals_collector.storage.store import open_data_store
 
 AT_ONCE = 50
 LENGTHS = [
-    pytest.param(8_000, id="short"),
+    pytest.param(4_000, id="short"),
     pytest.param(1_000_000, id="million", marks=[pytest.mark.slow, pytest.mark.timeout(3_600)]),
 ]
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.integrations.declared import FRAMEWORKS
-from tests.integrations.test_guides import GUIDES, loop, on_two_ranks, side
+from tests.integrations.guides import GUIDES, loop, on_two_ranks, side
 
 pytestmark = [pytest.mark.integrations, pytest.mark.dist, pytest.mark.slow]
 (TORCHRUN,) = [framework for framework in FRAMEWORKS if framework.module == "torchrun"]

@@ -241,16 +241,19 @@ def begin(wanted: dict[str, Any]) -> None:
 
 
 TRAINING = Forks(
+    "tests.support.watched",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.elastic.multiprocessing.subprocess_handler",
     "torch.distributed.fsdp",
     "torch.distributed.launcher.api",
+    "torch.distributed.tensor.parallel",
     "trainer_hooks.demo.inject",
     "trainer_hooks.demo.model",
     "trainer_hooks.monitor",
+    "trainer_hooks.recovery.checkpoints.store",
 )
-"""For what trains, under torchrun or alone."""
+"""For what trains, under torchrun, as ranks or alone."""
 COMMANDS = Forks(
     "vitals_agent.agent",
     "vitals_collector.api.auth",

@@ -6,6 +6,11 @@ def controller_of(monitor):
     return monitor._controller
 
 
+def device_of(monitor):
+    """Return the parts of a monitor that work on the device."""
+    return monitor._device
+
+
 def events_of(monitor, *, keep=lambda event, **fields: event):
     """Return a list that gets ``keep(event, step=..., attempt=...)`` of each event written."""
     events, emitter = [], controller_of(monitor).emitter

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import trainer_hooks
-from tests.support.inside import controller_of, facts_of, records_of
+from tests.support.inside import controller_of, device_of, facts_of, records_of
 from tests.trainer_hooks.each_outlier import withhold_each_outlier
 from tests.trainer_hooks.ranks_under_attack import alike, bits, boom, ddp, forward, same_on_all
 
@@ -66,7 +66,7 @@ def failing_preparation(rank):
     model, optimizer = ddp(fused=True)
     with trainer_hooks.attach(model, optimizer) as attached:
         if rank == 1:
-            attached._device.norms.squares_into = boom
+            device_of(attached).norms.squares_into = boom
         changed = train(model, optimizer, attached, rank, 4)
     return summary(attached, model, changed)
 

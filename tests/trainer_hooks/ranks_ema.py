@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
+from tests.support.inside import device_of
 from tests.trainer_hooks.ranks_under_attack import NAN, alike, refused
 from trainer_hooks.step.gradients import local_tensor
 
@@ -116,7 +117,7 @@ def averaged(make, rank):
                 swapped_again = predict(model, rank)
         with ema.swap():
             told = refused(rank, lambda: monitor.step(torch.tensor(1.0)))
-        seen = monitor._device.extra["ema"] is ema
+        seen = device_of(monitor).extra["ema"] is ema
     plain_model, plain_ema = twin(make, rank)
     with plain_ema.swap():
         wanted = predict(plain_model, rank)

@@ -182,13 +182,17 @@ def main(rank, folder):
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world_size)
-    kinds = WRAPPINGS if world_size == 2 else {"ddp": ddp, "fsdp2": fsdp2}
-    found = {name: with_and_without(make, rank) for name, make in kinds.items()}
-    if world_size == 2:
-        for kind in ("ddp", "fsdp2"):
-            for name, change in CHANGES.items():
-                found[f"{kind} {name}"] = switched_off(WRAPPINGS[kind], rank, change)
-            found[f"{kind} goes on"] = goes_on_as_bare(WRAPPINGS[kind], rank)
-        found["wrong on one"] = switched_off(ddp, rank, wrong_on_one, at=0)
+    cases = json.loads(os.environ["PROBING_CASES"])
+    found = {}
+    for case in cases:
+        kind, _, change = case.partition(", ")
+        if change == "":
+            found[case] = with_and_without(WRAPPINGS[kind], rank)
+        elif change == "goes on":
+            found[case] = goes_on_as_bare(WRAPPINGS[kind], rank)
+        elif change == "wrong on one":
+            found[case] = switched_off(WRAPPINGS[kind], rank, wrong_on_one, at=0)
+        else:
+            found[case] = switched_off(WRAPPINGS[kind], rank, CHANGES[change])
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -64,7 +64,7 @@ def main(rank, folder):
     if rank == 1:
         failing.host["extra"]["odd"] = {"path": checkpoints}  # only this rank cannot write its part
     store.save(failing)
-    assert store.wait(30)
+    assert store.wait(60)
     assert 1 == store.num_failed
     if rank == 1:
         assert "'odd'" in store.take_changes()[-1].detail

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
-from tests.support.inside import controller_of, events_of, facts_of, tokens_of
+from tests.support.inside import controller_of, device_of, events_of, facts_of, tokens_of
 from trainer_hooks.step.reduce_vector import ReduceVector
 from trainvitals.errors import VitalsError
 
@@ -67,7 +67,7 @@ def failing_preparation(rank, fused, what):
     with trainer_hooks.watch(model, optimizer) as monitor:
         said = notes(monitor)
         if rank == 1:
-            setattr(monitor._device.norms, what, boom)
+            setattr(device_of(monitor).norms, what, boom)
         for step in range(3):
             monitor.step(forward(model, rank, step, 100.0), max_norm=0.5)
     close = all(
@@ -83,8 +83,8 @@ def failing_fill(rank):
     with trainer_hooks.watch(model, optimizer) as monitor:
         whole, done = ReduceVector._fill_tensors, []
         if rank == 1:
-            monitor._device.packer._fill_tensors = lambda local: (
-                whole(monitor._device.packer, local) if done else done.append(boom())
+            device_of(monitor).packer._fill_tensors = lambda local: (
+                whole(device_of(monitor).packer, local) if done else done.append(boom())
             )
         for step in range(3):
             monitor.step(forward(model, rank, step), max_norm=0.5)
@@ -171,8 +171,8 @@ def accumulated(rank, sync):
     model, optimizer = ddp(fused=True)
     losses = []
     with trainer_hooks.watch(model, optimizer) as monitor:
-        push = monitor._device.readback.push
-        monitor._device.readback.push = lambda n, h: (losses.append(float(n[-3])), push(n, h))[1]
+        push = device_of(monitor).readback.push
+        device_of(monitor).readback.push = lambda n, h: (losses.append(float(n[-3])), push(n, h))[1]
         for step in range(3):
             with model.no_sync() if not sync else torch.enable_grad():
                 monitor.micro(forward(model, rank, step), torch.tensor(rank + 1))

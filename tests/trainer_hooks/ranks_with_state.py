@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
-from tests.support.inside import facts_of
+from tests.support.inside import device_of, facts_of
 from tests.trainer_hooks.ranks_under_attack import NAN, alike, notes, refused, same_on_all
 
 STEPS = 12
@@ -69,7 +69,7 @@ def zero_skips(rank, fused, views):
     model, kept, moved = ddp(), [], []
     optimizer = zero(model, fused=fused, views=views)
     with trainer_hooks.watch(model, optimizer) as monitor:
-        lag = monitor._device.readback.lag
+        lag = device_of(monitor).readback.lag
         for step in range(STEPS):
             before = zero_state(model, optimizer)
             bad = step in BAD and rank == 1

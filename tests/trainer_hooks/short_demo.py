@@ -2,7 +2,8 @@
 
 What the ranks compute took as long as everything else that a test of them waits for. With
 ``PACE_SECONDS`` in the environment a rank sleeps in each step: one that trains until the test ends
-it would use a core, and each of its steps is stored.
+it would use a core, and each of its steps is stored. ``SMALL_MODEL`` is for tests that need the
+ranks and not what they learn.
 """
 
 import os
@@ -10,10 +11,12 @@ import time
 
 from trainer_hooks.demo import train
 
-PACE = "PACE_SECONDS"
+PACE, SMALL = "PACE_SECONDS", "SMALL_MODEL"
 
 train.BATCH = 8
-train.TRAIN_BYTES, train.VALIDATION_BYTES = 400_000, 10_000
+train.VALIDATION_BYTES = 10_000
+if os.environ.get(SMALL):
+    train.CONTEXT, train.WIDTH, train.LAYERS, train.HEADS = 32, 16, 1, 2
 
 
 class PacedInjector(train.Injector):

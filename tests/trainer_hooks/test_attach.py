@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import trainer_hooks
-from tests.support.inside import is_paused, limits_of, probe_of, tokens_of
+from tests.support.inside import device_of, is_paused, limits_of, probe_of, tokens_of
 from tests.support.watched import (  # noqa: F401
     Loop,
     Own,
@@ -364,7 +364,7 @@ def test_an_optimizer_state_loaded_later_keeps_the_verdict_on_the_device():
     with loop.attach() as attached:
         loop.step()
         loop.optimizer.load_state_dict(loop.optimizer.state_dict())
-        assert not attached._device.engine.reads_verdict
+        assert not device_of(attached).engine.reads_verdict
         loop.step(gradient=NAN)
     assert all(torch.isfinite(p).all() for p in loop.model.parameters())
 
@@ -396,10 +396,10 @@ def test_a_fused_step_reads_nothing_of_the_present_step(monkeypatch, how):
 def test_accumulated_losses_weigh_as_they_were_given():
     loop, losses = Own(), []
     with loop.attach() as attached:
-        push = attached._device.readback.push
-        attached._device.readback.push = lambda n, h: (
-            losses.append(float(n[attached._device.packer.layout.size + 1])),
-            losses.append(Reduced(attached._device.packer.layout, n.tolist()).losses()),
+        push = device_of(attached).readback.push
+        device_of(attached).readback.push = lambda n, h: (
+            losses.append(float(n[device_of(attached).packer.layout.size + 1])),
+            losses.append(Reduced(device_of(attached).packer.layout, n.tolist()).losses()),
             push(n, h),
         )[2]
         attached.loss(1.0, 3)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import trainer_hooks
-from tests.support.inside import acks_of, controller_of, events_of, refs_of, tokens_of
+from tests.support.inside import acks_of, controller_of, device_of, events_of, refs_of, tokens_of
 from tests.support.watched import Loop, Reads, assert_same, own_place, send_command  # noqa: F401
 from trainvitals.errors import UsageError
 
@@ -111,8 +111,8 @@ def test_micro_batches_weigh_and_take_numbers_and_do_not_share_memory():
     tokens = torch.tensor(3)
     seen = []
     with loop.monitor as monitor:
-        push = monitor._device.readback.push
-        monitor._device.readback.push = lambda n, h: (seen.append(float(n[-3])), push(n, h))[1]
+        push = device_of(monitor).readback.push
+        device_of(monitor).readback.push = lambda n, h: (seen.append(float(n[-3])), push(n, h))[1]
         for _ in range(3):
             loop.forward()
             monitor.micro(torch.tensor(1.0), tokens)
@@ -275,7 +275,7 @@ def test_a_failing_preparation_still_clips(monkeypatch, fused, what):
         plain.optimizer.step()
         plain.optimizer.zero_grad()
     ours = Loop(fused=fused, mode="guard")
-    monkeypatch.setattr(ours.monitor._device.norms, what, boom)
+    monkeypatch.setattr(device_of(ours.monitor).norms, what, boom)
     with ours.monitor as monitor:
         for _ in range(3):
             monitor.step(ours.forward(1e4), max_norm=0.1)
@@ -317,7 +317,7 @@ def test_a_fused_step_reads_nothing_of_the_present_step(monkeypatch, mode, froze
                 monitor.step(loss, weight=torch.tensor(3), max_norm=1.0)
             assert reads.seen == []
     # What was read is the pinned copy of the step before, once a step, and the generator's state.
-    size = monitor._device.packer.layout.size + 4
+    size = device_of(monitor).packer.layout.size + 4
     assert len([t for t in lists if t.numel() == size]) == 44
     assert monitor.swallowed_errors == {}
 
@@ -406,11 +406,11 @@ def test_a_command_that_a_rollback_overtakes_is_answered_all_the_same(three_are_
 def test_a_snapshot_of_a_step_that_could_not_be_measured_is_not_trusted(monkeypatch):
     loop = Loop(mode="heal", checkpoints=True)
     with loop.monitor as monitor:
-        squares_into = monitor._device.norms.squares_into
+        squares_into = device_of(monitor).norms.squares_into
         for step in range(60):
             # The second snapshot is taken after 21 steps, and its flag travels with step 21.
             broken = (lambda *_: 1 / 0) if step == 21 else squares_into
-            monkeypatch.setattr(monitor._device.norms, "squares_into", broken)
+            monkeypatch.setattr(device_of(monitor).norms, "squares_into", broken)
             monitor.step(loop.forward())
         steps = [ref.step for ref in refs_of(monitor)]
     assert 21 not in steps

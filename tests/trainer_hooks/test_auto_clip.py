@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import trainer_hooks
+from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
-from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from trainvitals.auto_clip import AutoClip, AutoClipConfig
 from trainvitals.errors import FormatError, UsageError
 

@@ -35,7 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_relaunch_in_the_middle_goes_on_with_the_same_batches_and_the_same_random_state(name):
     whole = uninterrupted(ALL[name], 3)
     num = len(whole) // 3
-    for stop in [num + num // 2] if name in WORKERS else range(1, 3 * num):
+    ends = (1, num - 1, num, num + 1, num + num // 2, 2 * num, 3 * num - 1)
+    for stop in [num + num // 2] if name in WORKERS else ends:
         seed()
         batches, _ = stream(ALL[name](), epochs=3)
         for count, _ in enumerate(batches, 1):
@@ -73,7 +74,10 @@ def test_a_replay_hands_out_the_same_batches_with_the_same_random_state(name):
     assert seen == first + second + whole[back[0] :]
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if "with state" not in name])
+@pytest.mark.parametrize(
+    "name",
+    [n for n in LOADERS if "with state" not in n] + one_in(3, [*WORKERS][:3]),
+)
 def test_a_replay_from_the_beginning_is_the_loop_once_more(name):
     whole = uninterrupted(ALL[name], 2)
     seed()

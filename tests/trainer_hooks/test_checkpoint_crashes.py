@@ -76,7 +76,7 @@ def test_whatever_goes_wrong_at_any_operation_the_newest_healthy_one_is_found(
     template = tmp_path_factory.mktemp("before")
     before(template)
     seen = set()
-    for at in range(0, len(done), {"kill": 1, "full": 2, "once": 3}[fault]):
+    for at in range(0, len(done), {"kill": 1, "full": 3, "once": 5}[fault]):
         path = tmp_path_factory.mktemp("crash")
         shutil.copytree(template, path, dirs_exist_ok=True)
         lived_through(path, at, fault)

@@ -3,7 +3,6 @@
 import io
 import os
 import signal
-import subprocess
 import sys
 from contextlib import contextmanager
 from unittest import mock
@@ -14,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.examples import one_in
+from tests.support.forked import TRAINING
 from tests.trainer_hooks.ranks_sharing_files import counted_reads, four, hashed, two
 from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_newest
 from tests.trainer_hooks.spawned import spawned
@@ -176,7 +176,7 @@ CheckpointFolder.publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 run.save()
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
+    ended = TRAINING.run(
         [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, env=environment, check=False
     )
     assert -signal.SIGKILL == ended.returncode

@@ -232,7 +232,7 @@ def test_no_thread_is_left_once_all_is_saved(run):
     before = set(threading.enumerate())
     run.save()
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(60)
     assert before == set(threading.enumerate())
 
 

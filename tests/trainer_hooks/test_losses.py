@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from tests.support.inside import facts_of, records_of, tokens_of
+from tests.support.inside import device_of, facts_of, records_of, tokens_of
 from tests.support.watched import Loop, own_place  # noqa: F401
 
 
@@ -110,7 +110,7 @@ def test_a_weight_with_a_graph_behind_it_leaves_none_in_ours(guarded, how):
             loop.monitor.step(3.0, weight=weight)
     loop.monitor.close()
     assert seen == [(3.0, 2), (3.0, 4), (3.0, 6)]
-    assert not loop.monitor._device.packer.pack.requires_grad
+    assert not device_of(loop.monitor).packer.pack.requires_grad
     assert loop.monitor.swallowed_errors == {}
 
 

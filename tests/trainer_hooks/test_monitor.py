@@ -13,7 +13,14 @@ import torch
 
 import trainer_hooks
 from tests.support.forked import TRAINING
-from tests.support.inside import acks_of, controller_of, facts_of, is_paused, snapshots_of
+from tests.support.inside import (
+    acks_of,
+    controller_of,
+    device_of,
+    facts_of,
+    is_paused,
+    snapshots_of,
+)
 from tests.support.watched import Loop, assert_same, own_place, run_directory, send_command, until  # noqa: F401
 from tests.trainer_hooks.torchrun import Trained, reader_of, wait_for_agents
 from trainvitals.errors import CheckpointError, ConfigError, TrainingHalted, UsageError
@@ -155,7 +162,7 @@ def test_an_operator_s_skip_leaves_the_weights_as_they_are_for_its_steps():
 def test_an_operator_s_learning_rate_is_what_the_optimizer_takes_until_the_next_word():
     loop = Loop(mode="guard")
     seen = []
-    guard = loop.monitor._device.engine.guards[0]
+    guard = device_of(loop.monitor).engine.guards[0]
     whole = guard.apply
     group = loop.monitor.optimizers[0].param_groups[0]
     rate = group["lr"]
@@ -316,7 +323,7 @@ def test_a_command_with_a_wrong_signature_is_refused_and_training_goes_on():
 def test_a_fault_of_ours_never_reaches_the_loop(monkeypatch):
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
-        norms = monitor._device.norms
+        norms = device_of(monitor).norms
         monkeypatch.setattr(norms, "squares_into", lambda *_: 1 / 0)
         monkeypatch.setattr(controller_of(monitor).emitter, "_stream", lambda *_: 1 / 0)
         monkeypatch.setattr(controller_of(monitor).emitter, "_row", lambda *_: 1 / 0)

@@ -8,7 +8,7 @@ import torch
 
 import trainer_hooks
 from tests.support.examples import one_in
-from tests.support.inside import events_of, facts_of, records_of
+from tests.support.inside import device_of, events_of, facts_of, records_of
 from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.each_outlier import withhold_each_outlier_in
 from tests.trainer_hooks.every_optimizer import (  # noqa: F401
@@ -81,13 +81,13 @@ def test_no_optimizer_class_of_torch_is_forgotten():
     assert set(CLASSES) <= set(VARIANTS), "a new class: say in VARIANTS how it is made"
 
 
-@pytest.mark.parametrize("name", one_in(2, MAKERS))
+@pytest.mark.parametrize("name", one_in(4, MAKERS))
 def test_no_fault_leaves_a_trace(name):
     skips = assert_like_twin(MAKERS[name], FAULTS)
     assert len(FAULTS) == skips
 
 
-@pytest.mark.parametrize("name", one_in(3, MAKERS))
+@pytest.mark.parametrize("name", one_in(6, MAKERS))
 def test_no_fault_leaves_a_trace_under_a_scaler(name):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
     faults = {0: (INF, "element"), WARM: (NAN, "loss"), WARM + 2: ("spike", "all")}
@@ -219,7 +219,7 @@ def test_a_step_that_somebody_replaced_goes_the_host_s_way_and_a_scheduler_s_doe
 def test_one_optimizer_on_the_host_s_way_takes_the_lag_from_all(name, lag):
     model, optimizers = MAKERS[name]()
     with trainer_hooks.watch(model, optimizers) as monitor:
-        assert lag == monitor._device.readback.lag
+        assert lag == device_of(monitor).readback.lag
         outcomes = [
             monitor.step(backward(model, step, (NAN, "all") if step == 3 else None))
             for step in range(6)

@@ -12,7 +12,7 @@ import torch
 from tests.support.examples import one_in
 from tests.trainer_hooks.ranks_sharing_snapshots import STEPS, four, killed, two
 from tests.trainer_hooks.side_streams import SIDES
-from tests.trainer_hooks.spawned import spawned, start_rank
+from tests.trainer_hooks.spawned import spawned, start_ranks
 from tests.trainer_hooks.training import Training
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery import manager, node_memory
@@ -123,17 +123,11 @@ def test_models_that_take_turns_share_both(found):
 @pytest.mark.dist
 def test_the_copy_outlives_the_rank_that_made_it(tmp_path):
     (tmp_path / "shm").mkdir()
-    environ = {
-        "VITALS_DIR": str(tmp_path / "runs"), "VITALS_SHM": str(tmp_path / "shm"),
-        "VITALS_AGENT": "off", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    with mock.patch.dict(os.environ, environ):
-        ranks = [start_rank(r, killed, str(tmp_path)) for r in range(2)]
-    ranks[0].join(120)
-    assert -9 == ranks[0].exitcode
+    environ = {"VITALS_DIR": str(tmp_path / "runs"), "VITALS_SHM": str(tmp_path / "shm")}
+    ranks = start_ranks(killed, str(tmp_path), ranks=2, environ=environ)
+    assert -9 == ranks[0].wait(120)
     (tmp_path / "dead").touch()
-    ranks[1].join(120)
-    assert 0 == ranks[1].exitcode
+    assert 0 == ranks[1].wait(120)
     assert {"shares": True, "same": True, "written": True} == json.loads(
         (tmp_path / "1.json").read_text()
     )

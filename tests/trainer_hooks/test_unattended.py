@@ -1,4 +1,4 @@
-"""A thousand steps that nobody watches: poisoned data, a broken moment, and what has no cure."""
+"""Many steps that nobody watches: poisoned data, a broken moment, and what has no cure."""
 
 import math
 
@@ -47,11 +47,12 @@ class Samples(Dataset):
 class Loop:
     """A training of STEPS steps; ``run`` returns the loss on clean data at its end."""
 
-    def __init__(self, poisoned=(), broken_at=None):
+    def __init__(self, poisoned=(), broken_at=None, *, steps=STEPS):
+        self.steps = steps
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
         self.data, self.broken_at = Samples(poisoned), broken_at
         self.decisions = []
 
@@ -72,7 +73,7 @@ class Loop:
 
     def unguarded(self):
         loader = iter(DataLoader(self.data, BATCH))
-        for step in range(STEPS):
+        for step in range(self.steps):
             self.break_moments(step)
             self.loss(*next(loader)).backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -93,7 +94,7 @@ class Loop:
                 loss.backward()
                 outcome = monitor.step(loss, max_norm=1.0)
                 self.decisions += [outcome.decision] if outcome.decision else []
-                if monitor.step_index >= STEPS:
+                if monitor.step_index >= self.steps:
                     break
         return self.final()
 
@@ -124,17 +125,17 @@ def test_without_us_the_same_faults_ruin_the_training(clean):
 
 
 def test_data_that_is_nan_for_good_is_skipped_and_told_where_the_probe_reads_a_sound_state():
-    loop = Loop()
-    loop.data._y[300 * BATCH : 400 * BATCH] = float("nan")
+    loop = Loop(steps=260)
+    loop.data._y[100 * BATCH : 200 * BATCH] = float("nan")
     loop.guarded()
     assert {"skip_step"} == {d.action for d in loop.decisions}
-    assert set(range(301, 400)) == {d.step for d in loop.decisions} - {300}
+    assert set(range(101, 200)) == {d.step for d in loop.decisions} - {100}
     assert all(parameter.isfinite().all() for parameter in loop.model.parameters())
 
 
 def test_what_no_rollback_cures_stops_after_exactly_the_budget_and_pages(tmp_path):
     loop = Loop()
-    loop.data._y[300 * BATCH :] = float("nan")
+    loop.data._y[100 * BATCH :] = float("nan")
     with pytest.raises(TrainingHalted) as halted:
         loop.guarded(probe=False)
     rollbacks = [d for d in loop.decisions if d.action == "rollback"]

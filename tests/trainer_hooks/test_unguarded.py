@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import trainer_hooks
-from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
-from tests.trainer_hooks.test_resume import events_of
+from tests.support.inside import device_of, events_of
+from tests.support.watched import Loop, own_place  # noqa: F401
 from trainvitals.records import FindingRaised, Note
 
 NAN = float("nan")
@@ -54,7 +54,7 @@ def test_ten_unmeasured_steps_are_a_page_a_health_and_a_sentence_at_the_end(capl
     loop = Loop(mode="guard")
     events = events_of(loop.monitor)
     with loop.monitor as monitor:
-        monkeypatch.setattr(monitor._device.norms, "squares_into", lambda *_: 1 / 0)
+        monkeypatch.setattr(device_of(monitor).norms, "squares_into", lambda *_: 1 / 0)
         for _ in range(12):
             monitor.step(loop.forward())
     (finding,) = findings(events, "unguarded")

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
-from tests.support.inside import controller_of
+from tests.support.inside import controller_of, device_of
 from trainer_hooks import SignalSettings
 from trainer_hooks.measures import noise
 from trainvitals.errors import UsageError
@@ -74,7 +74,7 @@ def train(
             scale.add = lambda **squares: (pairs.append(tuple(squares.values())), add(**squares))
         for step in range(STEPS):
             if step == fail_at and rank == 1:
-                monitor._device.sampler._updates._squares.of = lambda *_: 1 / 0
+                device_of(monitor).sampler._updates._squares.of = lambda *_: 1 / 0
             if step == flip_at and rank == 1:
                 noise.allreduce_hook = with_a_flipped_bit
             parts = data(step, rank).chunk(micro)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.inside import device_of
 from trainer_hooks import SignalSettings
 from trainer_hooks.measures.activations import Activation, _figures, _tensor_in
 
@@ -65,7 +66,7 @@ class Checkpointed(nn.Module):
 def test_the_recomputation_of_checkpointing_is_not_measured_again(make_loop, reentrant):
     model = Checkpointed(reentrant=reentrant)
     loop = make_loop(model=model, signals=SignalSettings(every=1, activations=("inner*",)))
-    activations = loop.monitor._device.sampler._activations
+    activations = device_of(loop.monitor).sampler._activations
     loss = loop.backward()
     assert model.calls == 2
     kept = activations.numbers().clone()

@@ -98,4 +98,4 @@ def test_modules_that_are_switched_off_for_a_batch_are_no_collapse(kind: type[nn
     """Three sampled batches in a row without it are nothing, as it has come back before."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(20, 20), *(kind() for _ in range(2)), nn.Linear(20, 10))
-    assert [] == judged(model, steps=600, every=4, batch=8)
+    assert [] == judged(model, steps=300, every=4, batch=8)

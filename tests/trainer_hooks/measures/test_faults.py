@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.inside import controller_of, facts_of
+from tests.support.inside import controller_of, device_of, facts_of
 from trainer_hooks import SignalSettings
 from trainer_hooks.measures import activations
 from trainer_hooks.step import phases
@@ -18,11 +18,11 @@ def broken(*_arguments, **_named):
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda m, patch: patch.setattr(m._device.sampler._updates, "weight_squares", broken),
-        lambda m, patch: patch.setattr(m._device.sampler._updates, "keep", broken),
-        lambda m, patch: patch.setattr(m._device.sampler._updates, "update_squares", broken),
-        lambda m, patch: patch.setattr(m._device.sampler._activations, "begin", broken),
-        lambda m, patch: patch.setattr(m._device.memory, "count_step", broken),
+        lambda m, patch: patch.setattr(device_of(m).sampler._updates, "weight_squares", broken),
+        lambda m, patch: patch.setattr(device_of(m).sampler._updates, "keep", broken),
+        lambda m, patch: patch.setattr(device_of(m).sampler._updates, "update_squares", broken),
+        lambda m, patch: patch.setattr(device_of(m).sampler._activations, "begin", broken),
+        lambda m, patch: patch.setattr(device_of(m).memory, "count_step", broken),
         lambda m, patch: patch.setattr(controller_of(m).log._columns, "of", broken),
         lambda m, patch: patch.setattr(phases, "learning_rates", broken),
         lambda m, patch: patch.setattr(activations, "_figures", broken),

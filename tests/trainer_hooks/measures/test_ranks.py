@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
 
 import pytest
 import torch
 
 from tests.trainer_hooks.measures import ranks_measured as ranks
 from tests.trainer_hooks.measures.journal import Journal
-from tests.trainer_hooks.spawned import start_ranks
+from tests.trainer_hooks.spawned import start_ranks, wait_for_ranks
 from trainer_hooks.measures.noise import NoiseScale, rounding_of, sums_of
 
 pytestmark = pytest.mark.dist
@@ -19,22 +18,8 @@ pytestmark = pytest.mark.dist
 def folder(tmp_path_factory):
     """Run all cases in one launch."""
     folder = tmp_path_factory.mktemp("measured")
-    before = dict(os.environ)
-    os.environ.update(
-        {
-            "VITALS_DIR": str(folder / "runs"),
-            "VITALS_SHM": str(folder),
-            "VITALS_AGENT": "off",
-            "OMP_NUM_THREADS": "1",
-        }
-    )
-    try:
-        context = start_ranks(ranks.main, str(folder), ranks=2)
-        while not context.join(timeout=240):
-            pass
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    environ = {"VITALS_DIR": str(folder / "runs"), "VITALS_SHM": str(folder)}
+    wait_for_ranks(start_ranks(ranks.main, str(folder), ranks=2, environ=environ))
     return folder
 
 

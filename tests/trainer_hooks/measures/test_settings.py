@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.inside import device_of
 from trainer_hooks import SignalSettings
 from trainvitals.errors import UsageError
 
@@ -24,7 +25,7 @@ def test_what_cannot_be_is_refused(arguments, said):
 
 def test_nothing_is_measured_by_default(make_loop):
     loop = make_loop()
-    assert loop.monitor._device.sampler is None
+    assert device_of(loop.monitor).sampler is None
     assert not any(module._forward_hooks for module in loop.model.modules())
     loop.monitor.close()
 
@@ -61,7 +62,7 @@ def test_the_peak_is_a_setting_of_the_loop(make_loop):
     loop = make_loop(signals=SignalSettings(peak_flops=1e15), tokens_per_step=12)
     for _ in range(3):
         loop.monitor.step(loop.backward())
-    assert loop.monitor._device.sampler is None, "nothing is measured for it"
+    assert device_of(loop.monitor).sampler is None, "nothing is measured for it"
     assert all(0.0 < ratio < 1e-3 for ratio in loop.journal().steps("mfu_ratio").values())
     assert loop.journal().steps("mfu_ratio")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import trainer_hooks
+from tests.support.inside import device_of
 from tests.trainer_hooks.measures.journal import Journal
 from trainer_hooks import SignalSettings
 
@@ -62,7 +63,7 @@ def test_each_layer_has_its_own(make_loop):
 def test_the_weights_norm_alone_keeps_no_copy(make_loop):
     loop = make_loop(signals=SignalSettings(every=2, weight_norm=True))
     train(loop, 4)
-    assert loop.monitor._device.sampler._updates._kept == []
+    assert device_of(loop.monitor).sampler._updates._kept == []
     journal = loop.journal()
     assert set(journal.steps("weight_norm")) == {0, 2}
     assert journal.steps("update_norm") == {}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import trainer_hooks
+from tests.support.inside import device_of
 from tests.trainer_hooks.each_outlier import withhold_each_outlier
 from tests.trainer_hooks.wrappings.models import (
     SCALE,
@@ -59,7 +60,7 @@ class Loop:
     def _spied_exchange(self) -> Any:
         """Keep what the ranks agreed on: outside it is known one step later."""
         self.verdict = self._exchange()
-        packer = self.monitor._device.packer
+        packer = device_of(self.monitor).packer
         self.reduced = Reduced(packer.layout, packer.pack.tolist())
         return self.verdict
 
@@ -69,7 +70,7 @@ class Loop:
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's part of every gradient that it has, by name; safe to write to."""
         found = {}
-        for name, param in zip(self.monitor._device.norms.names, self.params(), strict=True):
+        for name, param in zip(device_of(self.monitor).norms.names, self.params(), strict=True):
             if param.grad is not None:
                 if param.grad.is_sparse:
                     param.grad = param.grad.coalesce()
@@ -94,7 +95,7 @@ class Loop:
         return total
 
     def squares(self) -> dict[str, float]:
-        return dict(zip(self.monitor._device.norms.names, self.reduced.squares, strict=True))
+        return dict(zip(device_of(self.monitor).norms.names, self.reduced.squares, strict=True))
 
     def state(self) -> list[Any]:
         """Return copies of everything that a skipped step may not change, on this rank."""
@@ -154,7 +155,7 @@ def full_squares(loop: Loop) -> dict[str, float]:
     """
     found = {}
     scale = 1.0 if loop.scaler is None else loop.scaler.get_scale()
-    for name, param in zip(loop.monitor._device.norms.names, loop.params(), strict=True):
+    for name, param in zip(device_of(loop.monitor).norms.names, loop.params(), strict=True):
         if isinstance(loop.model, Fsdp1):
             continue
         grad = torch.zeros(()) if param.grad is None else param.grad
@@ -173,7 +174,7 @@ def norms(wrapping: Wrapping, rank: int, world: int) -> dict[str, Any]:
     with loop.monitor as monitor:
         loss = loop.backward()
         full = full_squares(loop)
-        monitor._device.norms.align()
+        device_of(monitor).norms.align()
         scale = 1.0 if loop.scaler is None else loop.scaler.get_scale()
         with_gradient = [p for p in loop.params() if p.grad is not None]
         before = [local_tensor(p.grad).clone() / scale for p in with_gradient]
@@ -194,7 +195,7 @@ def norms(wrapping: Wrapping, rank: int, world: int) -> dict[str, Any]:
         "expected": by_flat_parameter(list(ours), expected),
         "full": full,
         "clipped": all(clipped),
-        "num_parameters": monitor._device.norms.num_parameters,
+        "num_parameters": device_of(monitor).norms.num_parameters,
         "names": [name for name, _ in wrapping.net().named_parameters()],
         "true_num_parameters": sum(p.numel() for p in wrapping.net().parameters()),
         "faults": monitor.swallowed_errors,
@@ -206,7 +207,7 @@ def short_of_a_gradient(wrapping: Wrapping, rank: int) -> dict[str, Any]:
     loop, name = Loop(wrapping, rank), "blocks.0.up.weight"
     with loop.monitor as monitor:
         loss = loop.backward()
-        param = dict(zip(monitor._device.norms.names, loop.params(), strict=True))[name]
+        param = dict(zip(device_of(monitor).norms.names, loop.params(), strict=True))[name]
         if rank == 1:
             param.grad = None
         own = 0.0 if rank == 1 else local_tensor(param.grad).double().square().sum().item()
@@ -274,7 +275,11 @@ def faults(wrapping: Wrapping, rank: int) -> dict[str, Any]:
         found: dict[str, Any] = {
             f"{kind} in {place}": fault(loop, place, kind) for place in PLACES for kind in KINDS
         }
-    return {"cases": found, "faults": monitor.swallowed_errors, "lag": monitor._device.readback.lag}
+    return {
+        "cases": found,
+        "faults": monitor.swallowed_errors,
+        "lag": device_of(monitor).readback.lag,
+    }
 
 
 def unmeasured(wrapping: Wrapping, rank: int) -> dict[str, Any]:
@@ -285,7 +290,7 @@ def unmeasured(wrapping: Wrapping, rank: int) -> dict[str, Any]:
 
     loop, bits = Loop(wrapping, rank), []
     with loop.monitor as monitor:
-        norms, measure = monitor._device.norms, monitor._device.norms.gradients
+        norms, measure = device_of(monitor).norms, device_of(monitor).norms.gradients
         for failing in ((), (1,), (0, 1, 2, 3), ()):
             norms.gradients = fail if rank in failing else measure
             before = loop.state()
@@ -297,7 +302,7 @@ def unmeasured(wrapping: Wrapping, rank: int) -> dict[str, Any]:
     return {"bits": bits, "held": list(zip(shards, digests, strict=True))}
 
 
-def main(rank: int, world: int, folder: str, *, names: Sequence[str]) -> None:
+def main(rank: int, folder: str, *, world: int, names: Sequence[str]) -> None:
     """Run all of it on this rank, one after another; a hang in one is a hang of all."""
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.wrappings.cases import main
-from tests.trainer_hooks.wrappings.launch import launch
 
 Found = Callable[[int, str], list[dict[str, Any]]]
 
@@ -24,7 +24,11 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             params = item.callspec.params  # type: ignore[attr-defined]
             asked.setdefault(params["world"], {})[params["name"]] = None
     launched = {
-        world: launch(partial(main, names=list(names)), world, tmp_path_factory.mktemp("ranks"))
+        world: spawned(
+            partial(main, world=world, names=list(names)),
+            tmp_path_factory.mktemp("ranks"),
+            ranks=world,
+        )
         for world, names in asked.items()
     }
     return lambda world, name: [rank[name] for rank in launched[world]]

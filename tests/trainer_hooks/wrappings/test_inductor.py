@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
+from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.wrappings.cases import main
-from tests.trainer_hooks.wrappings.launch import launch
 from tests.trainer_hooks.wrappings.models import SLOW
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return launch(partial(main, names=list(SLOW)), 2, tmp_path_factory.mktemp("slow"))
+    return spawned(partial(main, world=2, names=list(SLOW)), tmp_path_factory.mktemp("slow"))
 
 
 @pytest.mark.parametrize("name", SLOW)
