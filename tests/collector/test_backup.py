@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.collector.rows import RUN, Writer, seqs_stored
-from tests.collector.test_folder import spool_of
+from tests.support.spools import spool_of
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.ingest.ingest import ingest

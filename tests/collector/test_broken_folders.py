@@ -14,6 +14,7 @@ import pytest
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_cli_read import leave, vitals
 from tests.support import forked
+from tests.support.cli import leave, vitals
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import RunInfo, RunStarted
 from vitals_collector.ingest.folder import FolderIngest

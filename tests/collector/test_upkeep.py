@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector.numbers.test_levels import STEPS, fill, kept_rows, levels
 from tests.collector.numbers.written import RUN, batch, identity
 from tests.collector.volume_runs import all_read
+from tests.support.levels import STEPS, fill, kept_rows, levels
 from trainvitals.testing import ManualClock
 from trainvitals.wire import encode_batch
 from vitals_collector.ingest.ingest import ingest_all
