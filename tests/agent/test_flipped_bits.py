@@ -9,7 +9,6 @@ from sqlalchemy import select
 
 from tests.agent.builders import RUN
 from tests.agent.flipping_proxy import FlippingProxy, Flips
-from tests.collector.conftest import Served, fresh_data, served  # noqa: F401 - fixtures
 from tests.support.examples import one_in
 from tests.support.served import Served, served_in
 from trainvitals.io.client import CollectorAddress

@@ -7,7 +7,6 @@ import pytest
 
 from tests.agent.builders import NODE, OTHER_RUN, RUN, STEPS, rows_in
 from tests.agent.stub_collector import StubCollector
-from tests.agent.test_processes import Node, until
 from tests.support.agent_processes import Node, until
 from tests.support.small_disks import empty, fill, small_file_system
 from trainvitals.errors import StorageError, UsageError

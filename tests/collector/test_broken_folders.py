@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.collector.rows import OTHER_RUN, RUN, Writer
-from tests.collector.test_cli_read import leave, vitals
 from tests.support import forked
 from tests.support.cli import leave, vitals
 from trainvitals.io.rundir import RunDir

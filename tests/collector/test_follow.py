@@ -16,7 +16,6 @@ import pytest
 from msgspec.structs import replace
 
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_cli_read import vitals
 from tests.support.cli import vitals
 from tests.support.follow import SKIP
 from tests.support.forked import COMMANDS

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_cli_read import vitals
 from tests.support import forked
 from tests.support.cli import vitals
 from tests.support.served import Served

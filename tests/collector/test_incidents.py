@@ -18,7 +18,6 @@ from tests.collector.lookback import (
     troubled_run,
 )
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_query import At, query
 from tests.support.examples import examples
 from tests.support.queries import At, query
 from tests.support.served import Served

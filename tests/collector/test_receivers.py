@@ -27,7 +27,6 @@ import typer
 from typer.testing import CliRunner
 
 from tests.collector.rows import Writer
-from tests.collector.test_notifiers import alert, receiver
 from tests.support.forked import COMMANDS
 from tests.support.receivers import alert, receiver
 from trainvitals.errors import ConfigError

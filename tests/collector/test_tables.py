@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.collector.lookback import BACK_TO, BAD, troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, Writer
-from tests.collector.test_query import query
 from tests.support.examples import examples
 from tests.support.queries import query
 from tests.support.served import Served

@@ -29,8 +29,6 @@ from tests.dashboard.folder import (
     write_long_run,
 )
 from tests.dashboard.stranger import stranger
-from tests.dashboard.test_access import Started, get_control
-from tests.dashboard.test_launch import dashboard
 from tests.support.dashboards import (
     CHART,
     TABLE,

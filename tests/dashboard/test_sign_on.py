@@ -14,7 +14,6 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import pytest
 
 from tests.dashboard.folder import write_run
-from tests.dashboard.test_launch import dashboard
 from tests.support.dashboards import TABLE, dashboard
 from tests.support.examples import one_in
 from vitals_dashboard import launch

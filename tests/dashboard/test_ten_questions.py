@@ -17,8 +17,6 @@ import pytest
 
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, Writer
 from tests.dashboard.folder import open_spool
-from tests.dashboard.test_browser import CHART, at
-from tests.dashboard.test_launch import dashboard
 from tests.support.dashboards import CHART, at, dashboard
 from tests.support.examples import one_in
 from trainvitals.records import (
