@@ -53,6 +53,7 @@ def test_what_came_after_the_copy_is_read_from_the_run_directories(tmp_path: Pat
     spool.close()
 
 
+@pytest.mark.nightly
 def test_a_copy_amid_ingest_holds_one_moment_and_all_that_was_acknowledged(tmp_path: Path):
     store = open_data_store(tmp_path / "data")
     writers = [Writer(f"rank:{rank}") for rank in range(3)]

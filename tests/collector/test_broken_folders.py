@@ -159,6 +159,7 @@ def shared(runs: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.nightly
 def test_what_another_user_may_not_read_is_said(shared: Path):
     (shared / OTHER_RUN).chmod(0o700)
     done = as_nobody("runs", shared)

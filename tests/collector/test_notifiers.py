@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from tests.support.receivers import RUN, SECOND, alert, receiver
 from tests.support.served import Served
+from trainvitals.alerting import ALERTS_BY_NAME
 from trainvitals.clock import SystemClock
 from trainvitals.errors import ConfigError, UsageError
 from trainvitals.testing import ManualClock
@@ -83,6 +84,9 @@ def test_a_delivery_has_one_id_in_its_body_and_header_on_every_try():
 LINKS = Links(public_url="https://v.example", runbook_url="https://w.example/RUNBOOK")
 
 
+LOST = ALERTS_BY_NAME["RunLost"]
+
+
 def test_a_body_says_what_vitals_did_what_to_do_and_where_to_look():
     lost, other = alert(name="RunLost"), alert("f2", name="OfANewerVersion", run_id="")
     with receiver() as server:
@@ -91,10 +95,9 @@ def test_a_body_says_what_vitals_did_what_to_do_and_where_to_look():
         hook.close()
     known, unknown = json.loads(server.posted[0][2])["alerts"]
     assert {
-        "description": "A running job stopped reporting without a clean exit.",
-        "action_taken": "Vitals can do nothing for a job that is silent.",
-        "to_do": "Check its nodes and its log, then restart the job. If it ended while no "
-        "collector was up, `vitals agent --dir DIR` on its node delivers its end.",
+        "description": LOST.help,
+        "action_taken": f"Vitals {LOST.did}",
+        "to_do": LOST.to_do,
         "runbook_url": "https://w.example/RUNBOOK#runlost",
         "dashboard_url": f"https://v.example/?run={RUN}",
     }.items() <= known.items()
@@ -114,7 +117,7 @@ def test_an_alertmanager_gets_the_same_as_annotations_and_the_runs_page_as_sourc
             notifier.close()
     linked, plain = (json.loads(body)[0] for _, _, body in server.posted)
     assert "https://w.example/RUNBOOK#runlost" == linked["annotations"]["runbook_url"]
-    assert "Vitals can do nothing for a job" in linked["annotations"]["action_taken"]
+    assert f"Vitals {LOST.did}" == linked["annotations"]["action_taken"]
     page = f"https://v.example/?run={RUN}"
     assert [page] * 2 == [linked["annotations"]["dashboard_url"], linked["generatorURL"]]
     assert "docs/RUNBOOK.md#runlost" == plain["annotations"]["runbook_url"]

@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 from tests.collector.rows import Writer
 from tests.support.forked import COMMANDS
 from tests.support.receivers import alert, receiver
+from trainvitals.alerting import ALERTS_BY_NAME
 from trainvitals.errors import ConfigError
 from trainvitals.testing import ManualClock
 from vitals_collector.alerts.apprise_notifier import AppriseNotifier
@@ -198,6 +199,9 @@ def test_the_process_dies_with_the_collector_also_within_a_call():
         process.wait(5)
 
 
+LOST = ALERTS_BY_NAME["RunLost"]
+
+
 # ------------------------------------------------------------------------------------- channels
 
 
@@ -220,9 +224,8 @@ def test_a_message_says_what_happened_what_was_done_and_what_to_do(schema: str):
     for words in (
         "Page: RunLost",
         "rank 1 is silent",
-        "Vitals can do nothing for a job that is silent.",
-        "To do: Check its nodes and its log, then restart the job. If it ended while no "
-        "collector was up, `vitals agent --dir DIR` on its node delivers its end.",
+        f"Vitals {LOST.did}",
+        f"To do: {LOST.to_do}",
         "docs/RUNBOOK.md#runlost",
         f"http://vitals.example/?run={view.run_id}",
         delivery_id(view, "team"),
@@ -347,7 +350,7 @@ def test_the_request_for_a_service_has_what_its_documentation_asks_for(
         assert DELIVERED == team.notify([alert(name="RunLost", summary="rank 1 is silent")])
     assert 1 == len(bodies)
     text = json.dumps(bodies)
-    for words in ("Page: RunLost", "rank 1 is silent", "Vitals can do nothing", "To do: "):
+    for words in ("Page: RunLost", "rank 1 is silent", f"Vitals {LOST.did}", "To do: "):
         assert words in text
 
 

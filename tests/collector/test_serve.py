@@ -143,6 +143,7 @@ def test_a_signal_ends_it_and_takes_the_address_away(tmp_path: Path, number, cod
     assert not (data / COLLECTOR_FILE).exists()
 
 
+@pytest.mark.nightly
 def test_a_second_collector_on_the_same_data_names_the_first(tmp_path: Path):
     data = tmp_path / "data"
     with collector(data):
@@ -180,6 +181,7 @@ def test_it_listens_beyond_this_machine_only_when_told_to(tmp_path: Path):
     assert "--allow-remote" in result.stderr
 
 
+@pytest.mark.nightly
 def test_programs_of_the_same_user_find_it(tmp_path: Path):
     home = tmp_path / "share"
     with collector(home / "trainvitals"):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,17 @@ ADDRESS = "http://127.0.0.1:1"
 """Base URL of requests that pass no socket."""
 
 
+class Parts(httpx.AsyncByteStream):
+    """A body that is sent in parts, without a length."""
+
+    def __init__(self, parts: httpx.SyncByteStream) -> None:
+        self._parts = parts
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for part in self._parts:
+            yield part
+
+
 class InProcess(httpx.BaseTransport):
     """Calls an ASGI app that runs in the event loop of another thread."""
 
@@ -33,6 +44,8 @@ class InProcess(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Return the response of the app."""
+        if not isinstance(request.stream, httpx.AsyncByteStream):
+            request.stream = Parts(request.stream)
         answer = asyncio.run_coroutine_threadsafe(self._answer(request), self._loop)
         status, headers, content = answer.result()
         return httpx.Response(status, headers=headers, content=content, request=request)

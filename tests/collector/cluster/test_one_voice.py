@@ -82,6 +82,7 @@ def test_a_pager_that_is_gone_is_replaced_and_each_alert_is_told_once(voices: Vo
     assert voices.receiver.posted == {(run, "firing"): 1 for run in voices.due}
 
 
+@pytest.mark.nightly
 def test_a_lone_collector_that_was_killed_pages_as_soon_as_it_is_back(
     store: Store, postgres: str, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_what_an_owner_finds_in_its_rows_the_pager_tells_once(pair: Pair) -> Non
     assert found(pair.pager.store, pair.clock) == [("straggler", 19)]
 
 
+@pytest.mark.nightly
 def test_what_a_look_asks_does_not_grow_with_the_runs_of_others(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_an_owner_that_died_before_it_reported_loses_no_page(
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
+@pytest.mark.nightly
 def test_an_owner_that_comes_and_ends_between_two_looks_loses_no_page(
     pair: Pair, is_taken: bool
 ) -> None:
@@ -144,6 +146,7 @@ def test_an_owner_that_comes_and_ends_between_two_looks_loses_no_page(
     assert pair.look() == ["TrainingRolledBack firing"]
 
 
+@pytest.mark.nightly
 def test_what_an_owner_stored_and_did_not_watch_the_pager_watches(pair: Pair) -> None:
     job, other = SlowRank(), Writer(run=new_run_id(time.time_ns()))
     pair.owner.send(*job.steps(range(30), slow=True))
@@ -155,6 +158,7 @@ def test_what_an_owner_stored_and_did_not_watch_the_pager_watches(pair: Pair) ->
     assert found(pair.pager.store, pair.clock) == [("straggler", 19)]
 
 
+@pytest.mark.nightly
 def test_what_is_over_ends_though_the_owner_died_when_it_went_on(pair: Pair) -> None:
     pair.owner.send(Writer().events(decision(action="halt")))
     assert pair.pass_time(5) == ["TrainingHalted firing"]
@@ -163,6 +167,7 @@ def test_what_is_over_ends_though_the_owner_died_when_it_went_on(pair: Pair) -> 
     assert pair.pass_time(20) == ["TrainingHalted firing", "TrainingHalted resolved"]
 
 
+@pytest.mark.nightly
 def test_what_is_over_ends_though_no_owner_ever_reported_that_the_run_went_on(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     """The collectors' clock; by the database's clock leases last, however slow the machine is."""
     for module in (leases, owners):
         monkeypatch.setattr(module, "LEASE_SECONDS", 3_600.0)
+    monkeypatch.setattr(leases, "IDLE_SECONDS", 60)
     return ManualClock()
 
 
@@ -73,6 +74,7 @@ def test_rows_of_a_run_are_taken_by_one_and_the_other_says_by_whom(first: Store,
         ingest(first, other.steps([1]))
 
 
+@pytest.mark.nightly
 def test_owners_that_take_turns_at_a_stream_store_each_row_once(
     first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
 ):
@@ -125,6 +127,7 @@ def test_no_reader_sees_rows_of_an_owner_whose_run_is_taken_while_it_commits(
     assert [*range(10)] == seqs_stored(first) == seqs_stored(second)
 
 
+@pytest.mark.nightly
 def test_an_owner_that_has_its_run_anew_commits_nothing_under_the_lease_before(
     first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
 ):
@@ -155,6 +158,7 @@ def test_a_lease_that_is_renewed_while_rows_are_committed_refuses_none(
     assert [*range(10)] == seqs_stored(first)
 
 
+@pytest.mark.nightly
 def test_runs_that_are_taken_at_once_never_get_one_number(
     first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
 ):
@@ -215,6 +219,7 @@ def test_a_lease_is_renewed_while_rows_come_and_let_go_when_none_do(
         assert {} == RunOwners(store, clock=clock).claim([RUN]), "it was let go"
 
 
+@pytest.mark.nightly
 def test_who_takes_over_many_runs_asks_the_lake_no_more_often_than_for_one(
     first: Store, second: Store, monkeypatch: pytest.MonkeyPatch
 ):
@@ -240,6 +245,7 @@ def test_who_takes_over_many_runs_asks_the_lake_no_more_often_than_for_one(
     assert questions_for(writers[1:]) <= of_one + 3
 
 
+@pytest.mark.nightly
 def test_leases_are_renewed_while_others_are_taken_and_the_lake_is_busy(first: Store):
     owners_of = first.claims
     assert isinstance(owners_of, RunOwners)

@@ -109,6 +109,7 @@ def test_a_file_that_is_merged_away_meanwhile_makes_it_begin_anew(
     lake.close()
 
 
+@pytest.mark.nightly
 def test_a_checksum_that_is_put_away_meanwhile_makes_it_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
