@@ -1,6 +1,7 @@
 """A node with shared memory, as the agent's tests need it."""
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.builders import World
+from tests.support.hung_ranks import Rank
 from trainvitals.io.private import private_base
 
 SHM = Path("/dev/shm")
@@ -22,3 +24,10 @@ def world(tmp_path: Path) -> Iterator[World]:
     for close in reversed(made.closers):
         close()
     shutil.rmtree(shm)
+
+
+@pytest.fixture
+def ranks(world: World) -> list[Rank]:
+    if sys.platform != "linux":
+        pytest.skip("needs /proc")
+    return [Rank(world, 0), Rank(world, 1)]

@@ -3,14 +3,13 @@ import pytest
 
 from tests.agent.builders import RUN
 from tests.agent.stub_collector import StubCollector
+from tests.support.agent_commands import NS, command, in_mailbox, pending
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.control_key import make_control_key, sign_order
-from trainvitals.io.mailbox import Mailbox, sign_command, verify_command
-from trainvitals.records import Command, CommandAck, CommandAcknowledged
+from trainvitals.io.mailbox import sign_command, verify_command
+from trainvitals.records import CommandAck, CommandAcknowledged
 from trainvitals.views import CommandView
-
-NS = 1_000_000_000
 
 
 @pytest.fixture
@@ -22,32 +21,8 @@ def stub():
 
 @pytest.fixture
 def client(stub):
-    with CollectorClient(stub.url, "token", timeout=5.0) as made:
+    with CollectorClient(stub.url, "token", timeout=60.0) as made:
         yield made
-
-
-def command(world, number: int, *, ttl_seconds: float = 60.0, **fields) -> Command:
-    now = world.clock.now_ns
-    given = {"run_id": RUN, "action": "rollback", "reason": "loss looks odd"} | fields
-    return Command(
-        number=number,
-        issued_by="ada",
-        issued_unix_ns=now,
-        expires_unix_ns=now + int(ttl_seconds * NS),
-        **given,
-    )
-
-
-def pending(world, *commands: Command) -> list[CommandView]:
-    """What a person signed, as a collector hands it out."""
-    return [
-        CommandView(command=sign_order(each, world.keys), status="pending") for each in commands
-    ]
-
-
-def in_mailbox(world) -> Command | None:
-    with Mailbox.open(world.base / RUN / "mailbox") as box:
-        return box.read() if box.number() else None
 
 
 def test_a_command_from_the_collector_reaches_the_mailbox_signed_and_is_marked_delivered(

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.agent.test_io_loop import Stalled
+from tests.support.agent_clients import Stalled
 from vitals_agent.daemon import Ending, LoopConfig, linger, run
 
 CALM = {

@@ -2,20 +2,8 @@ import threading
 
 import pytest
 
+from tests.support.agent_clients import Later
 from vitals_agent.sampling import DetachedCall
-
-
-class Later:
-    """Begins what it is given when the test says so."""
-
-    def __init__(self) -> None:
-        self.begun = []
-
-    def __call__(self, name, function):
-        self.begun.append(function)
-
-    def finish(self) -> None:
-        self.begun.pop(0)()
 
 
 def test_a_result_is_there_once_the_call_has_come_back_and_is_taken_once():

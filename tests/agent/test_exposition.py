@@ -25,7 +25,7 @@ SPECS = {spec.name: spec for spec in CATALOG}
 
 def get(agent, path: str, token: str | None = None, **headers: str):
     where = urlsplit(agent.info.url)
-    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=10)
+    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=60)
     try:
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"

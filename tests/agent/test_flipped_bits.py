@@ -9,8 +9,8 @@ from sqlalchemy import select
 
 from tests.agent.builders import RUN
 from tests.agent.flipping_proxy import FlippingProxy, Flips
-from tests.collector.conftest import Served, fresh_data, served  # noqa: F401 - fixtures
 from tests.support.examples import one_in
+from tests.support.served import Served, served_in
 from trainvitals.io.client import CollectorAddress
 from vitals_agent.collector_endpoint import CollectorEndpoint
 from vitals_collector.numbers.interface import Span
@@ -42,11 +42,12 @@ class Way:
 
 
 @pytest.fixture
-def way(served) -> Iterator[Way]:  # noqa: F811 - the fixture that was imported
-    made = Way(served)
-    yield made
-    made.endpoint.close()
-    made.proxy.close()
+def way(tmp_path) -> Iterator[Way]:
+    with served_in(tmp_path / "data") as collector:
+        made = Way(collector)
+        yield made
+        made.endpoint.close()
+        made.proxy.close()
 
 
 def every(num: int, seed: int) -> Flips:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.agent.builders import NODE, OTHER_RUN, RUN, STEPS, rows_in
 from tests.agent.stub_collector import StubCollector
-from tests.agent.test_processes import Node, until
+from tests.support.agent_processes import Node, until
 from tests.support.small_disks import empty, fill, small_file_system
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.client import CollectorClient
@@ -37,7 +37,7 @@ def stub():
 
 @pytest.fixture
 def client(stub):
-    with CollectorClient(stub.url, "token", timeout=5.0) as made:
+    with CollectorClient(stub.url, "token", timeout=60.0) as made:
         yield made
 
 
@@ -137,15 +137,15 @@ def test_a_disk_that_becomes_full_under_it_costs_no_row(node, small, stub, clien
     rank.step(0)
     agent.cycle(0.0)
     fill(small)
-    for number in range(1, 400):
+    for number in range(1, 100):
         rank.step(number)
         agent.cycle(float(number))
-    assert (1, list(range(400))) == (num_in_memory(agent), shipped(stub))
+    assert (1, list(range(100))) == (num_in_memory(agent), shipped(stub))
     empty(small)
     agent.cycle(420.0)
-    rank.step(400)
+    rank.step(100)
     agent.cycle(421.0)
-    assert (0, list(range(401))) == (num_in_memory(agent), shipped(stub))
+    assert (0, list(range(101))) == (num_in_memory(agent), shipped(stub))
 
 
 @pytest.mark.parametrize("has_room", [False, True])
@@ -183,6 +183,7 @@ def test_a_second_agent_is_kept_out_also_when_the_disk_has_room_again(node, smal
         node.agent()
 
 
+@pytest.mark.nightly
 def test_a_process_on_a_full_disk_forwards_and_the_next_one_goes_on_after_a_kill(
     node, small, stub, client
 ):

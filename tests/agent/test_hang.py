@@ -6,72 +6,10 @@ import subprocess
 import sys
 import time
 
-import pytest
-
-from tests.agent.builders import NODE, World
-from trainvitals.io.heartbeat import HeartbeatWriter
-from trainvitals.records import FindingRaised, Heartbeat, Note, RanksStill, StacksTaken
+from tests.agent.builders import NODE
+from tests.support.hung_ranks import Rank, told, train
+from trainvitals.records import FindingRaised, Note, RanksStill, StacksTaken
 from vitals_agent.hang import ExitWatch, exit_of
-
-RANK = """
-import faulthandler, os, sys
-fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-faulthandler.register(int(sys.argv[2]), file=fd, all_threads=True)
-print("ready", flush=True)
-def load():
-    sys.stdin.read()
-load()
-"""
-SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 3
-
-
-class Rank:
-    """A rank whose process waits for its standard input, with the heartbeat that it would have."""
-
-    def __init__(self, world: World, rank: int, *, prelude: str = "") -> None:
-        folder = world.base.parent / f"stacks-{rank}"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", f"{prelude}\n{RANK}", str(folder), str(SIGNAL)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        world.closers.append(self.end)
-        self.process.stdout.readline()
-        self.journal = world.rank(rank, pid=self.process.pid)
-        folder.rename(self.journal.directory / "stacks")
-        self.writer = HeartbeatWriter(self.journal.directory)
-        world.closers.append(self.writer.close)
-        self.beat = 0
-        self.journal.step(0)
-
-    def say(self, number: int, *, step: int = 5, **fields: object) -> None:
-        self.beat += 1
-        word = {"monotonic_ns": self.beat, "phase": "forward_backward", "stack_signal": SIGNAL}
-        word |= {"sequences": {"0": number}, "thread": self.process.pid, "step": step}
-        self.writer.write(Heartbeat(beat=self.beat, **(word | fields)))
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.communicate()
-
-
-@pytest.fixture
-def ranks(world: World) -> list[Rank]:
-    if sys.platform != "linux":
-        pytest.skip("needs /proc")
-    return [Rank(world, 0), Rank(world, 1)]
-
-
-def train(agent, ranks: list[Rank], until: float, *, start: float = 0.0) -> float:
-    """Let both make steps for so many seconds of the agent's clock."""
-    now = start
-    while now < until:
-        for rank in ranks:
-            rank.say(int(2 * now), step=int(2 * now))
-        agent.turn(now)
-        now += 0.5
-    return now
 
 
 def stand(agent, ranks: list[Rank], now: float, seconds: float, *, behind: int = 1) -> float:
@@ -83,11 +21,6 @@ def stand(agent, ranks: list[Rank], now: float, seconds: float, *, behind: int =
         time.sleep(0.02)
         now += 0.5
     return now
-
-
-def told(world: World) -> list[tuple[str, int]]:
-    findings = [row.event.finding for row in world.events() if isinstance(row.event, FindingRaised)]
-    return [(finding.kind, finding.rank) for finding in findings]
 
 
 def test_a_rank_that_is_behind_and_blocked_is_told_and_both_give_their_stacks(world, ranks):
@@ -141,7 +74,7 @@ def test_how_a_rank_was_killed_is_kept(world, ranks):
     agent = world.agent()
     now = train(agent, ranks, 10.0)
     ranks[1].process.kill()
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 60.0
     while not agent._exits.of(ranks[1].process.pid) and time.monotonic() < until:
         time.sleep(0.02)
     stand(agent, ranks[:1], now, 8.0)
@@ -180,7 +113,7 @@ def test_an_exit_code_is_read_in_the_moment_before_the_parent_takes_it():
     )
     exits.watch(process.pid)
     process.stdin.close()
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 60.0
     while not exits.of(process.pid) and time.monotonic() < until:
         time.sleep(0.01)
     assert "exit code 7" == exits.of(process.pid)

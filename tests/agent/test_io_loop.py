@@ -1,33 +1,13 @@
-import threading
-
 import pytest
 
 from tests.agent.builders import RUN
 from tests.agent.stub_collector import StubCollector
+from tests.support.agent_clients import Stalled
 from trainvitals.errors import TransportError
 from trainvitals.io.client import CollectorClient
 from trainvitals.records import Note, decode_events
-from trainvitals.wire import IngestReply, decode_batch
+from trainvitals.wire import decode_batch
 from vitals_agent.io_loop import IoThread
-
-
-class Stalled:
-    """A collector whose answer to ingest comes when the test says so."""
-
-    def __init__(self) -> None:
-        self.asked, self.go_on = threading.Event(), threading.Event()
-
-    def ingest_all(self, raws, *, asks=False):
-        self.asked.set()
-        assert self.go_on.wait(60.0)
-        headers = [decode_batch(raw).header for raw in raws]
-        return [IngestReply(durable_seq=h.last_seq, num_new=1, num_duplicate=0) for h in headers]
-
-    def ask(self, question):
-        return ()
-
-    def mark_delivered(self, run_id, number, incarnation):
-        raise TransportError("away")
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return log
 
 
-def turned(agent, *, seconds: float = 10.0, until) -> None:
+def turned(agent, *, seconds: float = 60.0, until) -> None:
     for turn in range(int(seconds * 20)):
         agent.turn(turn / 2)
         if until():

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.agent.builders import World
-from tests.agent.test_hang import Rank, told, train
+from tests.support.hung_ranks import Rank, told, train
 from trainvitals.detect.hang import HangConfig
 from trainvitals.records import DecisionMade, Note
 from vitals_agent.restart import GRACE_SECONDS, Process, started
@@ -42,7 +42,7 @@ def stand(
 
 def ended(ranks: list[Rank]) -> list[int | None]:
     for rank in ranks:
-        for _ in range(100):
+        for _ in range(6_000):
             if rank.process.poll() is not None:
                 break
             time.sleep(0.01)
@@ -164,7 +164,7 @@ def test_a_process_that_has_another_s_number_is_sent_nothing(ranks):
     time.sleep(0.05)
     assert ranks[0].process.poll() is None
     Process(pid, started(pid), "alive").send(signal.SIGKILL)
-    assert -signal.SIGKILL == ranks[0].process.wait(5.0)
+    assert -signal.SIGKILL == ranks[0].process.wait(60.0)
     Process(pid, 1, "alive").send(signal.SIGKILL)
     assert 0 == started(pid)
 

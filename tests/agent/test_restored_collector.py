@@ -21,8 +21,8 @@ from vitals_collector.numbers.interface import Span
 from vitals_collector.storage.schema import events, streams
 from vitals_collector.storage.store import open_data_store
 
-STEPS_BEFORE, STEPS_AFTER, CYCLE_STEPS = 500, 3_000, 100
-SECONDS = 300
+STEPS_BEFORE, STEPS_AFTER, CYCLE_STEPS = 200, 500, 100
+CYCLE_SECONDS = 10.0
 
 
 class RealStore:
@@ -103,8 +103,8 @@ def train(world, agent, ranks, first: int, last: int, now: float) -> float:
             rank.step(*range(begin, begin + CYCLE_STEPS))
             text = f"note of step {begin} of {rank.identity.source}"
             rank.say(Note(code="test", text=text, severity="info"), step=begin)
-        now += SECONDS * CYCLE_STEPS / STEPS_AFTER
-        world.clock.now_ns += int(1e9 * SECONDS * CYCLE_STEPS / STEPS_AFTER)
+        now += CYCLE_SECONDS
+        world.clock.now_ns += int(1e9 * CYCLE_SECONDS)
         agent.cycle(now)
     return now
 
@@ -133,10 +133,10 @@ def test_rows_and_events_after_the_backup_are_there_again_once(world, collector,
     assert expected(STEPS_BEFORE + STEPS_AFTER) == (collector.steps(), collector.notes())
     collector.restore(tmp_path / "backup")
     assert expected(STEPS_BEFORE) == (collector.steps(), collector.notes())
-    now = train(world, agent, ranks, 3_500, 3_600, now)
+    now = train(world, agent, ranks, 700, 800, now)
     for second in range(30):
         agent.cycle(now + second)
-    assert expected(3_600) == (collector.steps(), collector.notes())
+    assert expected(800) == (collector.steps(), collector.notes())
     assert 0 == collector.num_lost()
     assert agent.shipper.drained(RUN)
 
@@ -148,7 +148,7 @@ def test_ranks_that_ended_and_an_agent_that_began_anew_hold_nothing_back(
     agent = world.agent(client=collector, keeps_history=False)
     now = train(world, agent, ranks, 0, STEPS_BEFORE, 0.0)
     collector.copy_to(tmp_path / "backup")
-    now = train(world, agent, ranks, STEPS_BEFORE, 1_000, now)
+    now = train(world, agent, ranks, STEPS_BEFORE, 500, now)
     for rank in ranks:
         rank.close()
     agent.cycle(now + 1.0)
@@ -157,7 +157,7 @@ def test_ranks_that_ended_and_an_agent_that_began_anew_hold_nothing_back(
     later = world.agent(client=collector, keeps_history=False)
     for second in range(30):
         later.cycle(now + 10.0 + second)
-    assert expected(1_000) == (collector.steps(), collector.notes())
+    assert expected(500) == (collector.steps(), collector.notes())
     assert 0 == collector.num_lost()
 
 
@@ -167,16 +167,16 @@ def test_what_is_not_retained_any_more_is_counted_as_lost_and_the_rest_goes_on(
     monkeypatch.setattr("vitals_agent.agent.Spool", partial(Spool, file_bytes=1 << 14))
     rank = world.rank(0)
     agent = world.agent(client=collector, keeps_history=False, retain_seconds=0.0)
-    now = train(world, agent, [rank], 0, 500, 0.0)
+    now = train(world, agent, [rank], 0, 200, 0.0)
     collector.copy_to(tmp_path / "backup")
-    now = train(world, agent, [rank], 500, 1_500, now)
+    now = train(world, agent, [rank], 200, 600, now)
     collector.restore(tmp_path / "backup")
-    now = train(world, agent, [rank], 1_500, 1_600, now)
+    now = train(world, agent, [rank], 600, 700, now)
     for second in range(30):
         agent.cycle(now + second)
     steps = collector.steps()
     assert 0 < collector.num_lost()
-    assert set(range(1_500, 1_600)) <= {step for _, step in steps}
+    assert set(range(600, 700)) <= {step for _, step in steps}
     assert {1} == set(steps.values())
     assert agent.shipper.drained(RUN)
 
@@ -248,14 +248,14 @@ def test_looking_back_over_a_loose_cable_goes_on_where_it_was(
     agent = world.agent(client=cable, keeps_history=False)
     now = train(world, agent, ranks, 0, STEPS_BEFORE, 0.0)
     collector.copy_to(tmp_path / "backup")
-    now = train(world, agent, ranks, STEPS_BEFORE, 1_000, now)
+    now = train(world, agent, ranks, STEPS_BEFORE, 500, now)
     collector.restore(tmp_path / "backup")
     cable.is_loose = True
     num_sent = collector.num_rows_sent
     for second in range(0, 2_600, 61):
         agent.cycle(now + second)
-    assert expected(1_000) == (collector.steps(), collector.notes())
-    assert (0, True) == (collector.num_lost(), collector.num_rows_sent - num_sent < 4_000)
+    assert expected(500) == (collector.steps(), collector.notes())
+    assert (0, True) == (collector.num_lost(), collector.num_rows_sent - num_sent < 2_000)
     cable.is_loose = False
     for second in range(2_600, 2_900, 61):
         agent.cycle(now + second)
@@ -272,7 +272,7 @@ def test_a_collector_that_is_restored_again_while_it_is_looked_back_lacks_nothin
     agent = world.agent(client=cable, keeps_history=False)
     now = train(world, agent, ranks, 0, STEPS_BEFORE, 0.0)
     collector.copy_to(tmp_path / "backup")
-    now = train(world, agent, ranks, STEPS_BEFORE, 1_000, now)
+    now = train(world, agent, ranks, STEPS_BEFORE, 500, now)
     cable.is_loose = True
     for _ in range(3):
         collector.restore(tmp_path / "backup")
@@ -282,7 +282,7 @@ def test_a_collector_that_is_restored_again_while_it_is_looked_back_lacks_nothin
     cable.is_loose = False
     for second in range(0, 100, 10):
         agent.cycle(now + second)
-    assert expected(1_000) == (collector.steps(), collector.notes())
+    assert expected(500) == (collector.steps(), collector.notes())
     assert 0 == collector.num_lost()
     assert agent.shipper.drained(RUN)
 
@@ -290,13 +290,13 @@ def test_a_collector_that_is_restored_again_while_it_is_looked_back_lacks_nothin
 def test_what_the_collector_s_disk_has_damaged_is_asked_for_and_there_again_once(world, collector):
     ranks = [world.rank(0), world.rank(1)]
     agent = world.agent(client=collector, keeps_history=False)
-    now = train(world, agent, ranks, 0, 600, 0.0)
+    now = train(world, agent, ranks, 0, 300, 0.0)
     collector.damage_rows()
-    assert sum(collector.steps().values()) < 1_200
-    now = train(world, agent, ranks, 600, 800, now)
+    assert sum(collector.steps().values()) < 600
+    now = train(world, agent, ranks, 300, 400, now)
     for second in range(30):
         agent.cycle(now + second)
-    assert expected(800) == (collector.steps(), collector.notes())
+    assert expected(400) == (collector.steps(), collector.notes())
     assert 0 == collector.num_lost()
     assert agent.shipper.drained(RUN)
 
@@ -305,13 +305,13 @@ def test_damaged_rows_that_no_agent_has_any_more_hold_nothing_back(world, collec
     monkeypatch.setattr("vitals_agent.agent.Spool", partial(Spool, file_bytes=1 << 14))
     rank = world.rank(0)
     agent = world.agent(client=collector, keeps_history=False, retain_seconds=0.0)
-    now = train(world, agent, [rank], 0, 600, 0.0)
+    now = train(world, agent, [rank], 0, 300, 0.0)
     collector.damage_rows()
     num_left = sum(collector.steps().values())
     num_sent = collector.num_rows_sent
-    now = train(world, agent, [rank], 600, 900, now)
+    now = train(world, agent, [rank], 300, 500, now)
     for second in range(30):
         agent.cycle(now + second)
-    assert num_left + 300 == sum(collector.steps().values())
-    assert collector.num_rows_sent - num_sent < 600, "it is asked for once"
+    assert num_left + 200 == sum(collector.steps().values())
+    assert collector.num_rows_sent - num_sent < 400, "it is asked for once"
     assert agent.shipper.drained(RUN)

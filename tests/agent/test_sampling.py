@@ -2,7 +2,7 @@ import threading
 
 from tests.agent.builders import NODE, RUN
 from tests.agent.fake_nvml import gpus, recorded
-from tests.agent.test_detached_call import Later
+from tests.support.agent_clients import Later
 from trainvitals.catalog import GPU_SCHEMA
 
 

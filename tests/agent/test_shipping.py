@@ -28,7 +28,7 @@ def stub():
 
 @pytest.fixture
 def client(stub):
-    with CollectorClient(stub.url, "token", timeout=5.0) as made:
+    with CollectorClient(stub.url, "token", timeout=60.0) as made:
         yield made
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.agent.builders import World
 from tests.agent.stub_collector import StubCollector
-from tests.agent.test_command_delivery import NS, command, in_mailbox, pending
-from tests.agent.test_hang import Rank
+from tests.support.agent_commands import NS, command, in_mailbox, pending
+from tests.support.hung_ranks import Rank
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.mailbox import sign_command
 from trainvitals.records import CommandAck, CommandAcknowledged, Note, StacksTaken
@@ -32,7 +32,7 @@ def stub(world):
 
 @pytest.fixture
 def client(stub):
-    with CollectorClient(stub.url, "token", timeout=5.0) as made:
+    with CollectorClient(stub.url, "token", timeout=60.0) as made:
         yield made
 
 

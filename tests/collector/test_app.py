@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 
-from tests.collector.conftest import Served
 from tests.collector.rows import OTHER_RUN, RUN, Writer
+from tests.support.served import Served
 from tests.support.small_disks import small_file_system
 from trainvitals.errors import (
     FormatError,

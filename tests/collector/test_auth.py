@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from tests.support.scopes import SCOPES
 from trainvitals.errors import FormatError, InsecurePathError, StorageError, UsageError
 from vitals_collector.api import auth
 from vitals_collector.api.auth import (
@@ -266,49 +267,6 @@ def test_the_whole_body_reaches_the_route():
 
 
 # ----------------------------------------------------------------------------- every real route
-
-SCOPES: dict[tuple[str, str], set[str]] = {
-    ("GET", "/healthz"): {"none", "wrong", "read", "ingest", "control"},
-    ("GET", "/metrics"): {"read", "control"},
-    ("GET", "/openapi.json"): {"read", "ingest", "control"},
-    ("GET", "/v1/sd/agents"): {"read", "control"},
-    ("POST", "/v1/ingest"): {"ingest"},
-    ("POST", "/v1/metrics"): {"ingest"},
-    ("GET", "/v1/runs"): {"read", "control"},
-    ("GET", "/v1/configs"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/series"): {"read", "control"},
-    ("POST", "/v1/runs/{run_id}/series"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/curve"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/difference"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/cells"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/movers"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/incidents"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/verdict"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/goodput"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/forecast"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/annotations"): {"read", "control"},
-    ("POST", "/v1/runs/{run_id}/annotations"): {"control"},
-    ("POST", "/v1/tables"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/steps/{step}"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/decisions"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/findings"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/checkpoints"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/events"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/stacks"): {"read", "control"},
-    ("GET", "/v1/runs/{run_id}/commands"): {"read", "ingest", "control"},
-    ("POST", "/v1/runs/{run_id}/commands"): {"control"},
-    ("POST", "/v1/runs/{run_id}/commands/{number}/delivered"): {"ingest"},
-    ("GET", "/v1/alerts"): {"read", "control"},
-    ("POST", "/v1/alerts/{fingerprint}/ack"): {"control"},
-    ("GET", "/v1/silences"): {"read", "control"},
-    ("POST", "/v1/silences"): {"control"},
-    ("POST", "/v1/silences/{silence_id}/end"): {"control"},
-    # The signed link is the permission (test_ack_links).
-    ("GET", "/ack/{token}"): {"none", "wrong", "read", "ingest", "control"},
-    ("POST", "/ack/{token}"): {"none", "wrong", "read", "ingest", "control"},
-}
-"""Which token opens which route. A route that is not here fails the test below."""
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.collector.rows import RUN, Writer, seqs_stored
-from tests.collector.test_folder import spool_of
+from tests.support.spools import spool_of
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.ingest.ingest import ingest
@@ -53,6 +53,7 @@ def test_what_came_after_the_copy_is_read_from_the_run_directories(tmp_path: Pat
     spool.close()
 
 
+@pytest.mark.nightly
 def test_a_copy_amid_ingest_holds_one_moment_and_all_that_was_acknowledged(tmp_path: Path):
     store = open_data_store(tmp_path / "data")
     writers = [Writer(f"rank:{rank}") for rank in range(3)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.collector.rows import OTHER_RUN, RUN, Writer
-from tests.collector.test_cli_read import leave, vitals
 from tests.support import forked
+from tests.support.cli import leave, vitals
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import RunInfo, RunStarted
 from vitals_collector.ingest.folder import FolderIngest
@@ -159,6 +159,7 @@ def shared(runs: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.nightly
 def test_what_another_user_may_not_read_is_said(shared: Path):
     (shared / OTHER_RUN).chmod(0o700)
     done = as_nobody("runs", shared)

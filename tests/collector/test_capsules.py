@@ -7,8 +7,8 @@ import pytest
 
 from tests.collector.lookback import BAD, decision, finding
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_cli_read import leave, vitals
-from tests.collector.test_query import query
+from tests.support.cli import leave, vitals
+from tests.support.queries import query
 from trainvitals.io.capsules import find_capsules, is_capsule, verdict_on
 from trainvitals.records import BatchNoted, RunInfo, RunStarted
 from trainvitals.views import IncidentsQuestion

@@ -16,7 +16,7 @@ from sqlalchemy import (
 )
 
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_query import query, rolled_back_run
+from tests.support.queries import query, rolled_back_run
 from trainvitals.records import (
     BatchNoted,
     ChangeExpected,

@@ -7,67 +7,24 @@ import pytest
 from sqlalchemy import select
 
 from tests.collector.alerting import decision, started
-from tests.collector.conftest import Served
 from tests.collector.rows import RUN, SECOND, START, Writer
-from tests.collector.test_replay import COURSE, columns
-from trainvitals.cli.main import main
+from tests.support.control import run_cli, spool_of
+from tests.support.served import Served
 from trainvitals.errors import UnauthorizedError
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.mailbox import verify_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
-from trainvitals.policy import Judge
 from trainvitals.records import (
-    CheckpointChanged,
-    DecisionMade,
     Finding,
     FindingRaised,
     RunEnded,
 )
-from trainvitals.testing import judgements
 from trainvitals.views import AlertsQuestion, CommandsQuestion, TableQuestion
 from vitals_collector.queries.open import open_folder
 from vitals_collector.storage.schema import audit
 
-
-def run_cli(*arguments: str) -> int:
-    try:
-        return main(arguments)
-    except SystemExit as end:
-        return int(end.code or 0)
-
-
 RANK0 = "c" * 16
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run directory with a judged run in it; nothing else is to be found on this machine."""
-    for name in ("VITALS_COLLECTOR_URL", "VITALS_TOKEN_FILE", "VITALS_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    made = RunDir.create(tmp_path / "runs", RUN)
-    writer = Writer()
-    said = judgements(Judge(mode="guard"), COURSE)
-    healthy = CheckpointChanged(
-        checkpoint_id="c1", checkpoint_step=5, state="healthy", where="memory"
-    )
-    parts = [writer.events(started("guard"), healthy)]
-    for record, judgement in said:
-        parts.append(writer.steps([record.step], **columns(record)))
-        if judgement.decision is not None:
-            event = DecisionMade(decision=judgement.decision)
-            parts.append(writer.events(event, step=record.step))
-    spool_of(made, parts)
-    return made
-
-
-def spool_of(run_dir: RunDir, parts: list[bytes]) -> None:
-    spool = Spool(run_dir.agent_dir("node-a") / "spool", max_bytes=1 << 24, keep=True)
-    for raw in parts:
-        spool.append(raw)
-    spool.close()
 
 
 @pytest.fixture

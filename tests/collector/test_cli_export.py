@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_both_ways import story, through_a_folder
-from tests.collector.test_cli_read import vitals
+from tests.support.cli import vitals
+from tests.support.served import Served
+from tests.support.story import story, through_a_folder
 from trainvitals.records import NamesDefined, RunInfo, RunStarted
 from vitals_collector.cli import export
 

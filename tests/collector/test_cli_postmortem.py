@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.lookback import troubled_run
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_both_ways import story, through_a_folder
-from tests.collector.test_cli_read import leave, vitals
+from tests.support.cli import leave, vitals
+from tests.support.served import Served
+from tests.support.story import story, through_a_folder
 from trainvitals.policy.rungs import rule_words
 from trainvitals.printable import escape_markdown
 from trainvitals.records import Note, RunEnded, RunInfo, RunStarted

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.rows import OTHER_RUN, RUN, Writer
-from tests.collector.test_both_ways import story, through_a_folder
-from trainvitals.cli.main import main
+from tests.support.cli import leave, vitals
+from tests.support.served import Served
+from tests.support.story import story, through_a_folder
 from trainvitals.cli.output import Format
 from trainvitals.errors import UsageError
 from trainvitals.io.client import COLLECTOR_FILE, CollectorFile
@@ -30,22 +30,6 @@ def runs(tmp_path: Path) -> Path:
     """A folder with the run of the story."""
     with through_a_folder(story(), tmp_path):
         return tmp_path / "runs"
-
-
-def vitals(*arguments: object) -> int:
-    """Run one command; return its exit code."""
-    try:
-        return main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-
-
-def leave(folder: Path, *parts: bytes) -> None:
-    """Leave a run in the folder, as an agent does."""
-    spool = Spool(RunDir.create(folder, RUN).agent_dir("a") / "spool", max_bytes=1 << 20, keep=True)
-    for part in parts:
-        spool.append(part)
-    spool.close()
 
 
 def test_a_folder_lists_its_runs(runs: Path, capsys: pytest.CaptureFixture[str]):
@@ -159,7 +143,7 @@ def test_why_knows_a_step_that_a_rollback_took_back(runs: Path, capsys: pytest.C
 
 
 def test_why_names_the_culprit_its_limit_and_its_batch(tmp_path: Path):
-    from tests.collector.test_query import query
+    from tests.support.queries import query
     from vitals_collector.ingest.ingest import ingest
     from vitals_collector.storage.store import open_store
 

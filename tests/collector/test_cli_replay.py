@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector.test_cli_control import run_cli, run_dir
+from tests.support.control import run_cli
 from trainvitals.io.rundir import RunDir
-
-__all__ = ["run_dir"]
 
 STORM = [2.0 + 1.0 / (n + 1) for n in range(150)] + ["nan"] * 34 + [2.0] * 60
 

@@ -91,6 +91,7 @@ def test_a_run_is_lost_after_the_silence_that_the_collector_was_told(tmp_path: P
     assert 0 == lost.exit_code, lost.output
 
 
+@pytest.mark.nightly
 def test_on_a_disk_with_hardly_any_room_sizes_are_shown_and_a_run_is_removed(tmp_path: Path):
     with small_file_system(tmp_path / "small", "40m") as disk:
         data = disk / "data"

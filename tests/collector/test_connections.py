@@ -7,10 +7,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_serve import collector
-from tests.collector.test_serve import connected as client_of
+from tests.support.collectors import collector
+from tests.support.collectors import connected as client_of
+from tests.support.served import Served
 from trainvitals.io.client import read_collector_file
 from vitals_collector.api import auth
 from vitals_collector.api.auth import (
@@ -33,12 +33,12 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def connected(url: str) -> socket.socket:
     parts = urlsplit(url)
-    return socket.create_connection((parts.hostname, parts.port), timeout=10)
+    return socket.create_connection((parts.hostname, parts.port), timeout=60)
 
 
 def ended(sock: socket.socket, *, trickle: bytes = b"") -> bytes:
     """Return what comes until the other side ends the connection, sending bytes meanwhile."""
-    answer, end = b"", time.monotonic() + 20
+    answer, end = b"", time.monotonic() + 60
     sock.settimeout(SECONDS / 4)
     while time.monotonic() < end:
         try:
@@ -54,7 +54,7 @@ def ended(sock: socket.socket, *, trickle: bytes = b"") -> bytes:
             sock.sendall(trickle)
         except OSError:
             return answer
-    raise AssertionError(f"the connection still stands after 20 s; it said {answer!r}")
+    raise AssertionError(f"the connection still stands after 60 s; it said {answer!r}")
 
 
 @pytest.mark.parametrize(

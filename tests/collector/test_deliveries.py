@@ -6,7 +6,7 @@ import pytest
 
 from tests.collector.alerting import Heard
 from tests.collector.rows import RUN, Writer
-from trainvitals.alerting import Alert
+from tests.support.receivers import ALERT
 from trainvitals.errors import StorageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AckRequest, AlertView, SilenceRequest
@@ -19,14 +19,6 @@ from vitals_collector.storage.store import Store
 
 LATER = Result(recoverable=True, error="503")
 NEVER = Result(recoverable=False, error="404")
-ALERT = Alert(
-    name="StateDamaged",
-    severity="page",
-    labels={"run": RUN},
-    summary="the weights are damaged",
-    step=5,
-    point=True,
-)
 
 
 class Station:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.collector.rows import OTHER_RUN, RUN, Writer
-from tests.collector.test_query import query
+from tests.support.queries import query
 from trainvitals.errors import UsageError
 from trainvitals.rows import Value
 from trainvitals.views import DifferenceQuestion

@@ -9,9 +9,9 @@ from sqlalchemy import case, update
 
 from tests.agent.builders import OTHER_RUN, RUN, World
 from tests.agent.conftest import world  # noqa: F401 - a fixture
-from tests.collector.conftest import Served
 from tests.collector.rows import SECOND, START, Writer
-from tests.collector.test_absence import TwoNodes
+from tests.support.served import Served
+from tests.support.two_nodes import TwoNodes
 from trainvitals.errors import UnauthorizedError
 from trainvitals.identity import safe_node_id
 from trainvitals.io.client import CollectorClient

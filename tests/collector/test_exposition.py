@@ -3,11 +3,11 @@ import shutil
 import subprocess
 
 import pytest
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.collector.rows import RUN, SECOND, START, Writer
+from tests.support.exposition import Page
 from tests.support.orders import keys, signed
 from trainvitals.alerting import Alert, fingerprint
 from trainvitals.catalog import CATALOG, GPU_SCHEMA, STEP_METRICS
@@ -15,45 +15,20 @@ from trainvitals.detect.registry import ACTED_CAUSES
 from trainvitals.errors import ForeignBatchError, FormatError, NewerVersionError, StorageError
 from trainvitals.identity import new_run_id
 from trainvitals.records import Decision, DecisionMade, Finding, FindingRaised, RunInfo, RunStarted
-from trainvitals.testing import ManualClock
 from trainvitals.views import AckRequest, AlertView, CommandRequest, SilenceRequest
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.delivery import ended
 from vitals_collector.alerts.inbox import Occurrence, listed
-from vitals_collector.alerts.notifiers import LogNotifier
 from vitals_collector.api.exposition import (
     MAX_ALERTS,
     MAX_CAUSES,
     MAX_RUNS,
     OTHER_CAUSES,
-    StoreCollector,
 )
-from vitals_collector.ingest.ingest import ingest
-from vitals_collector.live.engine import Acting, assemble
 from vitals_collector.storage.schema import alerts
 from vitals_collector.storage.store import Store
 
 BY_NAME = {metric.name: metric for metric in CATALOG}
-
-
-class Page:
-    """A store and what ``/metrics`` says of it."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.clock = ManualClock()
-        self.acting: Acting = assemble(store, [LogNotifier()], clock=self.clock)
-        self.registry = CollectorRegistry()
-        self.registry.register(StoreCollector(store, clock=self.clock, acting=self.acting))
-
-    def send(self, raw: bytes) -> None:
-        ingest(self.store, raw, received_unix_ns=self.clock.time_ns())
-
-    def text(self) -> str:
-        return generate_latest(self.registry).decode()
-
-    def value(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(name, labels)
 
 
 @pytest.fixture

@@ -7,18 +7,12 @@ import pytest
 from sqlalchemy import select
 
 from tests.collector.rows import OTHER_RUN, RUN, Writer, seqs_stored
+from tests.support.spools import spool_of
 from trainvitals.errors import StorageError, UsageError
-from trainvitals.io.rundir import RunDir
-from trainvitals.io.spool import Spool
 from trainvitals.wire import decode_batch, encode_batch
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.storage.schema import streams
 from vitals_collector.storage.store import Store, open_store
-
-
-def spool_of(folder: Path, node: str = "node-a", run: str = RUN) -> Spool:
-    where = RunDir.create(folder, run).agent_dir(node) / "spool"
-    return Spool(where, max_bytes=1 << 24, keep=True, file_bytes=4_096)
 
 
 def test_a_folder_is_followed_as_it_grows_across_files(store: Store, tmp_path: Path):

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_cli_read import vitals
+from tests.support.cli import vitals
+from tests.support.follow import SKIP
 from tests.support.forked import COMMANDS
+from tests.support.served import Served
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.records import (
@@ -34,16 +35,6 @@ from vitals_collector.cli.follow import Ending, Lines, _follow, follow
 from vitals_collector.queries.open import open_folder
 from vitals_collector.queries.progress import MAX_ACTIONS, ProgressReader
 
-SKIP = Decision(
-    ledger_seq=1,
-    action="skip_step",
-    step=7,
-    decided_at_step=8,
-    attempt=1,
-    reason="loss is nan on rank 1",
-    rule="nonfinite",
-    cause="nonfinite_loss",
-)
 MAIN = "import sys; from trainvitals.cli.main import main; sys.exit(main())"
 
 
@@ -323,7 +314,7 @@ class Terminal:
         os.close(child)
         self.output = ""
 
-    def read_until(self, text: str, seconds: float = 30.0) -> str:
+    def read_until(self, text: str, seconds: float = 60.0) -> str:
         until = time.monotonic() + seconds
         while text not in self.output:
             assert time.monotonic() < until, self.output
@@ -331,7 +322,7 @@ class Terminal:
         return self.output
 
     def ended(self) -> int:
-        code = self.process.wait(20.0)
+        code = self.process.wait(60.0)
         while self._read(0.2):
             pass
         return code

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
-from tests.collector.test_cli_read import leave, vitals
-from tests.collector.test_query import query
+from tests.support.cli import leave, vitals
+from tests.support.queries import query
 from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, RunEnded, RunInfo, RunStarted
 from trainvitals.rows import Value

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.collector.lookback import decision, gpu_rows
 from tests.collector.rows import RUN, SECOND, START, Writer
-from tests.collector.test_cli_read import leave, vitals
+from tests.support.cli import leave, vitals
 from trainvitals.errors import UsageError
 from trainvitals.records import (
     AttemptStarted,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from tests.collector.rows import OTHER_RUN, RUN, Writer
-from tests.collector.test_ingest import stored_rows
 from tests.support.examples import examples
+from tests.support.storing import stored_rows
 from trainvitals.errors import FormatError
 from trainvitals.identity import new_run_id
 from trainvitals.records import AttemptStarted, Note

@@ -7,7 +7,7 @@ import pytest
 
 from tests.collector.alerting import Job
 from tests.collector.rows import Writer
-from tests.collector.test_cli_read import leave, vitals
+from tests.support.cli import leave, vitals
 from trainvitals.detect.hang import HangConfig, WaitHistory
 from trainvitals.records import (
     Finding,

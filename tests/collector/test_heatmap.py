@@ -6,10 +6,10 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.lookback import BACK_TO, BAD, ONSET, gpu_rows, troubled_run
 from tests.collector.rows import RUN, SECOND, START, Writer
-from tests.collector.test_query import At, query
+from tests.support.queries import At, query
+from tests.support.served import Served
 from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, NamesDefined

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.collector.conftest import Served
 from tests.collector.lookback import (
     BACK_TO,
     BAD,
@@ -19,8 +18,9 @@ from tests.collector.lookback import (
     troubled_run,
 )
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_query import At, query
 from tests.support.examples import examples
+from tests.support.queries import At, query
+from tests.support.served import Served
 from trainvitals.alerting import alerts_for_decision
 from trainvitals.records import AttemptStarted, Decision, Finding, Note, RunEnded
 from trainvitals.views import IncidentsQuestion, IncidentView
@@ -162,7 +162,7 @@ def test_a_run_without_trouble_has_none_and_http_says_what_the_store_does(served
     with served.client() as client:
         assert () == client.ask(IncidentsQuestion(run_id=RUN))
         end(served.store, troubled_run(served.store))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:  # the watchers look at the run meanwhile, and what they find is told as well
             found = client.ask(IncidentsQuestion(run_id=RUN))
             asked = served.app.state.query.ask(IncidentsQuestion(run_id=RUN))

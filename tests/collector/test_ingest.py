@@ -13,6 +13,7 @@ from sqlalchemy import Connection, select
 
 from tests.collector.rows import RUN, SECOND, START, STEPS, Writer
 from tests.support.examples import examples
+from tests.support.storing import die_after_the_rows, stored_rows
 from trainvitals.catalog import ROW_COLUMNS, SCALARS_SCHEMA
 from trainvitals.errors import FormatError, NewerVersionError
 from trainvitals.records import (
@@ -40,19 +41,6 @@ from vitals_collector.numbers.interface import Span
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.storage import schema as tables
 from vitals_collector.storage.store import Store, open_data_store, open_store
-
-
-def stored_rows(store: Store) -> list[tuple[str, int]]:
-    """Return every stored row as (stream, seq), in order."""
-    with store.read() as connection:
-        of_events = connection.execute(select(tables.events.c.seq)).scalars()
-        seqs = [("events", seq) for seq in of_events]
-        keys = connection.execute(select(tables.streams.c.run_id, tables.streams.c.stream)).all()
-    for run_id, stream in {tuple(key) for key in keys}:
-        if stream != "events":
-            of_stream = store.numbers.scan(Span(run_id, stream), ["seq"])["seq"].values
-            seqs += [(stream, seq) for seq in of_stream.tolist()]
-    return sorted(seqs)
 
 
 def part_of(raw: bytes, first: int, last: int) -> bytes:
@@ -167,17 +155,6 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     opened = open_data_store(tmp_path / "data") if is_lake else open_store("sqlite://")
     yield opened
     opened.close()
-
-
-def die_after_the_rows(store: Store, patch: pytest.MonkeyPatch) -> None:
-    """Have the next commit of rows be the last thing that is done."""
-    append = store.numbers.append
-
-    def append_and_die(batches: Sequence[Batch]) -> None:
-        append(batches)
-        raise MemoryError
-
-    patch.setattr(store.numbers, "append", append_and_die)
 
 
 def noted(store: Store) -> list[tuple[int, int, int]]:

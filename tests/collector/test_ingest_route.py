@@ -1,5 +1,4 @@
 import asyncio
-import functools
 import gzip
 import os
 import signal
@@ -16,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.collector.conftest import Served
 from tests.collector.rows import Writer, num_stored
 from tests.support.examples import examples
+from tests.support.served import Served
 from trainvitals.errors import StorageError
 from vitals_collector.api import auth
 from vitals_collector.api.app import CollectorSettings
@@ -173,11 +172,10 @@ def test_who_no_longer_waits_for_room_leaves_none_missing():
 
 
 @pytest.fixture
-def hasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def hasty(tmp_path: Path) -> Iterator[Served]:
     """A collector that waits for a locked database only a moment."""
-    opener = functools.partial(open_data_store, busy_seconds=0.05)
-    monkeypatch.setattr("vitals_collector.api.app.open_data_store", opener)
-    with Served(CollectorSettings(data=tmp_path / "data")) as collector:
+    store = open_data_store(tmp_path / "data", busy_seconds=0.05)
+    with Served(CollectorSettings(data=tmp_path / "data"), store=store) as collector:
         yield collector
 
 

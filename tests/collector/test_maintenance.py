@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from tests.collector.alerting import decision
-from tests.collector.conftest import Served
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
 from tests.collector.volume_runs import (
     HOUR,
@@ -16,6 +15,7 @@ from tests.collector.volume_runs import (
     steps_left,
     write_steps,
 )
+from tests.support.served import Served
 from trainvitals.records import RunEnded
 from trainvitals.testing import ManualClock
 from trainvitals.views import RunQuestion, RunsQuestion, SeriesQuestion, StepQuestion

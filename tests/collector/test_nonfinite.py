@@ -3,10 +3,10 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_cli_read import vitals
-from tests.collector.test_query import decision, query
+from tests.support.cli import vitals
+from tests.support.queries import decision, query
+from tests.support.served import Served
 from trainvitals.records import DecisionMade, Finding, FindingRaised, RunEnded, RunInfo, RunStarted
 from trainvitals.views import (
     DecisionsQuestion,

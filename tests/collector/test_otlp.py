@@ -2,25 +2,23 @@
 
 import json
 import math
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.collector.conftest import Served
-from tests.collector.histories.test_wandb import field
 from tests.collector.lookback import troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, START
-from tests.collector.test_tokens import token as make_token
+from tests.support.served import Served
+from tests.support.tokens import token as make_token
+from tests.support.wandb_files import field
 from trainvitals.errors import FormatError
 from trainvitals.views import CurveQuestion, RunQuestion
 from vitals_collector.api import otlp
 from vitals_collector.api.otlp import MAX_NAMES, PROTOBUF, decode
 from vitals_collector.live import run_status
 from vitals_collector.queries.open import Reader
-from vitals_collector.storage.store import open_data_store
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "otlp.md"
 TIME = START + 5_000_000_000
@@ -53,19 +51,10 @@ def gauge(name: str, *points):
     return {"name": name, "gauge": {"dataPoints": list(points)}}
 
 
-@pytest.fixture(scope="module")
-def fresh_data(fresh_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data directory with a run in it: to store one takes longer than a test of it."""
-    data = shutil.copytree(fresh_data, tmp_path_factory.mktemp("run") / "data")
-    store = open_data_store(data)
-    troubled_run(store)
-    store.close()
-    return data
-
-
 @pytest.fixture
 def collector(served: Served) -> Served:
-    """A collector that found the run."""
+    """A collector with a run."""
+    troubled_run(served.store)
     return served
 
 

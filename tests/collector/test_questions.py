@@ -8,16 +8,15 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_auth import SCOPES
-from tests.collector.test_cli_control import spool_of
+from tests.support.control import spool_of
+from tests.support.scopes import SCOPES
+from tests.support.served import Served, served_in
 from trainvitals.errors import UnauthorizedError, UsageError
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.rundir import RunDir
 from trainvitals.question import ROUTES, Question, route
 from trainvitals.views import Int64
-from vitals_collector.api.app import CollectorSettings
 from vitals_collector.api.questions import question_router
 from vitals_collector.queries.folder_query import FolderQuery
 from vitals_collector.queries.open import Reader, open_folder
@@ -81,7 +80,7 @@ def posted_toy() -> Iterator[type[Question[tuple[Toy, ...]]]]:
 @pytest.fixture
 def served(toy, posted_toy, tmp_path: Path) -> Iterator[Served]:
     question_router.cache_clear()  # no program gets a new question once its API is made
-    with Served(CollectorSettings(data=tmp_path / "data")) as place:
+    with served_in(tmp_path / "data") as place:
         with place.client("ingest") as client:
             client.ingest(Writer().steps([0], loss=1.0))
         yield place

@@ -18,9 +18,9 @@ import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_notifiers import receiver
+from tests.support.receivers import receiver
+from tests.support.served import Served
 from trainvitals.errors import ConfigError, MissingDependencyError
 from trainvitals.records import RunInfo, RunStarted
 from vitals_collector.alerts.receivers import NotifierSettings
@@ -359,7 +359,7 @@ def test_a_real_prometheus_that_comes_late_has_every_push_since_the_collector_st
 
 
 def until(condition, what: str) -> None:
-    deadline = time.monotonic() + 40.0
+    deadline = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < deadline, f"did not happen: {what}"
         time.sleep(0.1)

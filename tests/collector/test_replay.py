@@ -3,10 +3,10 @@
 import math
 
 import msgspec
-import pytest
 
 from tests.collector.alerting import Place, started
 from tests.collector.rows import RUN, Writer
+from tests.support.replays import COURSE, columns, replayed
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, LadderConfig
 from trainvitals.records import (
     AttemptStarted,
@@ -15,51 +15,12 @@ from trainvitals.records import (
     FindingRaised,
     RunInfo,
     RunStarted,
-    StepRecord,
 )
 from trainvitals.testing import judgements, series
-from vitals_collector.report.replay import Replay, replay
+from vitals_collector.report.replay import replay
 from vitals_collector.storage.schema import sources
-from vitals_collector.storage.store import Store
-
-
-@pytest.fixture
-def place(store: Store) -> Place:
-    return Place(store)
-
-
-def replayed(place: Place, config: JudgeConfig | None = None) -> Replay:
-    return replay(place.store, RUN, config=config)
-
 
 # ---------------------------------------------------------------------------------------- replay
-
-
-def columns(record: StepRecord) -> dict[str, object]:
-    """Return the row's columns as rank 0 writes them."""
-    loss, norm = record.loss, record.grad_norm
-    verdict = (
-        1 * (loss is not None and not math.isfinite(loss))
-        + 2 * (norm is not None and not math.isfinite(norm))
-        + 16 * record.overflow
-        + 32 * bool(record.failed_ranks)
-        + 64 * record.withheld
-        + 128 * record.clips
-    )
-    ranks = record.nonfinite_ranks
-    return {
-        "loss": loss,
-        "loss_max": record.loss_max,
-        "grad_norm": norm,
-        "loss_limit": record.loss_limit,
-        "grad_norm_limit": record.grad_norm_limit,
-        "learning_rate": record.learning_rate,
-        "verdict": verdict,
-        "skipped": int(record.skipped),
-        "culprit_rank": ranks[0] if len(ranks) == 1 else -1,
-        "nonfinite_params": record.nonfinite_params,
-        "rank_loss": 1.0,
-    }
 
 
 def write(place: Place, writer: Writer, said) -> None:
@@ -74,9 +35,6 @@ def write(place: Place, writer: Writer, said) -> None:
             events.append(DecisionMade(decision=judgement.decision))
         if events:
             place.send(writer.events(*events, step=record.step, attempt=record.attempt))
-
-
-COURSE = "loss 3..2x60 nan 2x10 40 40 2x30; grad_norm 1x60 1 1x10 50 50 1x30; loss_max 2x103"
 
 
 def test_a_recorded_run_is_reproduced_decision_by_decision(place: Place):

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tests.collector.alerting import Place, started
 from tests.collector.rows import Writer
-from tests.collector.test_replay import columns, replayed
+from tests.support.replays import columns, replayed
 from trainvitals.detect.outliers import Limits
 from trainvitals.policy import CheckpointRef, Judge, Judgement, Mode, Proposal
 from trainvitals.policy.evidence import Ask, Reading

@@ -154,6 +154,7 @@ def test_the_engine_goes_on_after_a_lost_run_was_removed(store: Store):
     assert any("firing" in word for word in place.look()[1:])
 
 
+@pytest.mark.nightly
 def test_a_disk_with_hardly_any_room_is_freed_of_a_run_that_is_much_larger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

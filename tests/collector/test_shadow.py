@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_cli_read import leave, vitals
-from tests.collector.test_query import decision, query
+from tests.support.cli import leave, vitals
+from tests.support.queries import decision, query
 from trainvitals.records import AttemptStarted, DecisionMade, RunInfo, RunStarted
 from trainvitals.views import DecisionsQuestion
 from vitals_collector.ingest.ingest import ingest

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.collector.alerting import Place, decision
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_query import query
+from tests.support.queries import query
 from trainvitals.records import (
     BAD_LOSS,
     CLIPS,

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.collector.conftest import Served
 from tests.collector.lookback import BACK_TO, BAD, troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, Writer
-from tests.collector.test_query import query
 from tests.support.examples import examples
+from tests.support.queries import query
+from tests.support.served import Served
 from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, Note, RunInfo, RunStarted
 from trainvitals.views import Branch, TableQuestion, TableReply

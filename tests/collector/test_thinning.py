@@ -88,6 +88,7 @@ def test_rows_that_no_watcher_has_read_are_not_touched(store: Store):
     assert 20 == thin(store, LATER + 2 * HOUR)
 
 
+@pytest.mark.nightly
 def test_rows_of_a_run_that_the_watchers_have_set_aside_wait_for_nobody(store: Store):
     write_steps(store, ranks(4), range(40))
     assert 0 == thin(store, LATER)
@@ -100,6 +101,7 @@ def test_rows_of_a_run_that_the_watchers_have_set_aside_wait_for_nobody(store: S
     assert 0 == thin(store, LATER + 2 * HOUR)
 
 
+@pytest.mark.nightly
 def test_what_looks_at_a_thinned_run_again_says_which_rows_it_lacks(store: Store):
     write_steps(store, ranks(4), range(40))
     all_read(store)
@@ -127,14 +129,15 @@ def test_the_steps_around_an_incident_stay_whole(store: Store, event_):
     assert set(range(50)) == set(numbers(store, "num_ranks")), "the series has no hole there"
 
 
+@pytest.mark.nightly
 def test_a_finding_that_only_tells_keeps_no_rows_of_ranks(store: Store):
     writers = ranks(5)
-    write_steps(store, writers, range(60))
-    finding = Finding(kind="slow", level="advisory", step=22, detector="ranks", reason="slow")
-    ingest(store, writers[0].events(FindingRaised(finding=finding), step=22))
+    write_steps(store, writers, range(40))
+    finding = Finding(kind="slow", level="advisory", step=12, detector="ranks", reason="slow")
+    ingest(store, writers[0].events(FindingRaised(finding=finding), step=12))
     all_read(store)
     thin(store, LATER)
-    assert {2} == {num for step, num in ranks_of_steps(store).items() if step < 40}
+    assert {2} == {num for step, num in ranks_of_steps(store).items() if step < 20}
 
 
 def test_a_spike_of_any_rank_is_seen_after_thinning(store: Store):
@@ -167,14 +170,15 @@ def test_rows_that_come_later_than_the_level_of_their_step_stay_as_they_came(sto
     assert list(range(40)) == steps_left(store, "rank:5")
 
 
+@pytest.mark.nightly
 def test_steps_trained_again_have_numbers_of_their_own(store: Store):
     writers = ranks(4)
-    write_steps(store, writers, range(40))
-    write_steps(store, writers, range(24, 64), attempt=2)
+    write_steps(store, writers, range(20))
+    write_steps(store, writers, range(14, 44), attempt=2)
     all_read(store)
     thin(store, LATER)
     keys = zip(values_of(store, "ranks", "attempt"), values_of(store, "ranks", "step"), strict=True)
-    expected = [(1, step) for step in range(40)] + [(2, step) for step in range(24, 50)]
+    expected = [(1, step) for step in range(20)] + [(2, step) for step in range(14, 30)]
     assert sorted(expected) == sorted(keys)
 
 
@@ -201,6 +205,7 @@ def rows_of_layers(writer: Writer, steps: range, attempt: int = 1) -> list[list[
     ]
 
 
+@pytest.mark.nightly
 def test_layers_of_an_attempt_whose_steps_are_not_there_are_thinned_as_well(store: Store):
     writer = Writer(world_size=1)
     ingest(store, writer.batch(LAYERS_SCHEMA, rows_of_layers(writer, range(40))))
@@ -228,6 +233,7 @@ def test_samples_of_hosts_become_their_least_and_their_greatest(store: Store):
     assert 0 == thin(store, LATER + HOUR), "what was thinned is not thinned again"
 
 
+@pytest.mark.nightly
 def test_a_sample_that_has_no_value_stays_one(store: Store):
     writer = Writer("node:a", world_size=1)
     ingest(store, writer.node_rows(range(10), cpu_ratio=None))
@@ -237,6 +243,7 @@ def test_a_sample_that_has_no_value_stays_one(store: Store):
     assert 2 == len(values_of(store, "node", "time_unix_ns"))
 
 
+@pytest.mark.nightly
 def test_hours_of_samples_near_an_incident_stay(store: Store):
     writer = Writer("node:a", world_size=1)
     first = START // HOUR * HOUR - START  # of the hour
@@ -261,6 +268,7 @@ def test_what_was_thinned_is_said_with_its_reason(store: Store):
     assert {("steps", "age"): 60} == store.counters.thinned
 
 
+@pytest.mark.nightly
 def test_a_run_with_no_more_ranks_than_are_kept_is_left_as_it_is(store: Store):
     write_steps(store, ranks(3), range(40))
     all_read(store)
@@ -286,11 +294,11 @@ def test_what_is_kept_for_ever_stays_above_the_cap_and_that_is_said_once(store: 
 
 def test_rounds_while_rows_come_leave_one_number_of_each_step(store: Store):
     writers = ranks(6)
-    for start in range(0, 60, 15):
-        write_steps(store, writers, range(start, start + 15))
+    for start in (0, 25):
+        write_steps(store, writers, range(start, start + 25))
         all_read(store)
         thin(store, LATER + start * HOUR)
-    assert set(range(40)) == set(numbers(store, "num_ranks"))
+    assert set(range(30)) == set(numbers(store, "num_ranks"))
     assert {5} == set(numbers(store, "num_ranks").values())
 
 

@@ -13,9 +13,10 @@ from sqlalchemy import select
 from typer.testing import CliRunner
 
 from tests.collector.alerting import decision
-from tests.collector.conftest import Served, empty
 from tests.collector.rows import OTHER_RUN, RUN, Writer, num_stored
 from tests.support.examples import examples
+from tests.support.served import Served
+from tests.support.tokens import token
 from trainvitals.cli.main import build_app
 from trainvitals.errors import (
     ForeignBatchError,
@@ -50,24 +51,8 @@ from vitals_collector.storage.tokens import Principal
 DAY = 86_400
 
 
-def token(served: Served, owner: str, *scopes: str, **limits) -> str:
-    """Return the secret of a new token; with the scope ingest, where none is named."""
-    scopes = scopes or ("ingest",)
-    with served.store.write() as connection:
-        _, secret = tokens.create(
-            connection,
-            owner=owner,
-            scopes=scopes,
-            by="test",
-            now_unix_ns=time.time_ns(),
-            **limits,
-        )
-    served.app.state.known_tokens.look()
-    return secret
-
-
 def client(served: Served, secret: str) -> CollectorClient:
-    return CollectorClient(served.url, secret, timeout=60.0)
+    return served.client_with(secret)
 
 
 def send(served: Served, secret: str, *raws: bytes) -> list[str]:
@@ -224,11 +209,11 @@ def test_a_token_that_has_ended_is_refused_by_the_next_look_and_counted(
     assert {"V414": 1} == served.store.counters.refused
 
 
-def test_a_revocation_holds_within_seconds(served: Served):
+def test_a_revocation_holds_by_itself(served: Served):
     secret = token(served, "ada", "read")
     with served.store.write() as connection:
         tokens.revoke(connection, id_of(served, "ada"), by="t", now_unix_ns=time.time_ns())
-    give_up = time.monotonic() + 10.0
+    give_up = time.monotonic() + 60.0
     while time.monotonic() < give_up:
         with client(served, secret) as reader:
             try:
@@ -236,7 +221,7 @@ def test_a_revocation_holds_within_seconds(served: Served):
             except UnauthorizedError:
                 return
         time.sleep(0.1)
-    pytest.fail("it is still good after 10 s")
+    pytest.fail("it is still good after 60 s")
 
 
 @pytest.mark.servers
@@ -256,9 +241,6 @@ def test_all_collectors_on_a_database_know_a_token_and_its_end(tmp_path: Path, p
             second.app.state.known_tokens.look()
             with pytest.raises(UnauthorizedError, match="revoked"):
                 reader.ask(RunsQuestion())
-    store = open_store(postgres)
-    store.close()
-    empty(store)
 
 
 # ------------------------------------------------------------------------------------- who reads
@@ -313,7 +295,7 @@ def test_a_limited_reader_sees_its_runs_alone(two_runs: Served):
 def test_what_is_about_all_runs_is_refused_to_a_limited_reader(served: Served, path: str):
     def status(secret: str) -> int:
         said = {"Authorization": f"Bearer {secret}"}
-        return httpx.get(served.plain + path, headers=said, trust_env=False).status_code
+        return served.request("GET", path, "", headers=said).status_code
 
     assert 403 == status(token(served, "ada", "read", project="llm"))
     assert 200 == status(token(served, "bob", "read"))

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.collector.lookback import BAD, ONSET, troubled_run
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_query import query
 from tests.support.examples import examples
+from tests.support.queries import query
 from trainvitals.errors import UsageError
 from trainvitals.views import MoversQuestion
 from vitals_collector.ingest.ingest import ingest

@@ -1,14 +1,15 @@
 """The thread that keeps a lake small, quick and whole."""
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.collector.numbers.test_levels import STEPS, fill, kept_rows, levels
 from tests.collector.numbers.written import RUN, batch, identity
 from tests.collector.volume_runs import all_read
+from tests.support.levels import STEPS, fill, kept_rows, levels
 from trainvitals.testing import ManualClock
 from trainvitals.wire import encode_batch
 from vitals_collector.ingest.ingest import ingest_all
@@ -37,12 +38,21 @@ class Ingested:
         ingest_all(self._store, [encode_batch(b.header, b.rows) for b in batches], 0)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Give a store with 600 steps of 12 ranks that the watchers have read."""
-    store = open_data_store(tmp_path)
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory, fresh_data: Path) -> Path:
+    """A data directory with 600 steps of 12 ranks that the watchers have read."""
+    data = shutil.copytree(fresh_data, tmp_path_factory.mktemp("filled") / "data")
+    store = open_data_store(data)
     fill(Ingested(store))
     all_read(store, RUN)
+    store.close()
+    return data
+
+
+@pytest.fixture
+def store(tmp_path: Path, filled: Path) -> Iterator[Store]:
+    """Give a store with those steps."""
+    store = open_data_store(shutil.copytree(filled, tmp_path, dirs_exist_ok=True))
     yield store
     store.close()
 

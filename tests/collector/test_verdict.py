@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.lookback import BAD, decision, end, finding, troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, Writer
-from tests.collector.test_cli_read import leave, vitals
-from tests.collector.test_query import query
+from tests.support.cli import leave, vitals
+from tests.support.queries import query
+from tests.support.served import Served
 from trainvitals.errors import ConfigError
 from trainvitals.records import (
     AttemptStarted,

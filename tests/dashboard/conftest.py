@@ -97,7 +97,12 @@ def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+            executable_path=shutil.which("chromium"),
+            args=[
+                "--no-sandbox",
+                "--disable-gpu",
+                "--host-resolver-rules=MAP vitals.example 127.0.0.1",
+            ],
         )
         yield chromium
         chromium.close()

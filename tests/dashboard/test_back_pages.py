@@ -1,25 +1,15 @@
 """The pages that look back: layers, ranks, decisions, checkpoints, incidents."""
 
-from collections.abc import Callable
-
 import msgspec
 from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
-from tests.dashboard.conftest import texts
 from tests.dashboard.drawn import commands, drawn
 from tests.dashboard.look_back import INCIDENT, incident, proposed, with_look_back
 from tests.dashboard.stub import Stub
+from tests.support.pages import Open, shown
 from trainvitals.detect.registry import KINDS
 from vitals_dashboard import formatting, ticket
-
-Open = Callable[..., AppTest]
-
-
-def shown(app: AppTest) -> str:
-    """Return what a page says; it never shows a traceback."""
-    assert [] == list(app.exception)
-    return texts(app)
 
 
 def press(app: AppTest, label: str) -> AppTest:

@@ -4,6 +4,7 @@ import csv
 import math
 import re
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,9 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from tests.collector.rows import OTHER_RUN, RUN
@@ -25,12 +28,19 @@ from tests.dashboard.folder import (
     OpenRun,
     write_long_run,
 )
-from tests.dashboard.test_access import Started, get_control
-from tests.dashboard.test_launch import dashboard
+from tests.dashboard.stranger import stranger
+from tests.support.dashboards import (
+    CHART,
+    TABLE,
+    Started,
+    at,
+    by_localhost,
+    dashboard,
+    get_control,
+)
 from tests.support.examples import one_in
 
 pytestmark = pytest.mark.browser
-CHART = "figure canvas"
 MAP = "[data-testid=stEChartsChart] canvas"
 PAGES = {
     "fleet": "",
@@ -45,7 +55,7 @@ PAGES = {
     "query": f"query?run={RUN}",
 }
 """Every page, by what it is called here."""
-TABLE, CARD = "[data-testid=stDataFrame] canvas", "[class*='st-key-alert_text']"
+CARD = "[class*='st-key-alert_text']"
 READY = dict.fromkeys(PAGES, CHART) | {
     "layers": MAP,
     "ranks": MAP,
@@ -89,12 +99,6 @@ def started(
 def address(started: Started) -> str:
     """Its one-click address."""
     return started.address
-
-
-def at(address: str, path: str) -> str:
-    """Return the address of a page, with the token that lets in."""
-    base, _, token = address.partition("/?token=")
-    return f"{base}/{path}{'&' if '?' in path else '?'}token={token}"
 
 
 def run_page(address: str) -> str:
@@ -203,6 +207,7 @@ def test_a_hostile_run_name_is_only_text(tab, address):
     assert 0 == tab.locator("img[src='x']").count()
 
 
+@pytest.mark.nightly
 def test_a_run_is_opened_from_the_fleet_and_a_new_decision_appears_by_itself(
     page, address, training: OpenRun
 ):
@@ -221,6 +226,7 @@ def test_a_run_is_opened_from_the_fleet_and_a_new_decision_appears_by_itself(
     )
 
 
+@pytest.mark.nightly
 def test_a_zoom_by_range_gets_every_point_and_is_an_address(tab, address):
     tab.goto(at(address, f"run?run={OTHER_RUN}"))
     tab.wait_for_selector(CHART)
@@ -240,6 +246,7 @@ def test_a_zoom_by_range_gets_every_point_and_is_an_address(tab, address):
     tab.get_by_text("200 of 200 points").first.wait_for()
 
 
+@pytest.mark.nightly
 def test_a_live_page_is_zoomed_by_dragging_and_stays_so_while_steps_come(
     tab, address, training: OpenRun
 ):
@@ -264,6 +271,7 @@ def test_a_live_page_is_zoomed_by_dragging_and_stays_so_while_steps_come(
     tab.get_by_text(f"{training.last_step + 1} of {training.last_step + 1} points").first.wait_for()
 
 
+@pytest.mark.nightly
 def test_a_chart_is_read_by_keyboard_and_aloud(tab, address, training: OpenRun):
     tab.goto(run_page(address))
     tab.wait_for_selector(CHART)
@@ -285,6 +293,7 @@ def test_a_chart_is_read_by_keyboard_and_aloud(tab, address, training: OpenRun):
 @pytest.mark.parametrize(
     ("width", "height", "lowest"), one_in(2, [(1280, 720, 720), (390, 844, 500)])
 )
+@pytest.mark.nightly
 def test_the_first_curve_is_seen_without_scrolling(page, address, width, height, lowest):
     page.set_viewport_size({"width": width, "height": height})
     page.goto(at(address, f"run?run={OTHER_RUN}"))
@@ -295,6 +304,7 @@ def test_the_first_curve_is_seen_without_scrolling(page, address, width, height,
     assert box["x"] >= 0 and box["x"] + box["width"] <= width
 
 
+@pytest.mark.nightly
 def test_the_page_of_an_ended_run_asks_for_nothing_more(tab, address):
     asked: list[bytes] = []
     with heard(
@@ -417,6 +427,7 @@ def test_a_loss_that_ends_in_nan_is_not_read_as_its_last_finite_value(alone: Alo
     assert "step 2 loss -" == " ".join(said.split())
 
 
+@pytest.mark.nightly
 def test_a_page_finds_its_server_and_its_program_at_once(tab, address):
     tab.goto(run_page(address))
     tab.wait_for_selector(CHART)  # from now on the server knows the program
@@ -437,8 +448,9 @@ def test_a_command_is_copied_from_the_verdict(tab, address):
     command = copy.get_attribute("aria-label").removeprefix("Copy ")
     assert command == tab.locator("code").filter(has_text=command).first.inner_text()
     copy.click()
-    tab.get_by_text("Copied").wait_for()
-    assert command == tab.evaluate("navigator.clipboard.readText()")
+    tab.wait_for_function(
+        "async (command) => await navigator.clipboard.readText() === command", arg=command
+    )
 
 
 @pytest.mark.parametrize(
@@ -475,6 +487,7 @@ def test_what_was_rolled_back_of_several_curves_is_one_entry_of_the_legend(alone
     assert 2 == alone.page.locator("#alone figure tr.u-off").count(), "both are hidden"
 
 
+@pytest.mark.nightly
 def test_an_alert_is_silenced_with_a_reason_and_an_end(page, address, started):
     page.goto(at(address, "alerts"))
     get_control(page, started)
@@ -491,6 +504,7 @@ def test_an_alert_is_silenced_with_a_reason_and_an_end(page, address, started):
     page.get_by_text(re.compile("silenced for another .* the data are mended")).wait_for()
 
 
+@pytest.mark.nightly
 def test_an_incident_leads_to_the_curves_around_it(tab, address):
     expect = pytest.importorskip("playwright.sync_api").expect
     tab.goto(run_page(address))
@@ -508,6 +522,7 @@ def test_an_incident_leads_to_the_curves_around_it(tab, address):
     tab.wait_for_selector(CHART)
 
 
+@pytest.mark.nightly
 def test_the_answer_to_a_question_is_taken_away_as_csv(tab, address, tmp_path: Path):
     tab.goto(at(address, f"query?run={RUN}&table=steps&where=loss %3E 8.5&columns=step%2C loss"))
     tab.get_by_text("1 of 1 row").wait_for()
@@ -573,6 +588,7 @@ def test_every_page_can_be_read_by_everybody(page, address, started):
     assert [] == refused, "the policy lets the pages be as they are"
 
 
+@pytest.mark.nightly
 def test_the_keyboard_reaches_every_control_of_the_run_page(tab, address):
     tab.goto(run_page(address))
     tab.wait_for_selector(CHART)
@@ -607,3 +623,138 @@ def test_the_screenshot_script_writes_a_picture_of_the_address(address, tmp_path
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (0, f"{picture}\n") == (done.returncode, done.stdout), done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------- a second program on this machine
+
+
+def test_a_code_of_the_terminal_gives_this_browser_control_until_it_signs_out(
+    page: Any, started: Started
+) -> None:
+    page.goto(started.address)
+    page.wait_for_selector(TABLE)
+    assert 0 == page.get_by_label("Code shown").count(), "who looks is asked for nothing"
+    get_control(page, started, wrong=1)
+    page.get_by_text("You may send commands for 60 more minutes").wait_for()
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_text("Signed out").wait_for()
+    page.goto(started.base)
+    assert "needs its token" in page.locator("body").inner_text()
+
+
+@pytest.mark.nightly
+def test_where_every_program_shares_the_name_one_can_only_look(page: Any, started: Started) -> None:
+    page.goto(by_localhost(started.address))
+    page.wait_for_selector(TABLE)
+    page.get_by_text("This address is look-only").wait_for()
+    assert 0 == page.get_by_role("button", name="Get control").count()
+
+
+# What a page of another port tries, given even the name that it cannot know.
+ATTACK = """
+const own = "NAME:PORT", results = {};
+async function attempt(name, action) {
+  try { results[name] = String(await action()) } catch (error) { results[name] = "refused" }
+}
+function socket(host) {
+  return () => new Promise((resolve, reject) => {
+    const tried = new WebSocket(`ws://${host}/_stcore/stream`, ["streamlit"]);
+    tried.onopen = () => resolve("open");
+    tried.onerror = () => reject();
+  });
+}
+(async () => {
+  for (const host of [own, "localhost:PORT", "127.0.0.1:PORT"]) {
+    const all = {credentials: "include", headers: {"x-own": "1"}};
+    await attempt("socket " + host, socket(host));
+    await attempt("read " + host, async () => (await fetch(`http://${host}/`, all)).status);
+    for (const method of ["PUT", "POST", "DELETE"])
+      await attempt(method + " " + host, async () =>
+        (await fetch(`http://${host}/_stcore/upload_file/a/b`, {...all, method})).status);
+  }
+  const frame = document.createElement("iframe");
+  frame.src = `http://${own}/`;
+  frame.onload = async () => {
+    await attempt("frame", () => frame.contentDocument ? "blank" : "shown");
+    document.title = JSON.stringify(results);
+  };
+  document.body.append(frame);
+})();
+"""
+
+
+def test_a_link_to_another_port_hands_over_neither_cookie_nor_name_nor_control(
+    page: Any, started: Started
+) -> None:
+    """The way in which a run was once rolled back by another user of the node."""
+    port = str(urlsplit(started.address).port)
+    script = ATTACK.replace("NAME", started.host).replace("PORT", port)
+    page.goto(started.address)
+    page.wait_for_selector(TABLE)
+    with stranger(script) as (theirs, seen):
+        for host in ("localhost", "127.0.0.1"):
+            there = f"http://{host}:{theirs}/"
+            page.goto(started.base)
+            page.wait_for_selector(TABLE)
+            page.evaluate(  # a link in a run's name or note, clicked
+                "there => { const a = document.createElement('a'); a.href = there;"
+                " document.body.append(a); a.click(); }",
+                there,
+            )
+            page.wait_for_url(there)
+            page.wait_for_function("document.title.startsWith('{')")
+            results: dict[str, str] = page.evaluate("JSON.parse(document.title)")
+            assert 16 == len(results)
+            assert {"refused"} == {v for k, v in results.items() if k != "frame"}, results
+        sent = "".join(seen)
+        assert 2 == len([text for text in seen if text.startswith("/\n")]), "it was visited"
+        for secret in ("vitals-", started.host, started.token):
+            assert secret not in sent
+        assert all("Referer" not in text for text in seen if text.startswith("/\n"))
+
+
+def test_the_cookie_of_localhost_that_a_link_does_hand_over_can_only_look(
+    page: Any, started: Started
+) -> None:
+    """Why that name is look-only: browsers send its cookies to every port."""
+    page.goto(by_localhost(started.address))
+    page.wait_for_selector(TABLE)
+    with stranger() as (theirs, seen):
+        page.goto(f"http://localhost:{theirs}/")
+    cookie = re.findall(r"^Cookie: (.*)$", seen[0], re.M)[0]
+    assert "vitals-" in cookie
+    port = urlsplit(started.address).port
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as thief:
+        assert 200 == thief.get("/", headers={"Host": "localhost", "Cookie": cookie}).status_code
+        own = {"Host": started.host, "Cookie": cookie}
+        assert 401 == thief.get("/", headers=own).status_code
+
+
+def test_a_websocket_of_another_origin_is_refused(page: Any, started: Started) -> None:
+    client = pytest.importorskip("websockets.sync.client")
+    page.goto(started.address)
+    page.wait_for_selector(TABLE)
+    (cookie,) = [c for c in page.context.cookies() if c["name"].startswith("vitals-")]
+    assert (True, "Strict", started.host) == (
+        cookie["httpOnly"], cookie["sameSite"], cookie["domain"],
+    )  # fmt: skip
+    port = urlsplit(started.address).port
+
+    def status(origin: str | None, host: str = f"{started.host}:{port}") -> int:
+        try:
+            with client.connect(
+                f"ws://{host}/_stcore/stream",
+                sock=socket.create_connection(("127.0.0.1", port)),
+                origin=origin,
+                subprotocols=["streamlit"],
+                additional_headers={"Cookie": f"{cookie['name']}={cookie['value']}"},
+                proxy=None,
+            ):
+                return 101
+        except Exception as error:
+            return int(error.response.status_code)  # type: ignore[attr-defined]
+
+    assert 101 == status(started.base)
+    for origin in (None, "null", "http://evil.example", f"http://{started.host}:1"):
+        assert 403 == status(origin), origin
+    assert 403 == status("http://evil.example", "evil.example"), "a name that was rebound"

@@ -8,7 +8,7 @@ from tests.dashboard import samples
 from tests.dashboard.look_back import INCIDENT, RANKS, with_look_back
 from tests.dashboard.samples import NOW_NS
 from tests.dashboard.stub import Stub
-from tests.dashboard.test_back_pages import Open, shown
+from tests.support.pages import Open, shown
 from trainvitals.records import Decision, Finding
 from trainvitals.views import DecisionView, EventView, FindingView, StacksView
 from vitals_dashboard import hangs, stragglers

@@ -6,9 +6,8 @@ import socket
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -18,6 +17,7 @@ import pytest
 from tests.dashboard.conftest import write_tokens
 from tests.dashboard.folder import write_run
 from tests.dashboard.stub import CONTROL
+from tests.support.dashboards import by_localhost, dashboard
 from trainvitals.cli.main import main
 from trainvitals.errors import UsageError
 from vitals_dashboard import launch
@@ -217,35 +217,8 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
-def by_localhost(address: str) -> str:
-    """Return the address by the name that programs know too, not browsers alone."""
-    return re.sub(r"//[0-9a-f]+\.localhost", "//localhost", address)
-
-
 def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
-
-
-@contextmanager
-def dashboard(
-    folder: Path, tmp_path: Path, *options: str, errors: int = subprocess.DEVNULL
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run ``vitals dashboard FOLDER``; gives the process and the address that it printed."""
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainvitals", "dashboard", str(folder), *options],
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        env=environ,
-    )
-    assert process.stdout is not None
-    try:
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
-        process.stdout.close()
 
 
 @pytest.fixture
@@ -255,7 +228,7 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_command_serves_a_folder_behind_its_token_and_ends_in_seconds(
+def test_the_command_serves_a_folder_behind_its_token_and_ends_with_its_parts(
     runs: Path, tmp_path: Path
 ):
     write_run(runs, name="kept")
@@ -280,10 +253,8 @@ def test_the_command_serves_a_folder_behind_its_token_and_ends_in_seconds(
             inside = client.get(address, follow_redirects=True)
             assert (200, f"{base}/") == (inside.status_code, str(inside.url))
             assert "token" not in str(inside.url)
-        started = time.monotonic()
         process.send_signal(signal.SIGINT)
-        assert 130 == process.wait(30)
-        assert 10 > time.monotonic() - started
+        assert 130 == process.wait(60)
         assert all(gone(pid) for pid in children)
 
 
@@ -295,6 +266,7 @@ def test_a_signal_and_a_closed_terminal_end_it_as_ctrl_c_does(number: signal.Sig
     assert before == signal.getsignal(number)
 
 
+@pytest.mark.nightly
 def test_where_the_command_is_killed_its_parts_end_by_themselves(runs: Path, tmp_path: Path):
     write_run(runs, name="kept")
     with dashboard(runs, tmp_path) as (process, address):
@@ -303,13 +275,14 @@ def test_where_the_command_is_killed_its_parts_end_by_themselves(runs: Path, tmp
         assert httpx.get(by_localhost(address), follow_redirects=True, trust_env=False).is_success
         ends = [os.pidfd_open(pid) for pid in children]
         process.kill()
-        assert -signal.SIGKILL == process.wait(30)
+        assert -signal.SIGKILL == process.wait(60)
         for end in ends:  # readable once the process has ended, whoever is its parent now
-            assert [end] == select.select([end], [], [], 30)[0]
+            assert [end] == select.select([end], [], [], 60)[0]
             os.close(end)
 
 
-@pytest.mark.parametrize("victim", ["collector", pytest.param("pages", marks=pytest.mark.slow)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["collector", "pages"])
 def test_where_one_part_dies_the_command_says_so_and_ends_the_other(
     victim: str, runs: Path, tmp_path: Path
 ):
@@ -320,5 +293,5 @@ def test_where_one_part_dies_the_command_says_so_and_ends_the_other(
             p for p, line in lines.items() if ("collector" in line) == (victim == "collector")
         )
         os.kill(dies, signal.SIGKILL)
-        assert 1 == process.wait(30)
+        assert 1 == process.wait(60)
         assert all(gone(pid) for pid in children)

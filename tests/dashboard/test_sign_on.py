@@ -14,13 +14,12 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import pytest
 
 from tests.dashboard.folder import write_run
-from tests.dashboard.test_launch import dashboard
+from tests.support.dashboards import TABLE, dashboard
 from tests.support.examples import one_in
 from vitals_dashboard import launch
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.nightly]
 pytest.importorskip("authlib", reason="st.login needs Authlib: pip install 'trainvitals[oidc]'")
-TABLE = "[data-testid=stDataFrame] canvas"
 CLIENT, SECRET = "vitals", "client-secret-of-this-test"
 
 

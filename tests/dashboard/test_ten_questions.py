@@ -17,8 +17,7 @@ import pytest
 
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, Writer
 from tests.dashboard.folder import open_spool
-from tests.dashboard.test_browser import CHART, at
-from tests.dashboard.test_launch import dashboard
+from tests.support.dashboards import CHART, at, dashboard
 from tests.support.examples import one_in
 from trainvitals.records import (
     AttemptStarted,
@@ -32,7 +31,7 @@ from trainvitals.records import (
     RunStarted,
 )
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.nightly]
 BAD, BACK_TO, AGAIN = 540, 378, 541
 MAX_CLICKS = 2
 

@@ -16,12 +16,11 @@ import pytest
 import yaml
 
 from tests.deploy.compose import COMPOSE, CONTAINER, DEPLOY, read
-from tests.deploy.test_generated_files import run
+from tests.support.deploy import ROOT, run, settings_of_vitals
 from trainvitals import __version__
 from trainvitals.cli.main import main
 from vitals_collector.api.certificate import own_certificate
 
-ROOT = DEPLOY.parent
 CHART = DEPLOY / "helm" / "vitals"
 OURS = ("collector", "prometheus-config")
 OF_LIBPQ_AND_AWS = {
@@ -30,13 +29,6 @@ OF_LIBPQ_AND_AWS = {
 }
 SERVICES: dict[str, dict[str, Any]] = read()["services"]
 DOCKERFILE = (CONTAINER / "Dockerfile").read_text()
-
-
-def settings_of_vitals() -> set[str]:
-    """Return every variable that the code of Vitals reads."""
-    rooms = ("trainvitals", "agent", "collector", "dashboard")
-    texts = [path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py")]
-    return set(re.findall(r"VITALS_[A-Z_]+\b", "".join(texts)))
 
 
 class TestCompose:

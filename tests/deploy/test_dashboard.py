@@ -18,8 +18,8 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.rows import Writer
+from tests.support.served import Served
 from trainvitals.catalog import CATALOG
 from trainvitals.identity import new_run_id
 from trainvitals.records import AttemptStarted, Decision, DecisionMade, RunInfo, RunStarted

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 FIRING = 'collector_alert_firing{run="R",alert="TrainingHalted",severity="page"}'
-DEADLINE_SECONDS = 40.0
+DEADLINE_SECONDS = 60.0
 
 
 class Pager(BaseHTTPRequestHandler):

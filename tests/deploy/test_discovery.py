@@ -15,14 +15,14 @@ import pytest
 
 from tests.agent.builders import RUN
 from tests.agent.conftest import world  # noqa: F401 - a fixture
-from tests.collector.conftest import Served
+from tests.support.served import Served
 from trainvitals.identity import safe_node_id
 from trainvitals.io.client import Tokens
 from vitals_collector.api.app import CollectorSettings
 from vitals_deploy import prometheus
 from vitals_deploy.cli import write_files
 
-DEADLINE_SECONDS = 40.0
+DEADLINE_SECONDS = 60.0
 HERE = safe_node_id(socket.gethostname())
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deploy import run
 from trainvitals.cli.main import main
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.server_identity import TlsTrust
@@ -15,12 +16,6 @@ from vitals_deploy.cli import GENERATORS, reader_tokens, write_files
 from vitals_deploy.prometheus import agent_targets
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-
-
-def run(*command: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 @pytest.mark.parametrize("name", GENERATORS)

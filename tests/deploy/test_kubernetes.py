@@ -14,10 +14,9 @@ import pytest
 import yaml
 
 from tests.deploy.compose import DEPLOY
-from tests.deploy.test_compose import settings_of_vitals
-from tests.deploy.test_generated_files import run
 from tests.e2e.lab import Lab, free_port, open_lab, until
 from tests.house.pages import block
+from tests.support.deploy import run, settings_of_vitals
 from trainvitals import __version__
 from trainvitals.cli.main import main
 from trainvitals.io.control_key import control_folder

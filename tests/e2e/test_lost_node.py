@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector.test_notifiers import Receiver, receiver
 from tests.e2e.lab import Lab, free_port, open_lab, until
+from tests.support.receivers import Receiver, receiver
 from trainvitals.alerting import ABSENCE_ALERTS
 from trainvitals.views import RunQuestion, RunsQuestion, RunSummary
 

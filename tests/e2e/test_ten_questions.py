@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.collector.conftest import Served
 from tests.e2e.long_run import BEGIN, LAYERS, NUM_RANKS, RUN, SECOND, LongRun, Trouble
+from tests.support.served import Served
 from trainvitals.arrays import Series
 from trainvitals.cli.main import main
 from trainvitals.client import Client, Run

@@ -8,8 +8,8 @@ from collections import Counter
 import httpx
 import pytest
 
-from tests.collector.test_notifiers import receiver
 from tests.e2e.lab import Lab, free_port, open_lab, until
+from tests.support.receivers import receiver
 from trainvitals.io.client import read_tokens
 from trainvitals.io.server_identity import tls_context
 from trainvitals.views import AlertsQuestion, RunQuestion, RunsQuestion

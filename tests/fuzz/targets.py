@@ -21,10 +21,10 @@ import msgspec
 
 from tests.agent.builders import identity
 from tests.collector.alerting import Place
-from tests.collector.histories.test_wandb import call, framed
 from tests.collector.rows import OTHER_RUN, RUN, START, STEPS, Writer, seqs_stored
 from tests.collector.test_otlp import encoded, gauge, point, request
 from tests.fuzz.mutation import sealed
+from tests.support.wandb_files import call, framed
 from trainer_hooks.lifecycle.run_paths import _plan as known_plan
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainvitals.cli.main import main

@@ -25,8 +25,8 @@ import torch
 
 import trainer_hooks
 from tests.collector.alerting import Place, decision, started
-from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
+from tests.support.served import Served
 from trainvitals.detect.registry import KINDS
 from trainvitals.metrics import LAYER_METRICS, STEP_METRICS
 from vitals_collector.api.app import CollectorSettings

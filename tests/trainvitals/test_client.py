@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_both_ways import story
 from tests.e2e import long_run
+from tests.support.served import Served, served_in
+from tests.support.story import story
 from trainvitals import client as client_module
 from trainvitals.arrays import Table, cells, drawn
 from trainvitals.client import Client
@@ -23,7 +23,6 @@ from trainvitals.errors import MissingDependencyError, UnauthorizedError, UsageE
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.views import CellsReply, NonFiniteMark, SeriesReply, TableReply
-from vitals_collector.api.app import CollectorSettings
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "python.md").read_text()
@@ -33,8 +32,7 @@ BLOCK = re.compile(r"<!-- run; gives -->\n```python\n(.*?)^```\n\n```text\n(.*?)
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A collector that was told the story of the tests of both ways."""
-    settings = CollectorSettings(data=tmp_path_factory.mktemp("client") / "data")
-    with Served(settings) as collector:
+    with served_in(tmp_path_factory.mktemp("client") / "data") as collector:
         with collector.client("ingest") as agent:
             for raws in story().values():
                 agent.ingest_all(raws)

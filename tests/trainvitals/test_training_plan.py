@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.collector.test_cli_read import vitals
+from tests.support.cli import vitals
 from trainvitals.errors import UsageError
 from trainvitals.training_plan import (
     STRATEGIES,

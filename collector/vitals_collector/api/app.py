@@ -50,6 +50,7 @@ from vitals_collector.cluster.leases import UPKEEP, Lease
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.live.engine import Acting, EngineConfig, assemble
+from vitals_collector.numbers.lake import Lake
 from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.settings import VolumeSettings
@@ -96,7 +97,11 @@ class CollectorSettings:
 
 
 def create_app(
-    settings: CollectorSettings, *, clock: Clock | None = None, place: str = ""
+    settings: CollectorSettings,
+    *,
+    clock: Clock | None = None,
+    place: str = "",
+    store: Store | None = None,
 ) -> FastAPI:
     """Return the app, its store open and migrated; the app's shutdown closes it.
 
@@ -104,6 +109,7 @@ def create_app(
         settings: what it needs to know.
         clock: when "now" is.
         place: what ``serve.only_one`` gives, where its lock is held.
+        store: an open store to use instead of the one in ``settings.data``.
 
     Raises:
         UsageError: a folder or URL is wrong.
@@ -113,20 +119,15 @@ def create_app(
     ensure_data_dir(settings.data)
     tokens = load_or_create_tokens(settings.data / TOKENS_FILE)
     make_control_key(settings.data)
-    store = open_data_store(settings.data, settings.database, lake=settings.lake)
+    if store is None:
+        store = open_data_store(settings.data, settings.database, lake=settings.lake)
     try:
         folder = FolderIngest(store, settings.folders)
         links = AckLinks(store, clock=clock, collector_url=settings.notifiers.links.collector_url)
         acting = _acting(store, settings, clock, links, place)
         lease = Lease(store, UPKEEP, clock=clock, is_shared=_is_shared(store), place=place)
         ingest_app = IngestApp(store, clock=clock, commit_seconds=settings.commit_seconds)
-        upkeep = Upkeep(
-            store,
-            settings.volumes,
-            clock=clock,
-            lost_after_seconds=settings.lost_after_seconds,
-            is_mine=lease.is_held,
-        )
+        upkeep = _upkeep(store, settings, clock, lease)
         goodput = GoodputCache(price=settings.gpu_hour_price)
         reader = GoodputReader(store, goodput)
         writer = remote_writer(
@@ -139,7 +140,7 @@ def create_app(
         owners = _owners(store, settings, clock, place)
         known_tokens = KnownTokens(store, clock=clock)
         # What acts ends while the runs are still owned: what it has in hand is stored.
-        parts: list[_Part] = [known_tokens, *owners, acting, ingest_app, lease, upkeep, reader]
+        parts: list[_Part] = [known_tokens, *owners, acting, ingest_app, lease, *upkeep, reader]
         if writer is not None:
             parts.append(writer)
         app = GatedApi(
@@ -188,6 +189,20 @@ def _owners(store: Store, settings: CollectorSettings, clock: Clock, place: str)
     owners = RunOwners(store, clock=clock, url=settings.url, place=place)
     store.claims = owners
     return [owners]
+
+
+def _upkeep(store: Store, settings: CollectorSettings, clock: Clock, lease: Lease) -> list[Upkeep]:
+    """Return what maintains the lake; rows in memory need no maintenance."""
+    if not isinstance(store.numbers, Lake):
+        return []
+    upkeep = Upkeep(
+        store,
+        settings.volumes,
+        clock=clock,
+        lost_after_seconds=settings.lost_after_seconds,
+        is_mine=lease.is_held,
+    )
+    return [upkeep]
 
 
 def _acting(

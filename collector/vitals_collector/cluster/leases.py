@@ -40,7 +40,7 @@ LEASE_SECONDS = 9.0
 MARGIN_SECONDS = 2.0
 """A holder that could not renew stops so long before its lease ends."""
 _LOOK_SECONDS = 2.0
-_IDLE_SECONDS = 3
+IDLE_SECONDS = 3
 """After which the database ends a fenced transaction whose process was stopped: before the lease
 ends, so that nobody waits for it."""
 _LOG = logging.getLogger("vitals.collector.leases")
@@ -266,7 +266,7 @@ def held(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[
 
 def _bound(connection: Connection) -> None:
     """Let a process that is stopped in this transaction not keep others from leases for long."""
-    connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'"))
+    connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_SECONDS}s'"))
 
 
 # A commit of the lake says under which epochs of the runs it is (``numbers.lake_engine.Engine``).
@@ -279,7 +279,7 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
   taken text;
 BEGIN
-  PERFORM set_config('idle_in_transaction_session_timeout', '{_IDLE_SECONDS}s', true);
+  PERFORM set_config('idle_in_transaction_session_timeout', '{IDLE_SECONDS}s', true);
   PERFORM 1 FROM leases
   WHERE name IN (SELECT '{_FENCE}' || key FROM json_each(NEW.commit_extra_info::json))
   ORDER BY name FOR SHARE;

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tests.collector.test_cli_control import run_cli
+from tests.support.control import run_cli
 from vitals_bench import detect
 from vitals_bench.detect import trained
 from vitals_bench.detect.logs import Logs, read_logs

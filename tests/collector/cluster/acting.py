@@ -45,8 +45,8 @@ class ActingCollector:
             _call_again(partial(ingest, self.store, raw, received_unix_ns=now))
 
     def look(self) -> list[str]:
-        self.acting.lease.look()
-        self.owners.renew()
+        _call_again(self.acting.lease.look)
+        _call_again(self.owners.renew)
         _call_again(self.acting.engine.poll)
         self.acting.dispatcher.pump()
         return self.heard.words
@@ -131,6 +131,7 @@ def opened_pair(store: Store, database: str, folder: Path) -> Iterator[Pair]:
     ):
         for module in (leases, owners):
             patch.setattr(module, "LEASE_SECONDS", 3_600.0)
+        patch.setattr(leases, "IDLE_SECONDS", 60)
         pair = Pair(store, second)
         pair.pager.look()
         pair.look()

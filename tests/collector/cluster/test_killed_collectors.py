@@ -30,6 +30,7 @@ from vitals_collector.numbers.interface import Span
 from vitals_collector.storage.store import Store, open_data_store
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.servers,
     pytest.mark.parametrize("store", ["postgresql"], indirect=True),
 ]

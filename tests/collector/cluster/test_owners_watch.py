@@ -64,6 +64,7 @@ def test_what_an_owner_finds_in_its_rows_the_pager_tells_once(pair: Pair) -> Non
     assert found(pair.pager.store, pair.clock) == [("straggler", 19)]
 
 
+@pytest.mark.nightly
 def test_what_a_look_asks_does_not_grow_with_the_runs_of_others(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +75,7 @@ def test_what_a_look_asks_does_not_grow_with_the_runs_of_others(
         return read(followed, *args, **how)
 
     monkeypatch.setattr(FollowedRun, "read", noted)
-    writers = [Writer(run=new_run_id(time.time_ns() + i)) for i in range(9)]
+    writers = [Writer(run=new_run_id(time.time_ns() + i)) for i in range(4)]
 
     def asked_with(some: list[Writer], steps: range) -> list[str]:
         pair.owner.send(*[writer.steps(steps, loss=2.0) for writer in some])
@@ -86,13 +87,13 @@ def test_what_a_look_asks_does_not_grow_with_the_runs_of_others(
     asked_with(writers[:1], range(3))
     of_one = asked_with(writers[:1], range(3, 6))
     asked_with(writers, range(6, 9))
-    of_nine = asked_with(writers, range(9, 12))
-    assert len(of_nine) == len(of_one)
-    assert not [sql for sql in of_nine if "lake." in sql]
+    of_four = asked_with(writers, range(9, 12))
+    assert len(of_four) == len(of_one)
+    assert not [sql for sql in of_four if "lake." in sql]
     with pair.owner.asking() as asked:
         pair.owner.look()
     num = len(asked)
-    pair.pager.send(*[Writer(run=new_run_id(time.time_ns() + i)).steps(range(3)) for i in range(9)])
+    pair.pager.send(*[Writer(run=new_run_id(time.time_ns() + i)).steps(range(3)) for i in range(4)])
     pair.pager.look()
     with pair.owner.asking() as asked:
         pair.owner.look()
@@ -132,6 +133,7 @@ def test_an_owner_that_died_before_it_reported_loses_no_page(
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
+@pytest.mark.nightly
 def test_an_owner_that_comes_and_ends_between_two_looks_loses_no_page(
     pair: Pair, is_taken: bool
 ) -> None:
@@ -144,6 +146,7 @@ def test_an_owner_that_comes_and_ends_between_two_looks_loses_no_page(
     assert pair.look() == ["TrainingRolledBack firing"]
 
 
+@pytest.mark.nightly
 def test_what_an_owner_stored_and_did_not_watch_the_pager_watches(pair: Pair) -> None:
     job, other = SlowRank(), Writer(run=new_run_id(time.time_ns()))
     pair.owner.send(*job.steps(range(30), slow=True))
@@ -155,6 +158,7 @@ def test_what_an_owner_stored_and_did_not_watch_the_pager_watches(pair: Pair) ->
     assert found(pair.pager.store, pair.clock) == [("straggler", 19)]
 
 
+@pytest.mark.nightly
 def test_what_is_over_ends_though_the_owner_died_when_it_went_on(pair: Pair) -> None:
     pair.owner.send(Writer().events(decision(action="halt")))
     assert pair.pass_time(5) == ["TrainingHalted firing"]
@@ -163,6 +167,7 @@ def test_what_is_over_ends_though_the_owner_died_when_it_went_on(pair: Pair) -> 
     assert pair.pass_time(20) == ["TrainingHalted firing", "TrainingHalted resolved"]
 
 
+@pytest.mark.nightly
 def test_what_is_over_ends_though_no_owner_ever_reported_that_the_run_went_on(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,8 +207,8 @@ def test_a_pager_that_dies_is_followed_by_an_owner_and_each_page_comes_once(pair
     assert pair.look() == ["StragglerRank firing"] * 2
     pair.pager.die()
     pair.owner.look()
-    for begin in range(30, 90, 12):
-        pair.owner.send(*first.steps(range(begin, begin + 12), slow=True))
+    for begin in range(30, 90, 30):
+        pair.owner.send(*first.steps(range(begin, begin + 30), slow=True))
         pair.pass_time(5)
     assert pair.owner.heard.words == []
     pair.owner.send(*first.steps(range(90, 200), slow=False))

@@ -68,7 +68,7 @@ def test_an_acknowledgement_amid_another_collectors_write_is_not_lost(
 
     def acknowledge(by: str) -> None:
         with contextlib.closing(open_store(postgres)) as elsewhere:
-            was_read.wait(10.0)
+            was_read.wait(60.0)
             Inbox(elsewhere, clock=pair.clock).acknowledge(alert.fingerprint, AckRequest(by=by))
             is_acked.set()
 

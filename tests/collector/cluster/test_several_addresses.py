@@ -1,7 +1,7 @@
 """Who reads from several collectors asks the first that answers."""
 
-from tests.collector.conftest import Served
 from tests.e2e.lab import free_port
+from tests.support.served import Served
 from trainvitals.io.client import discover_collector
 from trainvitals.io.lookup import known_collector
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_follow import SKIP
+from tests.support.follow import SKIP
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.records import (

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.collector.conftest import Served
 from tests.collector.mirrors.scene import FORK, SECRET, Scene, same
 from tests.collector.rows import RUN
+from tests.support.served import Served
 from trainvitals.errors import FormatError, MissingDependencyError, UsageError
 from trainvitals.records import NamesDefined
 from vitals_collector.cli.mirror import MAX_POLL_SECONDS, Pause

@@ -10,40 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector.numbers.test_numbers import plain
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
+from tests.support.damage import answers, sent
 from tests.support.examples import one_in
+from tests.support.numbers import plain
 from trainvitals.errors import StorageError
-from trainvitals.wire import Batch
 from vitals_collector.numbers import lake_upkeep
-from vitals_collector.numbers.interface import AttemptRow, Curve, Numbers, Span
+from vitals_collector.numbers.interface import Span
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_damage import DamagedFile
 from vitals_collector.numbers.lake_engine import Folder
 from vitals_collector.numbers.memory import MemoryNumbers
-
-ATTEMPTS = [AttemptRow(1, None, 0)]
-
-
-def sent() -> list[Batch]:
-    """Return what two runs have written."""
-    batches = []
-    for first in (0, 10, 20):
-        for run in (RUN, OTHER_RUN):
-            for rank in (0, 1):
-                rows = [{"loss": float(first + i + 100 * rank)} for i in range(10)]
-                batches.append(batch(identity(run, rank=rank), rows, first_seq=first))
-    return batches
-
-
-def answers(numbers: Numbers, run: str) -> list[object]:
-    """Return all that a run's losses are asked for."""
-    span = Span(run, "steps")
-    columns = numbers.scan(span, ["loss", "rank", "seq"])
-    curves = [Curve(span._replace(sources=(f"rank:{rank}",)), "loss", 2) for rank in (0, 1)]
-    drawn = numbers.curves(curves, ATTEMPTS, "lineage")
-    ends = [(len(d.points), d.points.value[[0, -1]].tolist(), d.num_values) for d in drawn]
-    return [{name: plain(column) for name, column in columns.items()}, [end[1:] for end in ends]]
 
 
 @pytest.fixture(scope="module", params=one_in(3, ["partly merged", "merged", "never merged"]))
@@ -62,7 +39,12 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(
-    "files", ["one of each table", pytest.param("all", marks=pytest.mark.slow)]
+    "files",
+    [
+        "rows",
+        pytest.param("one of each table", marks=pytest.mark.nightly),
+        pytest.param("all", marks=pytest.mark.slow),
+    ],
 )
 def test_a_flipped_bit_in_any_file_is_told_and_its_rows_are_taken_again_once(
     whole: Path, tmp_path: Path, files: str
@@ -76,7 +58,8 @@ def test_a_flipped_bit_in_any_file_is_told_and_its_rows_are_taken_again_once(
     rng = random.Random(5)
     assert {path.split("/")[0] for path in live} >= {"steps"}
     by_table = {path.split("/")[0]: path for path in rng.sample(sorted(live), len(live))}
-    for path in sorted(live if files == "all" else by_table.values()):
+    chosen = {"all": live, "rows": [by_table["steps"]]}.get(files, by_table.values())
+    for path in sorted(chosen):
         folder = tmp_path / path.replace("/", "-")
         shutil.copytree(whole, folder)
         file = folder / "data" / "main" / path
@@ -159,7 +142,7 @@ def test_rows_are_stored_and_read_while_files_are_checked(
     def slow_crc(place: Folder, path: str) -> int | None:
         if path.endswith(file.name):
             is_read.set()
-            assert may_go_on.wait(30.0)
+            assert may_go_on.wait(60.0)
         return crc(place, path)
 
     monkeypatch.setattr(Folder, "crc", slow_crc)
@@ -167,10 +150,10 @@ def test_rows_are_stored_and_read_while_files_are_checked(
     with ThreadPoolExecutor(2) as pool:
         looking = pool.submit(looked_by, lake)
         try:
-            assert is_read.wait(30.0)
+            assert is_read.wait(60.0)
             other = identity(OTHER_RUN)
-            assert pool.submit(lake.append, [batch(other, [{"loss": 2.0}])]).result(10.0) == [1]
-            losses = pool.submit(lake.scan, Span(OTHER_RUN, "steps"), ["loss"]).result(10.0)
+            assert pool.submit(lake.append, [batch(other, [{"loss": 2.0}])]).result(60.0) == [1]
+            losses = pool.submit(lake.scan, Span(OTHER_RUN, "steps"), ["loss"]).result(60.0)
             assert plain(losses["loss"]) == [2.0]
         finally:
             may_go_on.set()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector.numbers.test_numbers import losses
 from tests.collector.numbers.written import RUN, batch, identity
+from tests.support.numbers import losses
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.numbers import lake_upkeep
 from vitals_collector.numbers.lake import Lake
@@ -42,7 +42,7 @@ def test_a_copy_made_while_rows_are_stored_and_merged_is_whole(
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        for i in range(3):
+        for i in range(2):
             before = stored
             copied = copy_lake(tmp_path / "lake", tmp_path / f"copy-{i}")
             assert copied.num_files > 0
@@ -109,6 +109,7 @@ def test_a_file_that_is_merged_away_meanwhile_makes_it_begin_anew(
     lake.close()
 
 
+@pytest.mark.nightly
 def test_a_checksum_that_is_put_away_meanwhile_makes_it_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,65 +7,26 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.collector.numbers.test_numbers import plain
 from tests.collector.numbers.written import RUN, batch, identity
 from tests.support.forked import COMMANDS
+from tests.support.levels import (
+    FIRST,
+    KINDS,
+    SIZE,
+    fill,
+    kept_rows,
+    levels,
+    rows_of,
+)
+from tests.support.numbers import plain
 from trainvitals.errors import StorageError
-from trainvitals.rows import Value
 from vitals_collector.numbers import lake_thinning
 from vitals_collector.numbers.interface import AttemptRow, Curve, Levelled, Numbers, Span, Window
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.levels import STATISTICS
 from vitals_collector.numbers.memory import MemoryNumbers
-
-SIZE = 256
-FIRST = Window(1, 0, SIZE)
-KINDS = {"rank_loss": "f8", "step_duration_seconds": "f8", "tokens": "i8", "z": "f8", "host": "S8"}
-NUMBERS = ("rank_loss", "step_duration_seconds", "tokens", "z")
-STEPS = Span(RUN, "steps")
-
-
-def rows_of(rank: int, num: int) -> list[dict[str, Value]]:
-    """Return a rank's rows: rank 3 is slow, 5's loss is far off, 7 has a NaN, 9 an infinity."""
-    rng = random.Random(rank)
-    rows: list[dict[str, Value]] = []
-    for step in range(num):
-        row: dict[str, Value] = {
-            "rank_loss": 2.0 + rng.random() + (50.0 if rank == 5 and step == 11 else 0.0),
-            "step_duration_seconds": 0.1 + rng.random() / 100 + (rank == 3) * 0.5,
-            "tokens": 2**40 + rank,
-            "host": b"node-%d" % rank,
-        }
-        if step % 3 == 0:
-            row["z"] = {7: math.nan, 9: math.inf}.get(rank, rng.random())
-        rows.append(row)
-    return rows
-
-
-def fill(numbers: Numbers, *, num_ranks: int = 12, num: int = 600, first: int = 0) -> None:
-    """Store rows of some ranks."""
-    numbers.append(
-        [
-            batch(identity(rank=r), rows_of(r, num)[first:], first_seq=first, kinds=KINDS)
-            for r in range(num_ranks)
-        ]
-    )
-
-
-def kept_rows(numbers: Numbers) -> dict[int, int]:
-    """Return how many rows each rank has."""
-    ranks = numbers.scan(STEPS, ["rank"])["rank"].values
-    return dict(zip(*(part.tolist() for part in np.unique(ranks, return_counts=True)), strict=True))
-
-
-def levels(numbers: Numbers) -> dict[str, list[Value | str]]:
-    """Return the numbers over ranks."""
-    names = [f"{name}:{what}" for name in NUMBERS for what in STATISTICS]
-    scanned = numbers.scan(Span(RUN, "ranks"), ["step", "attempt", "num_ranks", *names])
-    return {name: plain(column) for name, column in scanned.items()}
 
 
 def test_a_window_keeps_rank_0_the_worst_ranks_and_numbers_over_all_others(
@@ -222,7 +183,8 @@ def _size(file: Path) -> int:
 THINNER = """
 import sys
 from pathlib import Path
-from tests.collector.numbers.test_levels import RUN, SIZE
+from tests.collector.numbers.written import RUN
+from tests.support.levels import SIZE
 from vitals_collector.numbers.lake import Lake
 
 lake = Lake(Path(sys.argv[1]))
@@ -235,6 +197,7 @@ while (due := lake.next_window(RUN, 1, SIZE)) is not None:
 
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.nightly
 def test_a_kill_at_any_moment_leaves_a_row_or_its_numbers(tmp_path: Path, num_kills: int) -> None:
     lake, rng = Lake(tmp_path), random.Random(7)
     num = 12 * SIZE

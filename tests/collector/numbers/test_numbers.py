@@ -10,13 +10,13 @@ import pytest
 
 from tests.collector.numbers.conftest import empty_numbers
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
+from tests.support.numbers import STEPS, losses, plain
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import FormatError
 from trainvitals.rows import Value
 from trainvitals.views import Branch
 from vitals_collector.numbers.interface import (
     AttemptRow,
-    Column,
     Curve,
     Drawn,
     Keyed,
@@ -26,18 +26,6 @@ from vitals_collector.numbers.interface import (
 
 ATTEMPTS = [AttemptRow(1, None, 0)]
 BEGIN_NS = 1_700_000_000_000_000_000
-STEPS = Span(RUN, "steps")
-
-
-def plain(column: Column) -> list[Value | str]:
-    """Return the values, None where one is missing."""
-    pairs = zip(column.values.tolist(), column.is_missing.tolist(), strict=True)
-    return [None if is_missing else value for value, is_missing in pairs]
-
-
-def losses(numbers: Numbers, span: Span = STEPS) -> list[Value | str]:
-    """Return the run's losses."""
-    return plain(numbers.scan(span, ["loss"])["loss"])
 
 
 def test_a_row_that_comes_again_is_stored_once(numbers: Numbers) -> None:

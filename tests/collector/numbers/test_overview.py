@@ -115,7 +115,7 @@ def lake(tmp_path: Path) -> Iterator[Lake]:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    pieces=st.lists(PIECES, min_size=1, max_size=8),
+    pieces=st.lists(PIECES, min_size=1, max_size=5),
     bounds=st.tuples(
         st.sampled_from(["step", "unix_ns"]),
         st.one_of(st.none(), st.integers(0, 16)),

@@ -14,14 +14,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.collector.conftest import empty
-from tests.collector.numbers import test_levels
-from tests.collector.numbers.test_damage import answers, sent
-from tests.collector.numbers.test_lake import WRITER
-from tests.collector.numbers.test_numbers import losses
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from tests.collector.rows import Writer, num_stored
+from tests.support import levels
+from tests.support.damage import answers, sent
 from tests.support.forked import COMMANDS
+from tests.support.lake_writer import WRITER
+from tests.support.numbers import losses
 from trainvitals.errors import MissingDependencyError, StorageError, UsageError
 from vitals_collector.cli import sql
 from vitals_collector.ingest.ingest import ingest
@@ -141,16 +140,18 @@ def test_a_lake_on_s3_answers_as_memory_does_and_leaves_no_file_here(
     assert "versions" in caught.value.hint
 
 
+@pytest.mark.nightly
 def test_levels_on_s3_are_those_of_memory(s3: S3, tmp_path: Path) -> None:
     memory, lake = MemoryNumbers(), Lake(tmp_path, bucket=s3.bucket())
     for numbers in (memory, lake):
-        test_levels.fill(numbers, num_ranks=6, num=300)
-    assert lake.level(RUN, test_levels.FIRST, 2) == memory.level(RUN, test_levels.FIRST, 2)
-    assert test_levels.kept_rows(lake) == test_levels.kept_rows(memory)
+        levels.fill(numbers, num_ranks=6, num=300)
+    assert lake.level(RUN, levels.FIRST, 2) == memory.level(RUN, levels.FIRST, 2)
+    assert levels.kept_rows(lake) == levels.kept_rows(memory)
     assert lake.check() == []
     lake.close()
 
 
+@pytest.mark.nightly
 def test_a_flipped_bit_in_a_bucket_is_told_and_its_rows_are_taken_again_once(
     s3: S3, tmp_path: Path
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_flipped_bit_in_a_bucket_is_told_and_its_rows_are_taken_again_once(
 
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.nightly
 def test_what_was_stored_on_s3_is_there_once_after_a_kill_at_any_moment(
     s3: S3, tmp_path: Path, num_kills: int
 ) -> None:
@@ -206,6 +208,7 @@ def test_what_was_stored_on_s3_is_there_once_after_a_kill_at_any_moment(
     lake.close()
 
 
+@pytest.mark.nightly
 def test_collectors_on_one_postgresql_and_one_bucket_answer_the_same(
     s3: S3, postgres: str, tmp_path: Path
 ) -> None:
@@ -225,10 +228,10 @@ def test_collectors_on_one_postgresql_and_one_bucket_answer_the_same(
     sql.register(app)
     asked = ["SELECT count(*) AS num FROM ranks", "--database", postgres, "--format", "json"]
     answer = CliRunner().invoke(app, [*asked, "--data", str(tmp_path / "elsewhere")])
-    empty(first)  # its server is one for all tests
     assert '"num": 15' in answer.output, answer.output
 
 
+@pytest.mark.nightly
 def test_sql_reads_a_bucket_and_nothing_beside_it(
     s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +253,7 @@ def test_sql_reads_a_bucket_and_nothing_beside_it(
     assert list(home.rglob("*")) == []  # no keys are kept there
 
 
+@pytest.mark.nightly
 def test_while_s3_is_away_commits_are_refused_and_later_all_rows_are_there_once(
     s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,69 @@
+"""Ranks in processes of their own that an agent watches."""
+
+import signal
+import subprocess
+import sys
+
+from tests.agent.builders import World
+from trainvitals.io.heartbeat import HeartbeatWriter
+from trainvitals.records import FindingRaised, Heartbeat
+
+RANK = """
+import faulthandler, os, sys
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+faulthandler.register(int(sys.argv[2]), file=fd, all_threads=True)
+print("ready", flush=True)
+def load():
+    sys.stdin.read()
+load()
+"""
+
+
+SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 3
+
+
+class Rank:
+    """A rank whose process waits for its standard input, with the heartbeat that it would have."""
+
+    def __init__(self, world: World, rank: int, *, prelude: str = "") -> None:
+        folder = world.base.parent / f"stacks-{rank}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"{prelude}\n{RANK}", str(folder), str(SIGNAL)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        world.closers.append(self.end)
+        self.process.stdout.readline()
+        self.journal = world.rank(rank, pid=self.process.pid)
+        folder.rename(self.journal.directory / "stacks")
+        self.writer = HeartbeatWriter(self.journal.directory)
+        world.closers.append(self.writer.close)
+        self.beat = 0
+        self.journal.step(0)
+
+    def say(self, number: int, *, step: int = 5, **fields: object) -> None:
+        self.beat += 1
+        word = {"monotonic_ns": self.beat, "phase": "forward_backward", "stack_signal": SIGNAL}
+        word |= {"sequences": {"0": number}, "thread": self.process.pid, "step": step}
+        self.writer.write(Heartbeat(beat=self.beat, **(word | fields)))
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+def train(agent, ranks: list[Rank], until: float, *, start: float = 0.0) -> float:
+    """Let both make steps for so many seconds of the agent's clock."""
+    now = start
+    while now < until:
+        for rank in ranks:
+            rank.say(int(2 * now), step=int(2 * now))
+        agent.turn(now)
+        now += 0.5
+    return now
+
+
+def told(world: World) -> list[tuple[str, int]]:
+    findings = [row.event.finding for row in world.events() if isinstance(row.event, FindingRaised)]
+    return [(finding.kind, finding.rank) for finding in findings]
