@@ -78,18 +78,21 @@ def compare(results: list[Result], options: argparse.Namespace) -> list[Result]:
         and (then / result.mutant.path).exists()
         and digest((then / result.mutant.path).read_text()) == result.mutant.sha256
     ]
-    gone = sorted(tests_of(checkouts[0], "not slow") - tests_of(Checkout(ROOT), USUAL))
+    gone = sorted(
+        tests_of(checkouts[0], "not slow", options.tests)
+        - tests_of(Checkout(ROOT), USUAL, options.tests)
+    )
     print(f"{len(comparable)} survivors, {len(gone)} tests of {options.commit} changed since")
     names = OUTPUT / "tests-then"
     names.write_text("\n".join(name for name, _ in gone))
     reach = record(checkouts[0], OUTPUT / "recorded-then", [f"@{names}"], 2 * options.jobs)
     path = OUTPUT / "results-then.jsonl"
-    return run_all(comparable, checkouts, reach, path, 3 * options.seconds)
+    return run_all(comparable, checkouts, reach, path, 2 * options.seconds)
 
 
-def tests_of(checkout: Checkout, marks: str) -> set[tuple[str, str]]:
+def tests_of(checkout: Checkout, marks: str, files: list[str]) -> set[tuple[str, str]]:
     """Return the name of each test that is selected, and the code of its function."""
-    _, output = checkout.pytest("--collect-only", "-m", marks, seconds=600)
+    _, output = checkout.pytest("--collect-only", "-m", marks, *files, seconds=600)
     names = [line for line in output.splitlines() if line.startswith("tests/") and "::" in line]
     functions: dict[str, dict[str, str]] = {}
     tests = set()

@@ -539,22 +539,31 @@ def test_what_comes_again_around_zero_is_told_a_few_times_only() -> None:
     assert 1 <= len(feed(detector, losses(values))) <= 6
 
 
-def test_an_announced_change_and_an_accepted_level_reach_every_detector(monkeypatch) -> None:
-    detectors = DetectorSet()
-    heard: list[tuple[str, object]] = []
-    for part in detectors._parts:
-        name = part.name
-        monkeypatch.setattr(
-            part, "rebaseline", lambda steps, name=name: heard.append((name, steps))
-        )
-        monkeypatch.setattr(part, "accept", lambda *level, name=name: heard.append((name, level)))
-    detectors.rebaseline(7)
-    detectors.accept([2.0], [1.0])
-    names = [name for name in detectors.state_dict() if name != "suspended"]
-    assert [(name, 7) for name in names] + [(name, ([2.0], [1.0])) for name in names] == heard
+@pytest.mark.parametrize(
+    "change",
+    [lambda detector: detector.rebaseline(7), lambda detector: detector.accept([9.0], [5.0])],
+    ids=["an announced change", "an accepted level"],
+)
+def test_every_detector_of_the_set_hears_of(change: Callable[[Any], None]) -> None:
+    values = noisy([2.0] * 400, 0.03)
+    steps = [StepRecord(step=i, attempt=1, loss=v, grad_norm=v) for i, v in enumerate(values)]
+    detectors, unchanged = DetectorSet(), DetectorSet()
+    for each in (detectors, unchanged):
+        feed(each, steps)
+    change(detectors)
+    states = detectors.state_dict()
+    assert states != unchanged.state_dict()
+    for make in STATEFUL:
+        alone = make()
+        if not isinstance(alone, DetectorSet):
+            feed(alone, steps)
+            change(alone)
+            assert alone.state_dict() == states[alone.name]
 
 
 @pytest.mark.parametrize("name", ["rebaseline", "accept"])
-def test_a_detector_says_what_it_forgets_and_what_it_accepts(name: str) -> None:
-    for part in DetectorSet()._parts:
-        assert name in vars(type(part)), f"{type(part).__name__} leaves {name} to its base"
+@pytest.mark.parametrize("make", STATEFUL)
+def test_a_detector_says_what_it_forgets_and_what_it_accepts(
+    make: Callable[[], Any], name: str
+) -> None:
+    assert name in vars(type(make())), "it leaves it to its base"
