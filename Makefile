@@ -17,10 +17,11 @@ LOCKED ?=
 USUAL := not slow and not nightly
 FAST := $(USUAL) and not dist and not servers and not browser
 PYTEST = $(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
+WORKERS = -n $(NUM_WORKERS) --dist loadfile --no-loadscope-reorder
 CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks tests
 ARGS ?=
 BASE ?= main
+NUM_WORKERS ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test collected pytest test-again test-fast test-changed test-nightly test-slow chaos soak fuzz mutants test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast docs site screenshot lock sbom licences release clean
