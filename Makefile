@@ -17,13 +17,14 @@ LOCKED ?=
 USUAL := not slow and not nightly
 FAST := $(USUAL) and not dist and not servers and not browser
 PYTEST = $(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
+WORKERS = -n $(NUM_WORKERS) --dist loadfile --no-loadscope-reorder
 CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks tests
 ARGS ?=
 BASE ?= main
+NUM_WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test collected pytest test-again test-fast test-changed test-nightly test-slow chaos soak fuzz test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast docs site screenshot lock sbom licences release clean
+.PHONY: help setup demo test collected pytest test-again test-fast test-changed test-nightly test-slow chaos soak fuzz mutants test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast docs site screenshot lock sbom licences release clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +74,9 @@ soak: $(STAMP) ## train 20,000 steps with faults: the state is exact, memory and
 
 fuzz: $(STAMP) ## feed every decoder changed and made-up bytes, anew each time (10 minutes)
 	$(BIN)/python -m pytest -m slow tests/fuzz $(ARGS)
+
+mutants: $(VENV)/.mutants ## change the code in 200 places, one at a time, and count what the tests notice (ARGS="--commit OLD")
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose FSDP2 runs on CPUs (a large download)
 	$(OLDEST)/bin/python -m pytest tests/trainer_hooks -W "ignore:TypedStorage" -W "ignore:The epoch parameter" $(ARGS)
@@ -162,6 +166,10 @@ else
 endif
 	@echo "installed: $$(du -sh $(VENV) | cut -f1) in $(VENV)"
 	@touch $(STAMP)
+
+$(VENV)/.mutants: $(STAMP)
+	@$(PIP) --constraint constraints.txt --group mutants
+	@touch $@
 
 $(SUPPLY)/.installed: pyproject.toml
 	@$(PYTHON) -m venv $(SUPPLY)

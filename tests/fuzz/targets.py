@@ -6,6 +6,7 @@ and no other, and it returns in bounded time and memory.
 
 import contextlib
 import gzip
+import hashlib
 import io
 import json
 import shutil
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,7 +27,7 @@ from tests.collector.rows import OTHER_RUN, RUN, START, STEPS, Writer, seqs_stor
 from tests.collector.test_otlp import encoded, gauge, point, request
 from tests.fuzz.mutation import sealed
 from tests.support.wandb_files import call, framed
-from trainer_hooks.lifecycle.run_paths import _plan as known_plan
+from trainer_hooks.lifecycle.run_paths import read_earlier_plan
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainvitals.cli.main import main
 from trainvitals.errors import FormatError
@@ -379,15 +381,20 @@ def manifest_bytes() -> bytes:
             files={".metadata": manifests.FileEntry(3, "0" * 64)},
         )
     )
-    body["checksum"] = manifests._checksum(body)
-    return msgspec.json.encode(body)
+    return with_checksum(body)
+
+
+def with_checksum(body: dict[str, Any]) -> bytes:
+    """Return a manifest with the SHA-256 of itself without one."""
+    checksum = hashlib.sha256(msgspec.json.encode(body | {"checksum": ""})).hexdigest()
+    return msgspec.json.encode(body | {"checksum": checksum})
 
 
 def resealed_manifest(raw: bytes) -> bytes:
     with contextlib.suppress(ValueError, RecursionError):
         body = msgspec.json.decode(raw)
         if isinstance(body, dict):
-            return msgspec.json.encode(body | {"checksum": manifests._checksum(body)})
+            return with_checksum(body)
     return raw
 
 
@@ -575,7 +582,7 @@ TARGETS = [
     ),
     of_run("run.json", msgspec.json.encode(RunInfo(name="first", project="XY")), RunDir.info),
     of_run("HALTED", msgspec.json.encode(MARKER), RunDir.halted),
-    of_run("plan.jsonl", PLAN, known_plan),
+    of_run("plan.jsonl", PLAN, read_earlier_plan),
     of_run("command.key", b"0123456789abcdef" * 4, RunDir.command_key),
     of_run("commands/5.json", msgspec.json.encode(_command()), RunDir.take_commands),
     of_run("data/rank-0.jsonl", SAMPLES, lambda run_dir: list(samples_of(run_dir.path, 3))),

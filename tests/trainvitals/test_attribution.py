@@ -1,7 +1,6 @@
 """What moved first: each series against its own quiet steps."""
 
 import math
-import time
 from copy import deepcopy
 from functools import cache
 
@@ -282,14 +281,3 @@ def test_onsets_are_bounded_and_outlive_a_restart():
     assert MOST_ONSETS == len(tracker.onsets)
     assert "h.2" == tracker.onsets[-1].where
     msgspec.msgpack.encode(tracker.onsets)
-
-
-def test_a_run_without_signals_costs_little():
-    steps = [healthy(number, every=10) for number in range(600)]
-    tracker = OnsetTracker()
-    for step in steps[:300]:
-        tracker.update(step)
-    begin = time.process_time()
-    for step in steps[300:]:
-        tracker.update(step)
-    assert (time.process_time() - begin) / 300 < 1e-3  # some 0.1 ms

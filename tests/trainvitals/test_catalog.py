@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 
 from trainvitals import catalog
-from trainvitals.catalog import CATALOG, MetricSpec, spec, steps_schema
+from trainvitals.catalog import CATALOG, spec, steps_schema
 
 SUFFIX_OF_UNIT = {
     "seconds": ("_seconds", "_seconds_total"),
@@ -19,55 +19,46 @@ SUFFIX_OF_UNIT = {
 PREFIXES = ("train_", "gpu_", "node_", "agent_", "collector_")
 
 
-def ids(metric: MetricSpec) -> str:
-    return metric.name
-
-
 def test_no_name_and_no_column_is_there_twice():
     names = Counter(metric.name for metric in CATALOG)
     columns = Counter((m.stream, m.column) for m in CATALOG if m.stream)
     assert [] == [name for name, count in (names + columns).items() if count > 1]
 
 
-@pytest.mark.parametrize("metric", CATALOG, ids=ids)
-def test_a_name_is_a_prometheus_name_with_one_of_our_prefixes(metric):
-    assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
-    assert metric.name.startswith(PREFIXES)
+def test_every_name_is_a_prometheus_name_with_one_of_our_prefixes_and_its_unit():
+    other = tuple(f"_{unit}" for unit in ("seconds", "bytes", "watts", "celsius", "hertz"))
+    for metric in CATALOG:
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
+        assert metric.name.startswith(PREFIXES)
+        if metric.unit:
+            assert metric.name.endswith(SUFFIX_OF_UNIT[metric.unit]), metric.name
+        else:
+            assert not metric.name.endswith(other), metric.name
 
 
-@pytest.mark.parametrize("metric", CATALOG, ids=ids)
-def test_a_name_carries_its_unit(metric):
-    if metric.unit:
-        assert metric.name.endswith(SUFFIX_OF_UNIT[metric.unit])
-    else:
-        wrong = tuple(f"_{unit}" for unit in ("seconds", "bytes", "watts", "celsius", "hertz"))
-        assert not metric.name.endswith(wrong)
+def test_counters_and_infos_are_named_as_such_and_nothing_else_is():
+    for metric in CATALOG:
+        assert (metric.kind == "counter") == metric.name.endswith("_total"), metric.name
+        assert (metric.kind == "info") == metric.name.endswith("_info"), metric.name
 
 
-@pytest.mark.parametrize("metric", CATALOG, ids=ids)
-def test_counters_and_infos_are_named_as_such_and_nothing_else_is(metric):
-    assert (metric.kind == "counter") == metric.name.endswith("_total")
-    assert (metric.kind == "info") == metric.name.endswith("_info")
+def test_the_help_is_a_sentence():
+    for metric in CATALOG:
+        assert re.match(r"[A-Z0-9].*\.$", metric.help, re.S), metric.name
 
 
-@pytest.mark.parametrize("metric", CATALOG, ids=ids)
-def test_the_help_is_a_sentence(metric):
-    assert metric.help[0].isupper() or metric.help[0].isdigit()
-    assert metric.help.endswith(".")
-
-
-@pytest.mark.parametrize("metric", CATALOG, ids=ids)
-def test_no_metric_has_a_label_without_a_bound(metric):
+def test_no_metric_has_a_label_without_a_bound():
     unbounded = {"step", "attempt", "incarnation", "text", "message", "path", "pid", "user"}
-    assert set() == unbounded & set(metric.labels)
-    assert len(metric.labels) <= 4
+    for metric in CATALOG:
+        assert set() == unbounded & set(metric.labels), metric.name
+        assert len(metric.labels) <= 4, metric.name
 
 
-@pytest.mark.parametrize("metric", CATALOG, ids=ids)
-def test_a_metric_is_found_by_its_name_and_by_its_column(metric):
-    assert metric is spec(metric.name)
-    if metric.stream:
-        assert metric is spec(f"{metric.stream}.{metric.column}")
+def test_a_metric_is_found_by_its_name_and_by_its_column():
+    for metric in CATALOG:
+        assert metric is spec(metric.name)
+        if metric.stream:
+            assert metric is spec(f"{metric.stream}.{metric.column}")
 
 
 def test_an_unknown_name_is_a_key_error():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.examples import one_in
 from trainvitals.detect import DriftConfig, DriftDetector, LevelConfig, LevelDetector
 from trainvitals.errors import ConfigError
 from trainvitals.records import Finding, StepRecord
@@ -40,12 +41,12 @@ def falling(steps: int, start: float = 4.0, end: float = 3.0) -> list[float]:
 # ----------------------------------------------------------------------------------- level
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", one_in(4, range(10)))
 def test_a_loss_that_falls_is_nothing(seed: int) -> None:
     assert [] == told(noisy(falling(3000), noise=0.02, seed=seed))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", one_in(4, range(10)))
 def test_a_slow_divergence_is_told_within_a_quarter_of_it(seed: int) -> None:
     ramp = [4.85 + 1.65 * step / 570 for step in range(570)]
     first, kind = told(noisy([4.85] * 1500 + ramp, seed=seed))[0]
@@ -61,7 +62,7 @@ def test_it_only_tells_however_far_the_loss_goes_and_names_where_it_began() -> N
     assert "above its lowest" in made[0].reason
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", one_in(4, range(10)))
 def test_a_step_up_of_3_percent_that_never_comes_back_is_told(seed: int) -> None:
     losses = noisy([2.0] * 1000 + [2.06] * 600, noise=0.004, seed=seed)
     assert ["plateau"] == [kind for _, kind in told(losses)]

@@ -205,8 +205,9 @@ def test_events_are_recorded_without_secrets_and_others_byte_for_byte():
 )
 def test_a_long_text_takes_no_long_time(piece: str):
     began = time.process_time()
-    redact_text((piece * 20_000)[:8_192])
-    assert time.process_time() - began < 0.5
+    redact_text((piece * 200_000)[:200_000])
+    # What grows with the square of the length takes minutes.
+    assert time.process_time() - began < 30.0
 
 
 def test_secrets_in_a_list_are_redacted_as_one_alone_is():

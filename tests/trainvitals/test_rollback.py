@@ -7,7 +7,7 @@ import pytest
 from tests.trainvitals.ladder_run import Run
 from tests.trainvitals.played import reads
 from trainvitals.alerting import alerts_for_finding
-from trainvitals.policy.evidence import NO_GRADIENT, Reading, of_reading
+from trainvitals.policy.evidence import NONFINITE_GRADIENT, Reading, of_reading
 from trainvitals.policy.state import LadderMemory, lr_factor_at, max_row
 
 
@@ -36,14 +36,14 @@ def test_it_takes_lost_progress_or_a_multiple_of_the_loss_and_three_batches(
 def test_a_gradient_that_is_not_finite_on_a_kept_batch_is_damage_whatever_the_loss():
     run = Run(probe=lambda ask: Reading(
         num_batches=8, then=2.0, now=2.0, has_gradient=False,
-        detail=f"{NO_GRADIENT} (rank 0); steps 160 to 184",
+        detail=f"{NONFINITE_GRADIENT} (rank 0); steps 160 to 184",
     ))  # fmt: skip
     (back,) = run.feed("outlier")
     assert "rollback" == back.action
-    assert f"{NO_GRADIENT}: the state is damaged" in back.reason
+    assert f"{NONFINITE_GRADIENT}: the state is damaged" in back.reason
     (read,) = run.readings
     assert math.isinf(read.ratio)
-    assert f"Probe: {NO_GRADIENT} (rank 0)" in of_reading(read)
+    assert f"Probe: {NONFINITE_GRADIENT} (rank 0)" in of_reading(read)
 
 
 def test_it_is_not_repeated_for_an_onset_nor_within_the_cooldown_and_never_halts():

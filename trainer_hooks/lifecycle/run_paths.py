@@ -135,7 +135,7 @@ def _open_on_root(
             raise
         _LOG.warning("vitals: %s; the run is stored in %s instead", error.text, other)
         run_dir = _run_dir(other, environ, clock, nth)
-    plan = _plan(run_dir)
+    plan = read_earlier_plan(run_dir)
     # A clock may have gone back since; a relaunch is newer than what it follows all the same.
     attempt = max(new_attempt_id(clock.time_ns()), plan.newest_attempt + 1)
     return run_dir.run_id, str(run_dir.path), attempt, plan, judge
@@ -179,7 +179,7 @@ def _other_disk(environ: Mapping[str, str]) -> Path | None:
     return next((base / "vitals_runs" for base in disks), None)
 
 
-def _plan(run_dir: RunDir) -> Plan:
+def read_earlier_plan(run_dir: RunDir) -> Plan:
     """Return what earlier starts of the run have spent; what cannot be read is never guessed."""
     try:
         return read_plan(run_dir.read_plan())

@@ -30,7 +30,7 @@ from trainer_hooks.probe.bank import EVERY, Bank, Kept, given_out, same_content
 from trainer_hooks.probe.untouched import RefusedError, is_sharded, seed_all, untouched
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.emit import Emitter
-from trainvitals.policy.evidence import MIN_BATCHES, NO_GRADIENT, Ask, Reading
+from trainvitals.policy.evidence import MIN_BATCHES, NONFINITE_GRADIENT, Ask, Reading
 from trainvitals.records import Note
 
 LossOf = Callable[[Any], Tensor | float]
@@ -511,7 +511,7 @@ def _reading(
     ages = f"steps {near[0]} to {near[-1]}"
     if bad_ranks:
         shown = ", ".join(map(str, bad_ranks[:8]))
-        ages = f"{NO_GRADIENT} (rank {shown}); {ages}"
+        ages = f"{NONFINITE_GRADIENT} (rank {shown}); {ages}"
     all_now, all_then = _median(now), statistics.median(then)
     older = None
     if far and all_then + ask.floor > 0.0 and math.isfinite(all_now):

@@ -68,7 +68,7 @@ MIN_BATCHES = 3
 NO_READING = Reading(num_batches=0, then=math.nan, now=math.nan, detail="no probe")
 
 _WITHHELD = "the state is healthy, so the updates were withheld and nothing was rolled back"
-NO_GRADIENT = "the gradient on a kept batch is not finite"
+NONFINITE_GRADIENT = "the gradient on a kept batch is not finite"
 _WORSE = "the state got worse on these batches, but not enough to prove damage"
 _MEANINGS_OF_STATE: dict[tuple[str, str], str] = {
     ("spike", "sound"): "the state is healthy, so no update is withheld",
@@ -96,7 +96,7 @@ def of_reading(event: StateRead) -> str:
     if is_probe and len(numbers) > 1:
         numbers.append("a share of the initial loss added to both")
     shown = f" ({', '.join(numbers)})" if numbers else ""
-    if event.detail.startswith(NO_GRADIENT):
+    if event.detail.startswith(NONFINITE_GRADIENT):
         return f"{who}: {event.detail}{shown}: {meaning_of(event)}"
     times = f"{event.ratio:.3g}x" if math.isfinite(event.ratio) else "NaN or infinite, against"
     what = "loss on kept batches is" if is_probe else "the loss is"

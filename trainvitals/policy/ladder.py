@@ -16,7 +16,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from trainvitals.detect.outliers import LossKind
-from trainvitals.policy.evidence import NO_GRADIENT, NO_READING, Ask, Reading
+from trainvitals.policy.evidence import NO_READING, NONFINITE_GRADIENT, Ask, Reading
 from trainvitals.policy.rungs import (
     Case,
     Course,
@@ -410,8 +410,8 @@ def _in_words(read: StateRead) -> str:
     """Return what the probe read, in words."""
     if read.ratio is None:
         return "the probe gave no verdict"
-    if read.detail.startswith(NO_GRADIENT):
-        return f"{NO_GRADIENT}: the state is damaged"
+    if read.detail.startswith(NONFINITE_GRADIENT):
+        return f"{NONFINITE_GRADIENT}: the state is damaged"
     return (
         f"the loss on {read.num_batches} earlier batches is {read.ratio:.3g}x what it was: the "
         "state is damaged"

@@ -20,7 +20,7 @@ from trainvitals.catalog import TURN_METRICS
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, Judgement, Mode, Proposal
-from trainvitals.policy.evidence import NO_GRADIENT, NO_READING, Ask, Reading
+from trainvitals.policy.evidence import NO_READING, NONFINITE_GRADIENT, Ask, Reading
 from trainvitals.policy.history import JudgedStep, document
 from trainvitals.records import (
     BAD_GRADIENTS,
@@ -317,7 +317,7 @@ class _Replayer:
                 then=math.nan if read.then is None else read.then,
                 now=read.now,
                 detail=read.detail,
-                has_gradient=not read.detail.startswith(NO_GRADIENT),
+                has_gradient=not read.detail.startswith(NONFINITE_GRADIENT),
             )
 
         return answer

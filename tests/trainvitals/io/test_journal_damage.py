@@ -107,7 +107,7 @@ def test_a_disk_that_blocks_never_blocks_the_writer(
 
     def slow(self: StreamWriter, *args: object) -> None:
         blocked.set()
-        go_on.wait(30)
+        go_on.wait(60)
         store(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr("trainvitals.io.journal.is_memory_backed", lambda path: False)
@@ -115,7 +115,7 @@ def test_a_disk_that_blocks_never_blocks_the_writer(
     journal = JournalWriter(tmp_path / "j", identity)
     stream = journal.open_stream(STEPS)
     stream.append([0, 0.0])
-    assert blocked.wait(30)
+    assert blocked.wait(60)
     for i in range(1, 5_000):
         stream.append([i, float(i)])
     assert 4_999 - 2_048 == journal.dropped
@@ -133,7 +133,7 @@ def test_a_disk_that_never_answers_does_not_hold_up_the_end(
 
     def stuck(self: StreamWriter, *args: object) -> None:
         blocked.set()
-        go_on.wait(30)
+        go_on.wait(60)
 
     monkeypatch.setattr("trainvitals.io.journal.is_memory_backed", lambda path: False)
     monkeypatch.setattr("trainvitals.io.journal._CLOSE_SECONDS", 0.01)
@@ -141,7 +141,7 @@ def test_a_disk_that_never_answers_does_not_hold_up_the_end(
     journal = JournalWriter(tmp_path / "j", identity)
     stream = journal.open_stream(STEPS)
     stream.append([0, 0.0])
-    assert blocked.wait(30)
+    assert blocked.wait(60)
     for i in range(10):
         stream.append([i, 0.0])
     journal.close()

@@ -1,6 +1,8 @@
 """A restart of a launcher finds the run of its first start, and of no other launch."""
 
 import os
+import socket
+import sys
 
 import pytest
 
@@ -35,7 +37,7 @@ def test_a_first_start_and_another_launch_begin_a_run_of_their_own(launched, env
 
 
 def test_another_command_in_the_same_job_is_another_run(launched, monkeypatch):
-    monkeypatch.setattr(relaunch.sys, "argv", ["evaluate.py"])
+    monkeypatch.setattr(sys, "argv", ["evaluate.py"])
     assert earlier_run(launched, REQUEUED) is None
 
 
@@ -66,7 +68,7 @@ def test_each_run_of_a_script_that_trains_several_is_found_again(tmp_path):
 def test_a_restart_within_a_job_finds_the_run_although_rank_0_is_on_another_node(
     launched, monkeypatch
 ):
-    monkeypatch.setattr(relaunch.socket, "gethostname", lambda: "another node")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another node")
     assert RUN == earlier_run(launched, {**AGAIN, **JOB})
 
 

@@ -115,7 +115,7 @@ def test_an_agent_started_after_a_change_of_folder_finds_the_same_collector_and_
     pid = start()
     try:
         info = run_dir.path / "agents" / "n" / "agent.json"
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while not info.exists() and time.monotonic() < until:
             time.sleep(0.05)
         seen = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.examples import one_in
 from tests.trainvitals.watch.worlds import (
     GIB,
     cosine,
@@ -74,7 +75,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("every", [1, 10, 50])
+@pytest.mark.parametrize("every", one_in(3, [10, 1, 50]))
 def test_no_schedule_is_an_anomaly(schedule: Callable[[int], float], every: int) -> None:
     watcher = LearningRateWatcher()
     rows = [
@@ -98,7 +99,7 @@ def test_a_rollback_that_restores_the_schedule_is_no_anomaly(
     assert [] == found
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", one_in(4, range(4)))
 def test_a_noisy_run_with_evaluations_and_checkpoints(seed: int) -> None:
     assert [] == told(healthy_run(4000, seed=seed))
 
@@ -123,7 +124,7 @@ def test_a_restart_on_other_ranks() -> None:
 
 def test_step_times_that_scatter_by_a_quarter() -> None:
     rng = random.Random(5)
-    assert [] == told(slower(row, rng.lognormvariate(0.0, 0.25)) for row in healthy_run(6000))
+    assert [] == told(slower(row, rng.lognormvariate(0.0, 0.25)) for row in healthy_run(3000))
 
 
 def test_steps_of_two_kinds() -> None:

@@ -1,0 +1,1 @@
+"""Mutation run: how many small changes of the code the tests notice (`make mutants`)."""
