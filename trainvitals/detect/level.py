@@ -47,6 +47,9 @@ it got there at once."""
 _RISES_WITHIN = 3000
 """Steps within which three rises that were told and went back are this run's way: told no more up
 to 1.3 times the highest."""
+_RECOVERING = 0.6
+"""Share of its excess to which the loss has fallen within a quarter of the window when it recovers.
+Real divergences were at 0.66 and above when they were reported, slow recoveries below 0.52."""
 _FLAT = 0.01
 """What the level may move by in ``flat_steps`` and still be flat; half of it downwards."""
 
@@ -160,6 +163,19 @@ class LevelDetector(Detector):
         tops = [top for seen, top in self._recovered if self._seen - seen <= _RISES_WITHIN]
         return len(tops) >= _RECURS and rise <= _HIGHER * max(tops)
 
+    def _is_recovering(self, best: float) -> bool:
+        """Whether the latest quarter of the window has undone much of what the one before rose by.
+
+        After a spike the median stays high for longer than the loss does: half of its window lies
+        in the spike. What stops falling above the lowest level is reported then.
+        """
+        quarter = self._config.window // 4
+        losses = list(self._losses)[-2 * quarter :]
+        before, latest = (
+            sorted(part)[quarter >> 1] - best for part in (losses[:quarter], losses[quarter:])
+        )
+        return latest < _RECOVERING * before
+
     def _begin(self, level: float, best: float) -> None:
         self._top = 0.0
         self._onset = self._steps[0]
@@ -172,7 +188,7 @@ class LevelDetector(Detector):
         config = self._config
         further = 2.0 if self._num_told else 1.0
         enough = max(config.divergence * abs(best), config.sigmas * noise) * further
-        if level <= self._low + enough:
+        if level <= self._low + enough or self._is_recovering(best):
             return None
         if self._recurs(level - best):
             self._silent = True
