@@ -26,9 +26,10 @@ def test_a_forged_row_stops_one_stream_pages_at_once_and_keeps_nothing_else_back
         lasting = PROGRAM.replace("range(30)", "range(100_000)").replace(
             "monitor.step()", "monitor.step(); __import__('time').sleep(0.02)"
         )
-        lab.start("training", sys.executable, "-c", lasting, VITALS_AGENT="off")
+        settings = {"VITALS_AGENT": "off", "VITALS_TOKEN_FILE": str(lab.tokens)}
+        lab.start("training", sys.executable, "-c", lasting, **settings)
         run_id = lab.run_id()
-        with lab.client(port) as client:
+        with _patient(lab, port) as client:
             until(lambda: client.ask(RunsQuestion()), "the run is known")
             until(lambda: "rank" in _times(client, run_id), "rows of the rank arrive")
             _forge(lab, port, run_id)
@@ -76,10 +77,16 @@ def _forge(lab, port: int, run_id: str) -> None:
     )
     tokens = read_tokens(lab.tokens)
     url = f"https://127.0.0.1:{port}"
-    with CollectorClient(url, tokens.ingest, tls=tokens.tls) as thief:
+    with CollectorClient(url, tokens.ingest, tls=tokens.tls, timeout=60.0) as thief:
         thief.ingest(encode_batch(header, STEPS.pack(ahead, row)))
 
 
 def _steps_in(spool) -> list[BatchHeader]:
     headers = [decode_batch(raw).header for _, raw in read_batches(spool)]
     return [header for header in headers if header.stream == "steps"]
+
+
+def _patient(lab, port: int) -> CollectorClient:
+    tokens = read_tokens(lab.tokens)
+    url = f"https://127.0.0.1:{port}"
+    return CollectorClient(url, tokens.read, tls=tokens.tls, timeout=60.0)
