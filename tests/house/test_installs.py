@@ -55,7 +55,7 @@ WORDS = {
     "export": ["runs"],
     "sql": ["FROM runs", "--data", "data"],
     "token": ["list", "--data", "data"],
-    "mirror": ["runs", "--to", "tensorboard:tb"],
+    "mirror": ["absent", "--to", "tensorboard:tb"],
     "audit": ["log.csv"],
     "dashboard": ["absent"],
     "checkpoints": ["list", "runs"],
