@@ -10,14 +10,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer_hooks.arguments import Arguments, Mode, as_list, together, turn_names
+from trainer_hooks.arguments import (
+    Arguments,
+    Mode,
+    as_list,
+    refuse_misplaced,
+    together,
+    turn_names,
+)
 from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.declared import Declared
@@ -79,6 +86,7 @@ def watch(
     on_hang: OnHang = "alert",
     total_steps: int | None = None,
     schedule: Declared | None = None,
+    **misplaced: Never,
 ) -> Monitor:
     """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
 
@@ -131,11 +139,13 @@ def watch(
             ``LRSchedule(kind="cosine", warmup_steps=1000)`` or just ``"cosine"``, ``"linear"``,
             ``"wsd"`` (with ``total_steps``) or ``"constant"``. A rate of any group that leaves it
             is told once; nothing is done about it.
+        misplaced: refused; an argument of the monitor's methods is named as such.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
         TrainingHalted: this run was stopped by its ladder and not resumed by a person.
     """
+    refuse_misplaced(misplaced)
     listed = as_list(optimizers)
     names = list(optimizers) if isinstance(optimizers, Mapping) else turn_names(model, listed)
     whole = together(model)

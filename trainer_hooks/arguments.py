@@ -403,6 +403,29 @@ def turn_names(model: Any, optimizers: Sequence[Any]) -> list[str]:
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
+_BELONGS = {
+    **dict.fromkeys(("epochs", "probe", "sample_ids", "keep_batches"), "batches(loader, {}=...)"),
+    **dict.fromkeys(("loss", "weight", "max_norm"), "step(loss, {}=...)"),
+}
+"""Arguments of the monitor's methods, which people give to ``watch``."""
+
+
+def refuse_misplaced(given: Mapping[str, object]) -> None:
+    """Refuse arguments that ``watch`` does not have.
+
+    Raises:
+        UsageError: it belongs to another call, which is named.
+        TypeError: there is none of that name.
+    """
+    for name in given:
+        if name in _BELONGS:
+            raise UsageError(
+                f"watch() has no argument {name}",
+                hint=f"it belongs to the loop: monitor.{_BELONGS[name].format(name)}",
+            )
+        raise TypeError(f"watch() got an unexpected keyword argument {name!r}")
+
+
 def as_list(value: Any) -> list[Any]:
     """Return what was given as one or as several, as a list."""
     if value is None:

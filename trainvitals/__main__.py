@@ -2,7 +2,7 @@
 
 import sys
 
-from trainvitals.cli.main import main
+from trainvitals.cli.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -219,7 +219,7 @@ class HangWatch:
             self._tell_of_nodes()
             return
         processes = [
-            Process(tails[rank].identity.pid, each.started, each.state)
+            Process(tails[rank].identity.pid, each.started, each.state, tails[rank].directory)
             for rank, each in seen.items()
             if each.started and each.state not in ("gone", "ended")
         ]

@@ -122,6 +122,31 @@ def _age(process: psutil.Process, clock: Clock) -> float:
         return clock.time_ns() / 1e9 - process.create_time()
 
 
+def holds_files(pid: int, directory: Path) -> bool:
+    """Return whether the process has a file of this journal open, as the rank that writes it has.
+
+    Containers may share memory and not process ids: the number that a rank calls itself is another
+    process here. Check this before any signal.
+    """
+    files = {(s.st_dev, s.st_ino) for path in _listed(directory) if (s := _status(path))}
+    opened = map(_status, _listed(Path(f"/proc/{pid}/fd")))
+    return any(s is not None and (s.st_dev, s.st_ino) in files for s in opened)
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except OSError:  # gone, or another user's
+        return []
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
 def _other_boot(boot_id: str) -> bool:
     path = Path("/proc/sys/kernel/random/boot_id")
     return bool(boot_id) and path.exists() and path.read_text().strip() != boot_id

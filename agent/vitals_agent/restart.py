@@ -16,6 +16,7 @@ from trainvitals.clock import Clock
 from trainvitals.detect.hang import HangConfig, Verdict, may_end
 from trainvitals.records import Decision, DecisionMade, Note, ProcessState, RankActivity
 from trainvitals.units import humanize_seconds
+from vitals_agent.process import holds_files
 from vitals_agent.run import ServedRun
 
 GRACE_SECONDS = 30.0
@@ -33,6 +34,13 @@ class Process:
     started: int
     """In clock ticks since the boot."""
     state: ProcessState
+    journal: Path | None = None
+    """Its directory; a process that has none of its files open is sent nothing."""
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether this is the rank, and not another container's process of the same number."""
+        return self.journal is None or holds_files(self.pid, self.journal)
 
     def send(self, number: int) -> None:
         """Send a signal, if it is still that process."""
@@ -42,7 +50,7 @@ class Process:
             return
         try:
             # The descriptor is of whoever has the number now, and stays with that process.
-            if started(self.pid) == self.started:
+            if started(self.pid) == self.started and self.is_rank:
                 signal.pidfd_send_signal(fd, number)
         except ProcessLookupError:
             return
@@ -116,6 +124,17 @@ class HungJob:
             self._end(verdict, processes, now)
 
     def _end(self, verdict: Verdict, processes: Collection[Process], now: float) -> None:
+        if not all(process.is_rank for process in processes):
+            text = (
+                "This hang is left to a person: the ranks run in containers whose process ids "
+                f"their agent cannot see. {verdict.text}"
+            )
+            self._run.node_source.say(
+                Note(code="no_restart", text=text, severity="warning"),
+                step=verdict.step,
+                attempt=self._attempt(),
+            )
+            return
         budget, time_ns = self._config.max_restarts, self._clock.time_ns()
         recent = [t for t in self._run.run_dir.restarts() if t > time_ns - _DAY_NS]
         # A clock that is set a day ahead gives no budget back.

@@ -24,6 +24,7 @@ from trainvitals.records import (
     ProcessState,
     StacksTaken,
 )
+from vitals_agent.process import holds_files
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Spawn
 from vitals_agent.tailer import JournalTail
@@ -102,8 +103,12 @@ class StackTaker:
         if (before := self._asked.get(tail.directory)) is not None:
             before.number = before.number or number
             return
-        self._asked[tail.directory] = asked
         pid, path = tail.identity.pid, tail.directory / STACKS_FILE
+        if not holds_files(pid, tail.directory):
+            if number:
+                self._say(asked, "", "its process cannot be reached from its agent's container")
+            return
+        self._asked[tail.directory] = asked
         if word.stack_signal:
             os.close(open_private(path, os.O_WRONLY | os.O_TRUNC))
             os.kill(pid, word.stack_signal)

@@ -8,7 +8,8 @@ from tests.agent.builders import NODE, OTHER_RUN, RUN
 from tests.agent.fake_nvml import LOST, gpus
 from trainvitals.catalog import PROCESS_SCHEMA
 from trainvitals.errors import StorageError, UsageError
-from trainvitals.records import Note, RunEnded
+from trainvitals.io.discovery import NOTICE_FILE
+from trainvitals.records import FindingRaised, Note, RunEnded
 
 
 def test_every_row_of_a_rank_is_in_the_spool_once(world):
@@ -338,3 +339,27 @@ def test_a_journal_with_a_torn_first_segment_is_waited_for_and_the_others_are_se
     agent.cycle(1.0)
     assert [0] == world.steps()
     assert {} == agent.faults.counts
+
+
+def test_an_agent_of_another_node_than_its_ranks_reports_it_where_people_look(world):
+    rank = world.rank()
+    rank.step(0)
+    agent = world.agent(node="another")
+    for second in (0, 10, 25, 50):
+        agent.cycle(float(second))
+    there = {"source": "node:another", "node": "another"}
+    (note,) = [e.event for e in world.events(**there) if isinstance(e.event, Note)]
+    assert ("foreign_node", "error") == (note.code, note.severity)
+    assert "Start the agent with --node node-a" in note.text
+    (raised,) = [e.event for e in world.events(**there) if isinstance(e.event, FindingRaised)]
+    assert "stream_stopped" == raised.finding.kind
+    assert note.text == (world.base / RUN / NOTICE_FILE).read_text()
+
+
+def test_ranks_that_an_agent_of_their_own_serves_are_no_trouble_of_another_one(world):
+    world.rank().step(0)
+    own, other = world.agent(), world.agent(node="another")
+    for second in (0, 10, 25, 50):
+        own.cycle(float(second))
+        other.cycle(float(second))
+    assert [] == world.notes(source="node:another", node="another")

@@ -11,6 +11,7 @@ from tests.support.agent_processes import Node, until
 from tests.support.small_disks import empty, fill, small_file_system
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.client import CollectorClient
+from trainvitals.io.discovery import NOTICE_FILE
 from trainvitals.records import decode_events
 from trainvitals.wire import decode_batch
 
@@ -85,6 +86,7 @@ def test_on_a_full_disk_it_starts_forwards_and_says_so_once(node, small, stub, c
     assert (1, ["spool_in_memory"]) == (num_in_memory(agent), notes(stub))
     (said,) = [record.message for record in caplog.records if "is full: node" in record.message]
     assert "restored from a backup will lack it" in said
+    assert (node.base / RUN / NOTICE_FILE).read_text() in said, "for the terminal of the rank"
     assert agent.shipper.drained(RUN)
 
 

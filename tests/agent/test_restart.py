@@ -12,6 +12,7 @@ from tests.agent.builders import World
 from tests.support.hung_ranks import Rank, told, train
 from trainvitals.detect.hang import HangConfig
 from trainvitals.records import DecisionMade, Note
+from vitals_agent.process import holds_files
 from vitals_agent.restart import GRACE_SECONDS, Process, started
 
 HELD = 10.0
@@ -167,6 +168,26 @@ def test_a_process_that_has_another_s_number_is_sent_nothing(ranks):
     assert -signal.SIGKILL == ranks[0].process.wait(60.0)
     Process(pid, 1, "alive").send(signal.SIGKILL)
     assert 0 == started(pid)
+
+
+def test_a_process_of_another_container_with_a_ranks_number_is_sent_nothing(
+    world, ranks, monkeypatch
+):
+    """It shares the memory that journals lie in, and has process ids of its own."""
+    stranger = ranks[0].process.pid
+    monkeypatch.setattr("vitals_agent.restart.holds_files", lambda pid, _: pid != stranger)
+    agent = world.agent(hang=CONFIG)
+    now = train(agent, ranks, 20.0)
+    stand(agent, ranks, now, HELD + 20.0)
+    assert [None, None] == [rank.process.poll() for rank in ranks]
+    assert ([], 1) == (decided(world), notes(world).count("no_restart"))
+
+
+def test_only_a_process_with_a_file_of_the_journal_open_is_its_rank(ranks):
+    directory = ranks[0].journal.directory
+    assert holds_files(ranks[0].process.pid, directory)
+    assert not holds_files(ranks[1].process.pid, directory)
+    assert not holds_files(0, directory)
 
 
 @pytest.mark.parametrize("fields", [{"is_announced": True}, {"is_debugged": True}])

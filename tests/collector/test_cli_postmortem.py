@@ -1,5 +1,6 @@
 """A page to attach to a ticket: it tells the whole story, and nothing in it can act."""
 
+import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -125,6 +126,13 @@ def test_the_maps_of_an_incident_have_the_numbers_that_were_rolled_back(
     assert " | 500 | 158 | yes |" in told.partition("| Gradient norm of each layer |")[2]
     some = "teps 120 to 161 include rollbacks: a cell shows the worst of all attempts"
     assert 3 == told.count(f"S{some}.") == Page(html).text.count(f"; s{some}")
+
+
+def test_json_has_the_facts_of_the_report(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert 0 == vitals("postmortem", runs, "--format", "json")
+    facts = json.loads(capsys.readouterr().out)
+    assert RUN == facts["detail"]["summary"]["run_id"]
+    assert {"skip_step", "rollback"} <= {one["decision"]["action"] for one in facts["decisions"]}
 
 
 def test_markdown_goes_to_stdout_with_its_curves(runs: Path, capsys: pytest.CaptureFixture[str]):

@@ -84,6 +84,17 @@ def test_it_is_shown_how_a_run_ended(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "failed: RuntimeError: CUDA out of memory" in capsys.readouterr().out
 
 
+def test_names_of_series_are_listed_where_they_are_asked_for(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert 0 == vitals("show", runs)
+    assert "; --series lists them" in capsys.readouterr().out
+    assert 0 == vitals("show", runs, "--series")
+    shown = capsys.readouterr().out
+    assert "steps.loss, " in shown
+    assert "lists them" not in shown
+
+
 @pytest.mark.parametrize("run", ["", "tiny", RUN, RUN[:12].lower()])
 def test_a_run_is_found_by_id_beginning_or_name(
     runs: Path, run: str, capsys: pytest.CaptureFixture[str]

@@ -55,6 +55,44 @@ def ask(*arguments: object, stdin: str | None = None) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
 
 
+def test_runs_have_the_state_that_the_list_of_runs_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, lake = open_data_store(tmp_path), Lake(tmp_path / "lake")
+    lake.append([batch(identity(), [{"loss": 1.0}])])
+    now = time.time_ns()
+    cases = {
+        "finished": {"ended_state": "finished", "last_received_unix_ns": 1},
+        "running": {"last_received_unix_ns": now},
+        "lost": {"last_received_unix_ns": now - 120 * 10**9},
+        "halted": {"ended_state": "failed", "last_received_unix_ns": now},
+    }
+    with store.write() as connection:
+        for state, source in cases.items():
+            who = {"run_id": state, "incarnation": "1"}
+            connection.execute(insert(schema.runs), {"run_id": state, "info": b""})
+            connection.execute(
+                insert(schema.sources), who | {"source": "rank:0", "rank": 0} | source
+            )
+        halt = {"seq": 1, "step": 1, "action": "halt", "rule": "spike", "acted": True, "body": b""}
+        connection.execute(insert(schema.decisions), who | halt)
+    monkeypatch.setenv("VITALS_COLLECTOR_URL", str(tmp_path))
+    answer = json.loads(ask("SELECT run_id, state FROM runs", "--format", "json").stdout)
+    assert {state: state for state in cases} == {row["run_id"]: row["state"] for row in answer}
+    lake.close()
+    store.close()
+
+
+def test_a_url_of_another_collector_is_refused_and_not_taken_for_the_own_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("VITALS_COLLECTOR_URL", "https://far:8765")
+    refused = ask("FROM runs").exception
+    assert isinstance(refused, UsageError)
+    assert "VITALS_COLLECTOR_URL is https://far:8765" in str(refused)
+
+
 def test_the_same_rows_come_out_in_every_form(data: Path) -> None:
     asked = ("SELECT step, loss FROM steps ORDER BY step", "--data", data)
     assert [line.split() for line in ask(*asked).stdout.splitlines()] == [

@@ -17,6 +17,8 @@ import duckdb
 import pytest
 from packaging.requirements import Requirement
 
+from tests.house.wheels import build_wheel
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "trainvitals",
@@ -30,17 +32,7 @@ PACKAGES = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("wheel")
-    done = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory, ROOT],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert 0 == done.returncode, done.stdout + done.stderr
-    (path,) = directory.glob("*.whl")
-    return path
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,21 @@ def assert_refused(words, model, optimizers, **keywords):
 # ------------------------------------------------------------------------------ what is not sound
 
 
+@pytest.mark.parametrize(
+    ("name", "belongs"),
+    [
+        ("keep_batches", "monitor.batches(loader, keep_batches="),
+        ("max_norm", "monitor.step(loss, "),
+    ],
+)
+def test_an_argument_of_another_call_is_refused_with_its_place(name, belongs):
+    with pytest.raises(UsageError, match=rf"watch\(\) has no argument {name}") as caught:
+        trainer_hooks.watch(*model_and_optimizer(), **{name: True})
+    assert belongs in caught.value.hint
+    with pytest.raises(TypeError, match="unexpected keyword argument 'keep_btches'"):
+        trainer_hooks.watch(*model_and_optimizer(), keep_btches=True)
+
+
 NO_NORMS = [float("nan"), 0, -1.0, "1", torch.tensor(1.0)]
 
 

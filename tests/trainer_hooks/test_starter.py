@@ -24,6 +24,10 @@ class Children:
 
     def __init__(self, *ways):
         self.ways, self.pids, self.closed = list(ways), [], False
+        self.reported = ""
+
+    def notice(self):
+        return self.reported
 
     def __call__(self):
         way = self.ways.pop(0)
@@ -65,6 +69,17 @@ class Node:
     def close(self, seconds):
         self.agent.close(round(seconds * SECOND), step=7, attempt=3)
         return len(self.children.pids)
+
+
+def test_what_the_agent_reports_is_logged_once(caplog):
+    node = Node("sleep 60")
+    node.children.reported = "the disk is full"
+    for second in (1, 2, 3):
+        node.look(second, ended=False)
+    os.kill(node.agent.pid, 15)
+    os.waitpid(node.agent.pid, 0)
+    assert 1 == caplog.text.count("vitals: the disk is full")
+    assert {} == dict(node.faults.counts)
 
 
 KILLED, FAILED, STOPPED, TERMINATED = "kill -9 $$", "exit 3", "exit 0", "kill -15 $$"

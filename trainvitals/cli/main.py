@@ -27,7 +27,6 @@ def build_app() -> tuple[typer.Typer, dict[str, str]]:
         epilog="Example: vitals demo",
         rich_markup_mode=None,  # plain help: the same text in a terminal, a pipe and docs/CLI.md
         pretty_exceptions_enable=False,
-        add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 

@@ -3,10 +3,11 @@
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from trainvitals.cli.output import write_json
 from trainvitals.errors import UsageError
 from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
 from vitals_collector.cli.writing import Force, write_file
@@ -15,6 +16,12 @@ Incident = Annotated[str, typer.Option(help="Only this incident; the report list
 Html = Annotated[Path | None, typer.Option(help="Write one page of HTML, with pictures.")]
 Markdown = Annotated[
     Path | None, typer.Option(help="Write Markdown [default: to stdout; plain text on a terminal].")
+]
+
+
+Form = Annotated[
+    Literal["text", "json"],
+    typer.Option("--format", help="How to write to stdout; json: the facts of the report."),
 ]
 
 
@@ -29,6 +36,7 @@ def postmortem(
     incident: Incident = "",
     html: Html = None,
     md: Markdown = None,
+    form: Form = "text",
     force: Force = False,
     folder: Dir = None,
     collector: Collector = "",
@@ -53,7 +61,10 @@ def postmortem(
         if file is not None:
             write_file(file, make(blocks).encode(), force=force)
             sys.stdout.write(f"{file}\n")
-    if html is None and md is None:
+    if form == "json":
+        body = {name: getattr(facts, name) for name in facts.__dataclass_fields__}
+        write_json({**body, "decisions": body.pop("ledger")})
+    elif html is None and md is None:
         # What is piped may end in a ticket, where a run's own words must not become a link.
         write = markdown.write_text if sys.stdout.isatty() else markdown.write
         sys.stdout.write(write(blocks))

@@ -59,6 +59,9 @@ def show(
         str, typer.Option(help="Source of the metric: rank:N, gpu:UUID or node:ID.")
     ] = "",
     points: Annotated[int, typer.Option(help="Approximate number of points.")] = 1_000,
+    names: Annotated[
+        bool, typer.Option("--series", help="List the names that --metric takes.")
+    ] = False,
     collector: Collector = "",
     token_file: TokenFile = None,
     form: TableForm = TableFormat.TABLE,
@@ -83,7 +86,7 @@ def show(
             write_columns(_columns(series, form), form, output, force=force, body=series)
             return
         with written_to(output, force=force) as to:
-            write_run(opened.reader, summary.run_id, form, to)
+            write_run(opened.reader, summary.run_id, form, to, names=names)
 
 
 def _columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
@@ -98,8 +101,10 @@ def _columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequence[objec
     return {"step": series.step, "attempt": series.attempt} | times | {series.metric: values}
 
 
-def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> None:
-    """Write everything about a run but its curves' values."""
+def write_run(
+    reader: Reader, run_id: str, form: TableFormat, to: TextIO, *, names: bool = False
+) -> None:
+    """Write everything about a run but its curves' values; ``names`` lists all series."""
     detail = reader.ask(RunQuestion(run_id=run_id))
     ledger = reader.ask(DecisionsQuestion(run_id=run_id))
     saved = reader.ask(CheckpointsQuestion(run_id=run_id))
@@ -111,6 +116,7 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
         write_json({**body, "events": events}, to=to)
         return
     facts = [*_facts(detail, _learning_rates(reader, detail.summary)), *_shadow(ledger)]
+    facts.append(("series", ", ".join(detail.metrics) if names else _counted(detail.metrics)))
     facts += verdict_rows(verdict)
     write_rows(("field", "value"), facts, Format(form.value), to=to)
     if form is TableFormat.CSV:
@@ -233,6 +239,10 @@ def _colored(line: str) -> str:
     return line if color is None else f"{name}{bar}{typer.style(marks, fg=color, bold=True)}"
 
 
+def _counted(metrics: Sequence[str]) -> str:
+    return f"{len(metrics)}; --series lists them" if metrics else ""
+
+
 def _shadow(ledger: Sequence[DecisionView]) -> list[tuple[str, object]]:
     """Say how often what was only observed would have been right."""
     words = tally(view.hindsight or None for view in ledger)
@@ -296,5 +306,4 @@ def _facts(detail: RunDetail, rates: str) -> list[tuple[str, object]]:
         *_volume(detail.volume),
         ("git commit", info.git_commit),
         ("folder", info.run_dir),
-        ("series", ", ".join(detail.metrics)),
     ]

@@ -246,10 +246,30 @@ def _room_told() -> Iterator[None]:
 
 
 def data_dir(data: Path | None) -> Path:
-    """Return the collector's own folder: the one that was named, else the usual one."""
-    from trainvitals.io.setting_paths import default_data_dir
+    """Return the collector's own folder: the one that was named, else the usual one.
 
-    return (data or default_data_dir(os.environ)).expanduser().absolute()
+    ``VITALS_COLLECTOR_URL`` may name it, as it does for the commands that ask a collector.
+
+    Raises:
+        UsageError: it is the URL of another collector, whose folder is not known here.
+    """
+    from trainvitals.io.client import read_collector_file
+    from trainvitals.io.setting_paths import collector_folder, default_data_dir
+
+    if data is not None:
+        return data.expanduser().absolute()
+    named = os.environ.get("VITALS_COLLECTOR_URL", "")
+    if (folder := collector_folder(named)) is not None:
+        return folder
+    usual = default_data_dir(os.environ).absolute()
+    own = read_collector_file(usual) if named else None
+    if named and (own is None or own.url not in named.split(",")):
+        raise UsageError(
+            f"VITALS_COLLECTOR_URL is {named}, whose data folder is not {usual}; this command "
+            "reads the folder",
+            hint="run it on the collector's machine with --data DIR, or unset the variable",
+        )
+    return usual
 
 
 def _names(store: "Store") -> dict[str, str]:

@@ -71,15 +71,27 @@ VIEWS = frozenset({"runs", *_NUMBERS, *_RECORDS})
 _RUNS = """
 SELECT r.run_id, r.name, r.project, r.user_name AS "user", r.mode, r.world_size,
   {started} AS started, s.last_step, s.loss, {seen} AS last_seen,
+  CASE WHEN h.run_id IS NOT NULL THEN 'halted'
+    WHEN s.ended_state <> '' THEN s.ended_state
+    WHEN NOT s.lives OR h2.seen < epoch_ns(now()) - 60000000000 THEN 'lost'
+    ELSE 'running' END AS state,
   coalesce(s.ended_state, '') AS ended_state, coalesce(s.ended_reason, '') AS ended_reason
 FROM db.runs r LEFT JOIN (
   SELECT run_id, max(last_step) AS last_step, max(last_seen_unix_ns) AS seen,
     arg_max(loss, last_step_unix_ns) AS loss,
+    arg_max(incarnation, started_unix_ns) AS incarnation,
+    arg_max(alive, started_unix_ns) <> 0 AS lives,
     arg_max(ended_state, started_unix_ns) AS ended_state,
     arg_max(ended_reason, started_unix_ns) AS ended_reason
   FROM db.sources WHERE rank = 0 GROUP BY run_id
-) s ON s.run_id = r.run_id
+) s ON s.run_id = r.run_id LEFT JOIN (
+  SELECT run_id, max(greatest(last_received_unix_ns, last_seen_unix_ns)) AS seen
+  FROM db.sources GROUP BY run_id
+) h2 ON h2.run_id = r.run_id LEFT JOIN (
+  SELECT DISTINCT run_id, incarnation FROM db.decisions WHERE action = 'halt' AND acted
+) h ON h.run_id = r.run_id AND h.incarnation = s.incarnation
 """
+"""``state`` is as ``vitals runs`` shows it, for a collector that loses a run after a minute."""
 
 
 def views_of(

@@ -147,6 +147,42 @@ NOT_PROGRAMS = (
 """Extras that the doctor does not look for: nothing of ours is missing without them."""
 
 
+INTERRUPTED = """
+import sys
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupts())
+from trainvitals.cli.entry import main
+sys.exit(main(["runs"]))
+"""
+
+
+def test_ctrl_c_while_the_command_loads_ends_it_without_a_traceback():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (130, "", "") == (done.returncode, done.stdout, done.stderr)
+
+
+def test_every_way_to_start_a_command_handles_ctrl_c_while_it_loads():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert {"vitals": "trainvitals.cli.entry:main"} == scripts
+    assert "trainvitals.cli.entry import main" in (ROOT / "trainvitals/__main__.py").read_text()
+
+
+def test_a_shell_completes_commands(monkeypatch, capsys):
+    monkeypatch.setenv("_VITALS_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "vitals post")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    with pytest.raises(SystemExit) as exit_:
+        main.main([])
+    assert (0, "postmortem") == (exit_.value.code, capsys.readouterr().out.strip())
+
+
 class TestDoctor:
     def test_every_fault_names_its_remedy_and_what_is_none_has_no_second_line(self):
         checks = [

@@ -5,8 +5,9 @@ seeing, proving or setting aside a checkpoint.
 """
 
 import math
+import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 import typer
@@ -24,8 +25,11 @@ from trainvitals.errors import (
     CheckpointCorruptError,
     FormatError,
     InsecurePathError,
+    UsageError,
     VitalsError,
 )
+from trainvitals.policy.state import CheckpointState
+from trainvitals.views import CheckpointsQuestion, RunsQuestion
 
 _Run = Annotated[
     str,
@@ -64,9 +68,16 @@ def register(app: typer.Typer) -> None:
 
 
 def show(run: _Run, directory: _Dir = RUNS, form: _Form = Format.TABLE) -> None:
-    """List checkpoints with their status, including removed and quarantined ones."""
-    checkpoints = find_checkpoints(run, directory)
-    entries = checkpoints.entries()
+    """List checkpoints with their status, including removed and quarantined ones.
+
+    A run that has no folder here is looked for at the collector that VITALS_COLLECTOR_URL names.
+    """
+    try:
+        entries = find_checkpoints(run, directory).entries()
+    except UsageError:
+        if not os.environ.get("VITALS_COLLECTOR_URL"):
+            raise
+        entries = _known_to_collector(run)
     if form is Format.JSON:
         write_json(entries)
         return
@@ -144,6 +155,29 @@ def quarantine(
     healthy = [entry.id for entry in checkpoints.entries() if entry.state == "healthy"]
     left = f"the newest healthy one is {healthy[-1]}" if healthy else "no healthy one is left"
     typer.echo(f"{checkpoint} is quarantined in {checkpoints.path}; {left}; {_LATER}")
+
+
+def _known_to_collector(run: str) -> list[IndexEntry]:
+    """Return what the collector knows of a run's checkpoints on disk."""
+    from trainvitals.io.client import client_of
+    from trainvitals.io.lookup import choose_run, find_collector
+
+    collector = find_collector()
+    assert collector is not None, "the environment names one"
+    with client_of(collector) as client:
+        run_id = choose_run(client.ask(RunsQuestion()), run).run_id
+        return [
+            IndexEntry(
+                id=view.checkpoint_id,
+                run_id=run_id,
+                state=cast(CheckpointState, view.state),
+                num_bytes=view.num_bytes,
+                time_unix_ns=view.time_unix_ns,
+                reason=view.detail,
+            )
+            for view in client.ask(CheckpointsQuestion(run_id=run_id))
+            if view.where == "disk"
+        ]
 
 
 # ------------------------------------------------------------------------------------ verifying

@@ -1,0 +1,21 @@
+"""Start of every `vitals` command; imports nothing before Ctrl-C is handled.
+
+The command line takes a second to import on a busy machine, and people end what they mistyped.
+"""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return 130 if Ctrl-C ends it while it loads."""
+    try:
+        from trainvitals.cli.main import main as run
+
+        return run(argv)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
