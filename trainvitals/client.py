@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -26,6 +26,7 @@ from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.client import CollectorAddress, CollectorClient
 from trainvitals.io.lookup import choose_run, default_folder, find_collector
 from trainvitals.io.server_identity import UNIX, UNPROVEN
+from trainvitals.question import Question
 from trainvitals.views import (
     AnnotationRequest,
     AnnotationsQuestion,
@@ -58,6 +59,7 @@ from trainvitals.views import (
     VerdictQuestion,
 )
 
+Answer = TypeVar("Answer")
 READERS = "trainvitals.readers"
 """Entry point group: ``folder`` opens run directories. The core imports no program by name."""
 
@@ -85,6 +87,7 @@ class Client:
     def __init__(self, url: str | Path | None = None, token: str = "") -> None:
         self._stack = contextlib.ExitStack()
         self._control: CollectorClient | None = None
+        self._is_closed = False
         is_url = isinstance(url, str) and url.startswith(("http://", "https://", UNPROVEN, UNIX))
         folder = Path(url) if url and not is_url else None
         collector = find_collector(str(url or "")) if folder is None else None
@@ -121,7 +124,7 @@ class Client:
         }
         return [
             Run(self, summary)
-            for summary in self._reader.ask(RunsQuestion())
+            for summary in self._ask(RunsQuestion())
             if all(getattr(summary, key) == value for key, value in attributes.items() if value)
             and (not tag or tag in summary.tags)
         ]
@@ -132,7 +135,7 @@ class Client:
         Raises:
             UsageError: there is none, or the beginning of an id fits several.
         """
-        return Run(self, choose_run(self._reader.ask(RunsQuestion()), id_or_name))
+        return Run(self, choose_run(self._ask(RunsQuestion()), id_or_name))
 
     def table(
         self,
@@ -174,7 +177,7 @@ class Client:
             newest_first=newest_first,
             limit=limit,
         )
-        return Table(self._reader.ask(question))
+        return Table(self._ask(question))
 
     def refresh(self) -> None:
         """See what came into a folder since it was opened; a collector sees it by itself."""
@@ -183,7 +186,17 @@ class Client:
 
     def close(self) -> None:
         """Close what was opened."""
+        self._is_closed = True
         self._stack.close()
+
+    def _ask(self, question: Question[Answer]) -> Answer:
+        if self._is_closed:
+            raise UsageError(
+                f"this client of {self.where} is closed",
+                hint="query within `with Client(...) as client:`, or open another client",
+            )
+        answer: Answer = self._reader.ask(question)
+        return answer
 
     def __enter__(self) -> Client:
         return self
@@ -210,7 +223,7 @@ class Run:
 
     def __init__(self, client: Client, summary: RunSummary) -> None:
         self._client = client
-        self._ask = client._reader.ask
+        self._ask = client._ask
         self.summary = summary
 
     @property

@@ -60,6 +60,14 @@ def client(
         yield opened
 
 
+def test_a_closed_client_says_that_it_is_closed(client: Client):
+    run = client.run("tiny")
+    client.close()
+    for query in (client.runs, lambda: run.series("steps.loss")):
+        with pytest.raises(UsageError, match=r"this client of .* is closed"):
+            query()
+
+
 def test_runs_are_found_by_what_they_are(client: Client):
     (run,) = client.runs(name="tiny", tag="x", state="finished")
     assert [] == client.runs(project="another")

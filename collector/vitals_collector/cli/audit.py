@@ -30,8 +30,8 @@ from vitals_collector.cli.writing import Force, write_file
 Log = Annotated[
     Path,
     typer.Argument(
-        help="A CSV file, trainer_state.json or its checkpoint's folder, TensorBoard's or wandb's "
-        "folder or file.",
+        help="A CSV file, JSON Lines, a training's output, trainer_state.json or its "
+        "checkpoint's folder, TensorBoard's or wandb's folder or file.",
         readable=False,  # our own errors name the way out
     ),
 ]

@@ -26,7 +26,8 @@ RunOrLog = Annotated[
     str,
     typer.Argument(
         help="A run: id or its beginning, name, or folder [default: the newest run]. Or a log: "
-        "a CSV file, a trainer_state.json, TensorBoard's or wandb's folder or file."
+        "a CSV file, JSON Lines, a training's output, a trainer_state.json, TensorBoard's or "
+        "wandb's folder or file."
     ),
 ]
 

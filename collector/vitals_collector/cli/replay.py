@@ -53,8 +53,8 @@ RunOrLog = Annotated[
     str,
     typer.Argument(
         help="A run: id, beginning of an id, name, or folder (if absent, the newest). Or a "
-        "log: a CSV file, trainer_state.json or its checkpoint's folder, TensorBoard's or "
-        "wandb's folder or file."
+        "log: a CSV file, JSON Lines, a training's output, trainer_state.json or its checkpoint's "
+        "folder, TensorBoard's or wandb's folder or file."
     ),
 ]
 Folder = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]

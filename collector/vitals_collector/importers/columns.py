@@ -22,7 +22,8 @@ Role = Literal[
 KNOWN: dict[Role, tuple[str, ...]] = {
     "step": (
         "global_step", "train_global_step", "trainer_global_step", "step", "steps", "iteration",
-        "iterations", "iter", "it", "train_step", "training_step",
+        "iterations", "iter", "it", "train_step", "training_step", "current_steps", "num_updates",
+        "update",
     ),
     "loss": (
         "loss", "train_loss", "training_loss", "loss_train", "train_loss_step", "lm_loss",
@@ -32,7 +33,7 @@ KNOWN: dict[Role, tuple[str, ...]] = {
     "grad_norm": (
         "grad_norm", "gradient_norm", "gradnorm", "train_grad_norm", "train_gradient_norm",
         "global_grad_norm", "total_grad_norm", "optim_total_grad_norm", "grad_norm_total",
-        "gradient_norm_global", "l2_norm_grad_global", "grad_norm_grad_norm",
+        "gradient_norm_global", "l2_norm_grad_global", "grad_norm_grad_norm", "gnorm",
     ),
     "lr": (
         "lr", "learning_rate", "train_lr", "train_learning_rate", "optim_learning_rate_group0",
@@ -66,7 +67,8 @@ MISSING = frozenset({"", "none", "null", "na", "n/a", "-", "--"})
 LARGEST_STEP = 1 << 53
 _EARLIEST, _LATEST = 1e8, 1e10
 """Of a time in seconds: 1973 to 2286."""
-_SHOWN_NAMES = 12
+_SHOWN_CHARACTERS = 2_000
+"""Of the names that a hint lists: whole names, as one is to be copied from it."""
 _ASKED = tuple(role for role in KNOWN if role not in ("time", "evaluation_seconds"))
 """Roles whose cells must be numbers; a time that is none is no time."""
 
@@ -176,16 +178,24 @@ def _ambiguous(role: Role, matches: Sequence[str], source: str) -> UsageError:
 def _not_found(
     role: Role, looked_for: Sequence[str], names: Sequence[str], source: str, *, what: str = ""
 ) -> UsageError:
+    # Those that may be meant come first.
+    words = ("step", "iter", "update", "epoch") if role == "step" else ("loss", "grad", "norm")
+    listed = sorted(names, key=lambda name: not any(word in name.lower() for word in words))
     return UsageError(
         f"{source}: no column is the {what or role}; looked for {', '.join(looked_for)}",
-        hint=f"choose one with {_option(role)} NAME; it has: {_listed(names)}",
+        hint=f"choose one with {_option(role)} NAME; it has: {_listed(listed)}",
     )
 
 
 def _listed(names: Iterable[str]) -> str:
-    shown = [name if len(name) <= 60 else f"{name[:57]}..." for name in names]
-    more = f" and {len(shown) - _SHOWN_NAMES} more" if len(shown) > _SHOWN_NAMES else ""
-    return (", ".join(repr(name) for name in shown[:_SHOWN_NAMES]) or "nothing") + more
+    every = [repr(name) for name in names]
+    shown: list[str] = []
+    for name in every:
+        if shown and sum(map(len, shown)) + len(name) > _SHOWN_CHARACTERS:
+            break
+        shown.append(name)
+    more = f" and {len(every) - len(shown)} more" if len(every) > len(shown) else ""
+    return (", ".join(shown) or "nothing") + more
 
 
 def _option(role: Role) -> str:

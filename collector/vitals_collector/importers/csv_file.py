@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from trainvitals.errors import FormatError
+from trainvitals.errors import FormatError, UsageError
 from trainvitals.policy.history import LoggedStep
-from vitals_collector.importers.columns import KNOWN, ColumnChoice, History, Rows, choose
+from vitals_collector.importers.columns import KNOWN, ColumnChoice, History, Rows, choose, plain
 from vitals_collector.importers.files import lines_of, open_text, reading
 
 SEPARATORS = ",\t;|"
@@ -26,11 +26,43 @@ def read_csv(path: Path, column_options: ColumnChoice) -> History:
         first = next((line for line in lines if line.strip()), "")
         if not first:
             raise FormatError(f"{path} is empty; a CSV file begins with the names of its columns")
-        separator = max(SEPARATORS, key=first.count)
+        separator = separator_of(first)
+        if is_numbers(first):
+            raise UsageError(
+                f"{path} has no header: its first line is {first.strip()[:60]!r}, which are "
+                "numbers, not the names of columns",
+                hint="add a first line with the names, such as step,loss,grad_norm",
+            )
         try:
             return _read(path, [first], lines, separator, column_options)
         except csv.Error as error:
             raise FormatError(f"{path} is not CSV: {error}") from error
+
+
+def separator_of(line: str) -> str:
+    """Return what separates the cells of a line, as far as it tells."""
+    return max(SEPARATORS, key=line.count)
+
+
+def may_be_table(lines: Sequence[str]) -> bool:
+    """Return whether the first lines of a text may be those of a table, and not of prose."""
+    separator = separator_of(lines[0])
+    head = [plain(name) for name in lines[0].split(separator)]
+    if is_numbers(lines[0]) or any(name in names for names in KNOWN.values() for name in head):
+        return True
+    if len(head) < 2 or len(lines) < 2:
+        return False
+    cells = lines[1].split(separator)
+    return len(cells) == len(head) and any(is_numbers(cell) for cell in cells)
+
+
+def is_numbers(line: str) -> bool:
+    """Return whether every cell of a line is a number, and so none the name of a column."""
+    try:
+        cells = [float(cell) for cell in line.strip().split(separator_of(line))]
+    except ValueError:
+        return False
+    return bool(cells)
 
 
 def _read(

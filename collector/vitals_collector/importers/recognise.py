@@ -1,5 +1,6 @@
 """Says what a path holds, by its content, and reads it."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -8,16 +9,20 @@ from trainvitals.errors import FormatError, UsageError
 from trainvitals.identity import check_run_id
 from trainvitals.io.rundir import RunDir
 from vitals_collector.importers.columns import ColumnChoice, History
-from vitals_collector.importers.csv_file import read_csv
+from vitals_collector.importers.csv_file import may_be_table, read_csv
 from vitals_collector.importers.files import head
+from vitals_collector.importers.json_lines import is_json_lines, read_json_lines
 from vitals_collector.importers.tensorboard_dir import FIRST_EVENT, read_tensorboard
+from vitals_collector.importers.text_log import form_of, read_text_log, unknown_text
 from vitals_collector.importers.trainer_state import read_trainer_state
 from vitals_collector.importers.wandb_file import HEAD, read_wandb
 
 LOOKED_FOR = (
-    "a CSV file with a header, Trainer's trainer_state.json, TensorBoard's event files, or wandb's "
-    "run-ID.wandb"
+    "a CSV file with a header, Trainer's trainer_state.json, JSON Lines, the output of a training, "
+    "TensorBoard's event files, or wandb's run-ID.wandb"
 )
+_HEAD_BYTES = 1 << 18
+"""Of a text log: the settings that are printed first may be long."""
 TRAINER_STATE = "trainer_state.json"
 _DEPTH = 2
 """Folders below the given one that are searched: ``wandb/offline-run-*/`` is the deepest."""
@@ -63,13 +68,28 @@ def _of_file(path: Path) -> ReadLog:
     if FIRST_EVENT in begin[:64]:
         return partial(read_tensorboard, path, [path])
     text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if text.startswith((b"{", b"[")):
+    if text.startswith(b"{") and is_json_lines(text if b"\n" in text else _longer(path)):
+        return partial(read_json_lines, path)
+    if _is_text(begin) and (form := form_of(_longer(path).decode(errors="replace"))) is not None:
+        return partial(read_text_log, path, form)
+    if text.startswith((b"{", b"[")) and not _TIMESTAMP.match(text):
         return partial(read_trainer_state, path)
     if not begin:
         raise FormatError(f"{path} is empty; looked for {LOOKED_FOR}")
     if _is_text(begin):
+        lines = text.decode(errors="replace").strip().splitlines()
+        if lines and not may_be_table(lines):
+            raise unknown_text(path, _longer(path).decode(errors="replace"))
         return partial(read_csv, path)
     raise FormatError(f"{path} begins with {begin[:8]!r}; looked for {LOOKED_FOR}")
+
+
+_TIMESTAMP = re.compile(rb"\[\d{4}-|\[[A-Za-z]")
+"""A line of a log begins so, and no JSON."""
+
+
+def _longer(path: Path) -> bytes:
+    return head(path, _HEAD_BYTES)
 
 
 def _is_text(begin: bytes) -> bool:

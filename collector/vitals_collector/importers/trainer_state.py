@@ -23,11 +23,13 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
             state = json.loads(text)  # takes NaN and Infinity, which Trainer writes
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{path} is not JSON: {error}") from error
-    log = state.get("log_history") if isinstance(state, dict) else None
+    log = state.get("log_history") if isinstance(state, dict) else state
+    state = state if isinstance(state, dict) else {}
     if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
         raise FormatError(
             f"{path} is JSON, but has no list of objects 'log_history'",
-            hint="the only JSON log that can be read is a checkpoint's trainer_state.json",
+            hint="JSON logs that can be read: a checkpoint's trainer_state.json, a list of "
+            "objects, and JSON Lines (one object per line)",
         )
     names = list(dict.fromkeys(name for entry in log for name in entry))
     columns = choose(names, column_options, str(path))
@@ -36,10 +38,10 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
         take(rows, row, entry, columns)
     return History(
         source=str(path),
-        form="trainer_state.json",
+        form="trainer_state.json" if "log_history" in state else "JSON",
         steps=rows.steps,
         columns=columns,
-        notes=rows.notes() + _habits(state),
+        notes=rows.notes() + (_habits(state) if "log_history" in state else []),
         evaluations=rows.evaluations,
         total_seconds=_total(log),
     )

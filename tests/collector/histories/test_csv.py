@@ -113,7 +113,7 @@ def test_a_value_beyond_every_float_is_infinite(tmp_path):
         ("step,loss\n,\n", UsageError, "nothing to replay"),
         ("a,b\n1,2\n", UsageError, "no column is the step; looked for global_step"),
         ("step,b\n1,2\n", UsageError, "no column is the loss or gradient norm"),
-        ("0,3.5\n1,3.4\n", UsageError, "no column is the step"),
+        ("0,3.5\n1,3.4\n", UsageError, "has no header"),
         ("step,loss,loss\n1,2,3\n", UsageError, "2 columns may be the loss: 'loss', 'loss'"),
         ("step,train_loss,train/loss\n1,2,3\n", UsageError, "2 columns may be the loss"),
         ("step,loss\n1,abc\n", FormatError, "row 0: the loss is 'abc'; it must be a number"),

@@ -1,0 +1,124 @@
+"""Reads JSON Lines, one object a line: LLaMA-Factory's, OpenMMLab's, MAE's, anybody's metrics."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from trainvitals.errors import FormatError
+from vitals_collector.importers.columns import KNOWN, ColumnChoice, History, Rows, choose, plain
+from vitals_collector.importers.columns import take as take_row
+from vitals_collector.importers.files import lines_of, open_text, reading
+
+_NUMBER = "line number"
+"""In the place of a step, where the log has none."""
+_OF_EPOCH = frozenset({"iter", "iteration", "it"})
+"""Names of a step that may begin anew in each epoch, as OpenMMLab's does."""
+
+
+def is_json_lines(begin: bytes) -> bool:
+    """Say whether the first line of a file is an object of its own, and another one follows."""
+    first, _, rest = begin.lstrip().partition(b"\n")
+    return rest.lstrip().startswith(b"{") and _object(first.decode(errors="replace")) is not None
+
+
+def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
+    """Return the history; its rows are the lines.
+
+    A log without a step has its epochs in that place, or the numbers of its lines.
+
+    Raises:
+        FormatError: no line is an object.
+        UsageError: no key is a loss or a gradient norm, or a name fits several.
+    """
+    with reading(path), open_text(path) as file:
+        lines = [line for line in lines_of(path, file) if line.strip("\0 \t\r\n")]
+    found = [(row, cells) for row, cells in enumerate(map(_object, lines)) if cells is not None]
+    if not found:
+        raise FormatError(f"{path} is not JSON Lines: no line is an object")
+    names = list(dict.fromkeys(name for _, cells in found for name in cells))
+    notes = []
+    if column_options.step is None and not any(plain(name) in KNOWN["step"] for name in names):
+        step = "epoch" if "epoch" in names else _NUMBER
+        notes.append(f"it has no step: the {'epoch' if step == 'epoch' else step} is in its place")
+        names = [name for name in names if plain(name) not in KNOWN["step"]]
+        columns = {"step": step, **_without_step(names, column_options, str(path))}
+    else:
+        columns = {**choose(names, column_options, str(path))}
+    rows = Rows(str(path), "line")
+    epochs = _Epochs() if plain(columns["step"]) in _OF_EPOCH and "epoch" in names else None
+    for row, cells in found:
+        if cells.get("mode", "train") != "train":
+            rows.pass_over("of evaluations")
+            continue
+        if columns["step"] == _NUMBER:
+            cells[_NUMBER] = row
+        if epochs is not None:
+            cells[columns["step"]] = epochs.step(cells.get("epoch"), cells.get(columns["step"]))
+        take_row(rows, row, cells, columns)
+    if epochs is not None and epochs.num_resets:
+        notes.append("its iterations begin anew in each epoch: they were counted on")
+    if torn := [row for row, line in enumerate(lines) if _object(line) is None]:
+        last = torn == [len(lines) - 1]
+        notes.append(
+            "its last line is cut off"
+            if last
+            else f"{len(torn)} lines are no JSON objects, and were skipped"
+        )
+    return History(
+        source=str(path),
+        form="JSON Lines",
+        steps=rows.steps,
+        columns=columns,
+        notes=rows.notes() + notes,
+        evaluations=rows.evaluations,
+    )
+
+
+def _without_step(names: list[str], column_options: ColumnChoice, source: str) -> dict[str, str]:
+    columns = choose(["step", *names], column_options, source)
+    return {role: name for role, name in columns.items() if role != "step"}
+
+
+def _object(line: str) -> dict[str, object] | None:
+    """Return the line's object, with objects within it as ``outer/inner``; None: it is none."""
+    try:
+        cells = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return dict(_flat(cells)) if isinstance(cells, dict) else None
+
+
+def _flat(cells: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in cells.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{inner}", x) for inner, x in value.items())
+        else:
+            yield name, value
+
+
+class _Epochs:
+    """Counts iterations on where they begin anew in each epoch."""
+
+    def __init__(self) -> None:
+        self._before: dict[object, int] = {}
+        """Iterations before each epoch."""
+        self._epoch: object = None
+        self._last = 0
+        self.num_resets = 0
+
+    def step(self, epoch: object, iteration: object) -> object:
+        """Return the step of an iteration; what is no whole number is left as it is."""
+        if not isinstance(iteration, int) or isinstance(iteration, bool):
+            return iteration
+        if epoch != self._epoch:
+            before = self._before.get(self._epoch, 0)
+            is_reset = self._epoch is not None and iteration <= self._last - before
+            if epoch not in self._before:
+                self._before[epoch] = self._last if is_reset else before
+            self.num_resets += is_reset
+            self._epoch = epoch
+        self._last = self._before.get(epoch, 0) + iteration
+        return self._last
+
+
+__all__ = ["is_json_lines", "read_json_lines"]
