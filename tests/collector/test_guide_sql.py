@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import get_args
 
 import pyarrow.parquet as parquet
 import pytest
@@ -14,7 +15,9 @@ from sqlalchemy import Connection, insert
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from tests.house.pages import ROOT, after, block, blocks
 from tests.support.forked import COMMANDS
+from trainvitals.alerting import ALERTS_BY_NAME
 from trainvitals.identity import Identity
+from trainvitals.records import ActionName
 from vitals_collector.cli.sql import sql
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_engine import extension
@@ -43,15 +46,17 @@ def records(connection: Connection) -> None:
                 insert(schema.names), who | {"stream": stream, "id": 0, "name": text}
             )
     who = {"run_id": OTHER_RUN, "incarnation": identity(OTHER_RUN).incarnation}
-    for step, action in ((3, "skip"), (4, "rollback")):
-        said = {"seq": step, "step": step, "action": action, "rule": "spike", "acted": True}
+    for step, action, rule in ((3, "skip_step", "outlier"), (4, "rollback", "state_damaged")):
+        assert action in get_args(ActionName)
+        said = {"seq": step, "step": step, "action": action, "rule": rule, "acted": True}
         connection.execute(
             insert(schema.decisions),
             who | said | {"time_unix_ns": SECOND + step * 10**9, "body": b""},
         )
-    alert = {"fingerprint": "a", "name": "loss_spike", "severity": "warning", "state": "firing"}
+    severity = ALERTS_BY_NAME["StateDamaged"].severity
+    alert = {"fingerprint": "a", "name": "StateDamaged", "severity": severity, "state": "firing"}
     connection.execute(insert(schema.alerts), {"run_id": OTHER_RUN, "step": 3} | alert)
-    saved = {"checkpoint_id": "step-4", "place": "disk", "step": 4, "state": "verified"}
+    saved = {"checkpoint_id": "step-4", "place": "disk", "step": 4, "state": "healthy"}
     connection.execute(insert(schema.checkpoints), {"run_id": OTHER_RUN, "num_bytes": 9000} | saved)
 
 

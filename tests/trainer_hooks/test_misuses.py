@@ -293,7 +293,7 @@ def an_epoch_ended_by_hand_with_a_schedule_of_updates(p):
     train(p, p.scheduler).end_epoch()
 
 
-def an_alert_of_a_level_that_is_none(p):
+def an_alert_with_an_invalid_level(p):
     with p.watch() as monitor:
         monitor.alert("reward hacked", when=True, level="critical")
 
@@ -403,7 +403,7 @@ REFUSED = {
         r"monitor.end_epoch\(\) was called, but the schedulers are stepped at every update",
         "scheduler_every='epoch'",
     ),
-    an_alert_of_a_level_that_is_none: ("level is 'critical'; it must be page, notify", "wakes"),
+    an_alert_with_an_invalid_level: ("level is 'critical'; it must be page, notify", "act now"),
     an_alert_without_a_name: ("the name is ''; it must be text of 1 to 80", "a few words"),
     a_condition_of_many_numbers: ("it must be one number", r"mean\(\)"),
 }
