@@ -18,6 +18,7 @@ from tests.house.pages import (
     execute,
     run_program,
 )
+from tests.support.examples import one_in
 from trainer_hooks.step.reduce_vector import MAX_SLOTS, OWN_FIELDS, RANK_FIELDS
 from trainvitals.cli.demo import expected
 from trainvitals.policy.judge import load_judge_config
@@ -65,7 +66,7 @@ def test_no_block_is_without_a_test(page):
         assert b.mark.startswith(tested) or is_shell or is_output, b
 
 
-@pytest.mark.parametrize(("page", "number"), PROGRAMS)
+@pytest.mark.parametrize(("page", "number"), one_in(3, PROGRAMS))
 def test_a_program_runs_and_prints_what_is_shown(page, number, tmp_path):
     every = blocks(page)
     printed = run_program(every[number], tmp_path)
@@ -73,6 +74,7 @@ def test_a_program_runs_and_prints_what_is_shown(page, number, tmp_path):
         assert every[number + 1].body == printed
 
 
+@pytest.mark.nightly
 def test_the_program_with_checkpoints_ends_with_its_best_state(tmp_path):
     run_program(block(FOLDER / "checkpoints.md", "test: checkpoints"), tmp_path)
     assert list(tmp_path.glob("vitals_runs/*/checkpoints/step-*/best"))
