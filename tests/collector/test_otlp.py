@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.collector.lookback import troubled_run
-from tests.collector.rows import OTHER_RUN, RUN, START
+from tests.collector.rows import OTHER_RUN, RUN
+from tests.support.otlp import encoded, gauge, point, request
 from tests.support.served import Served
 from tests.support.tokens import token as make_token
-from tests.support.wandb_files import field
 from trainvitals.errors import FormatError
 from trainvitals.views import CurveQuestion, RunQuestion
 from vitals_collector.api import otlp
@@ -21,34 +21,6 @@ from vitals_collector.live import run_status
 from vitals_collector.queries.open import Reader
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "otlp.md"
-TIME = START + 5_000_000_000
-
-
-def point(value: float | int | str, *, step: int | None = None, time: int = TIME, **labels: str):
-    made = {"timeUnixNano": str(time), "attributes": [pair(k, v) for k, v in labels.items()]}
-    made["asInt" if isinstance(value, int) else "asDouble"] = (
-        str(value) if isinstance(value, int) else value
-    )
-    if step is not None:
-        made["attributes"].append({"key": "step", "value": {"intValue": str(step)}})
-    return made
-
-
-def pair(key: str, value: str):
-    return {"key": key, "value": {"stringValue": value}}
-
-
-def request(*metrics, run: str = RUN, service: str = "loader"):
-    attributes = [pair("vitals.run_id", run), pair("service.name", service)]
-    return {
-        "resourceMetrics": [
-            {"resource": {"attributes": attributes}, "scopeMetrics": [{"metrics": list(metrics)}]}
-        ]
-    }
-
-
-def gauge(name: str, *points):
-    return {"name": name, "gauge": {"dataPoints": list(points)}}
 
 
 @pytest.fixture
@@ -116,40 +88,6 @@ def test_what_has_no_single_number_and_what_has_no_run_is_counted(collector: Ser
         assert [(1, 2.0)] == curve(reader, "scalars.depth")
 
 
-def encoded(body) -> bytes:
-    """Return the request as protobuf, by the numbers of metrics.proto."""
-
-    def attributes(pairs, number: int) -> bytes:
-        return b"".join(
-            field(number, field(1, p["key"].encode()) + field(2, value(p["value"]))) for p in pairs
-        )
-
-    def value(of) -> bytes:
-        if "intValue" in of:
-            return field(3, int(of["intValue"]))
-        return field(1, of["stringValue"].encode())
-
-    def number_point(of) -> bytes:
-        made = field(3, 0)[:-1].replace(field(3, 0)[:1], b"\x19") + struct.pack(
-            "<Q", int(of["timeUnixNano"])
-        )
-        if "asDouble" in of:
-            made += b"\x21" + struct.pack("<d", float(of["asDouble"]))
-        else:
-            made += b"\x31" + struct.pack("<q", int(of["asInt"]))
-        return made + attributes(of["attributes"], 7)
-
-    raw = b""
-    for resource in body["resourceMetrics"]:
-        metrics = b""
-        for metric in resource["scopeMetrics"][0]["metrics"]:
-            points = b"".join(field(1, number_point(p)) for p in metric["gauge"]["dataPoints"])
-            metrics += field(2, field(1, metric["name"].encode()) + field(5, points))
-        held = field(1, attributes(resource["resource"]["attributes"], 1)) + field(2, metrics)
-        raw += field(1, held)
-    return raw
-
-
 def test_protobuf_holds_the_same_numbers_bit_by_bit(collector: Served):
     values = [0.1 + 0.2, math.inf, math.nan, -3, 5e-324]
     points = [point(value, step=step) for step, value in enumerate(values)]
@@ -188,7 +126,7 @@ def test_the_program_of_the_guide_is_taken_as_opentelemetry_sends_it(collector: 
     ("body", "kind", "said"),
     [
         (b"\xff\xff", PROTOBUF, "byte"),
-        (b"{", "application/json", "no OTLP metrics request"),
+        (b"{", "application/json", "not an OTLP metrics request"),
     ],
 )
 def test_what_is_no_request_is_refused(collector: Served, body: bytes, kind: str, said: str):

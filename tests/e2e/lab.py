@@ -30,6 +30,24 @@ from vitals_collector.numbers.lake_catalogue import KEYS, unspelled
 from vitals_collector.numbers.lake_engine import extension
 
 DEADLINE_SECONDS = 60.0
+PROGRAM = """
+import sys
+import torch
+import trainer_hooks
+from trainvitals.errors import VitalsError
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+try:
+    with trainer_hooks.watch(model, optimizer, run="unlucky", tags="a tag") as monitor:
+        for _ in range(30):
+            model(torch.ones(2, 4)).square().mean().backward()
+            monitor.step()
+    print("trained", monitor.run_id, sorted(monitor.swallowed_errors))
+except VitalsError as error:
+    sys.exit(str(error))
+"""
+"""A short training, for where what is around it goes wrong."""
 ENDLESS = 100_000
 """Steps of a training that a test ends."""
 RowKey = tuple[str, str, str, int]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.e2e.lab import Lab, free_port, open_lab, until
+from tests.e2e.lab import PROGRAM, Lab, free_port, open_lab, until
 from tests.support.forked import TRAINING
 from tests.support.small_disks import fill, small_file_system
 from trainvitals.identity import new_run_id
@@ -18,23 +18,6 @@ from trainvitals.views import RunsQuestion
 
 pytestmark = pytest.mark.servers
 
-PROGRAM = """
-import sys
-import torch
-import trainer_hooks
-from trainvitals.errors import VitalsError
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-try:
-    with trainer_hooks.watch(model, optimizer, run="unlucky", tags="a tag") as monitor:
-        for _ in range(30):
-            model(torch.ones(2, 4)).square().mean().backward()
-            monitor.step()
-    print("trained", monitor.run_id, sorted(monitor.swallowed_errors))
-except VitalsError as error:
-    sys.exit(str(error))
-"""
 RUN = new_run_id(1_790_000_000_000_000_000)
 
 

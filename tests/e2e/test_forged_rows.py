@@ -6,8 +6,7 @@ import time
 import msgspec
 import pytest
 
-from tests.e2e.lab import free_port, open_lab, until
-from tests.e2e.test_bad_luck import PROGRAM
+from tests.e2e.lab import PROGRAM, free_port, open_lab, until
 from trainvitals.catalog import steps_schema
 from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.io.spool import read_batches

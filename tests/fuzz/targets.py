@@ -24,8 +24,8 @@ import msgspec
 from tests.agent.builders import identity
 from tests.collector.alerting import Place
 from tests.collector.rows import OTHER_RUN, RUN, START, STEPS, Writer, seqs_stored
-from tests.collector.test_otlp import encoded, gauge, point, request
 from tests.fuzz.mutation import sealed
+from tests.support.otlp import encoded, gauge, point, request
 from tests.support.wandb_files import call, framed
 from trainer_hooks.lifecycle.run_paths import read_earlier_plan
 from trainer_hooks.recovery.checkpoints import manifest as manifests
