@@ -42,7 +42,7 @@ test: $(STAMP) ## lint, then every test except the slow and nightly ones, on all
 # where the environment has Python write no bytecode. It runs next to lint, which has one core too.
 collected: $(STAMP)
 	@$(BIN)/python -m compileall -q $(CODE)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only $(ARGS) >/dev/null || true
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only -m "$(USUAL)" $(ARGS) >/dev/null || true
 
 # More workers than CI has cores: many tests wait for processes that they started, and each process
 # has one thread for torch, or they would wait for each other. In the order of the folders, so that
