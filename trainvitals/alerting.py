@@ -364,6 +364,14 @@ ALERTS: tuple[AlertSpec, ...] = (
         "watch(schedule=...).",
     ),
     AlertSpec(
+        name="WeightNormMoved",
+        severity="notify",
+        point=True,
+        help="The norm of all weights grows or shrinks much faster than it did before.",
+        to_do="Check the weight decay of every parameter group, and what else writes to the "
+        "weights. `vitals show RUN --metric steps.weight_norm` shows when it began.",
+    ),
+    AlertSpec(
         name="LossScaleCollapsed",
         severity="notify",
         point=True,

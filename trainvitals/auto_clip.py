@@ -2,7 +2,9 @@
 
 AutoClip clips to a quantile of the norms so far and ZClip to a z-score over their moving average.
 Both move with the training, and a fixed ``max_norm`` does not. A median is not moved by the
-outliers that the limit is for, so no rule has to decide which norms may enter it.
+outliers that the limit is for, so no rule has to decide which norms may enter it. As in AutoClip,
+the limit is never below a quantile: otherwise a task with large gradients, one of several that a
+loop trains on in turn, would be clipped at each of its steps.
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ class AutoClipConfig(Settings, frozen=True, kw_only=True):
 
     multiple: AboveOne = 2.0
     """The limit is this multiple of the median gradient norm."""
-    window: Annotated[int, Meta(ge=MIN_NORMS, le=MAX_NORMS // 2)] = 64
+    window: Annotated[int, Meta(ge=MIN_NORMS, le=MAX_NORMS // 2)] = 256
     """Applied steps whose gradient norms the median is of. There is no limit in the first 16."""
+    free_share: Annotated[float, Meta(ge=0.0, le=0.5)] = 0.1
+    """Share of the steps in the window whose norm may be above the multiple without being clipped.
+    With more of them the limit rises to the norm that this share of the steps exceeds."""
 
 
 class AutoClip:
@@ -62,7 +67,8 @@ class AutoClip:
         norms = sorted([norm for at, norm in recent if at <= latest][:window])
         if len(norms) < MIN_NORMS:
             return None
-        return self._config.multiple * norms[len(norms) // 2]
+        highest = norms[min(int(len(norms) * (1.0 - self._config.free_share)), len(norms) - 1)]
+        return max(self._config.multiple * norms[len(norms) // 2], highest)
 
     def roll_back(self, step: int, state: Mapping[str, Any] | None) -> None:
         """Continue from ``step``.

@@ -9,7 +9,7 @@ from docs.drawn.entry import Entry
 from docs.drawn.loop import noisy
 from docs.drawn.runs import SECOND, State, watched
 from docs.drawn.svg import Panel
-from trainvitals.detect.fleet import layers, optimizer, ranks
+from trainvitals.detect.fleet import layers, optimizer, ranks, weights
 from trainvitals.detect.fleet.base import MergedStep, Value
 from trainvitals.detect.fleet.layers import ActivationConfig, LayerConfig
 from trainvitals.records import OVERFLOW
@@ -102,6 +102,21 @@ def _scales(scale: float, overflows: dict[int, int]) -> list[MergedStep]:
         scale = scale / 2 if i in bad else scale * 2 if i + 1 in (overflows if i else ()) else scale
         steps.append(step(i, run={"loss_scale": scale, "verdict": OVERFLOW if i in bad else 0}))
     return steps
+
+
+def weight_norm() -> list[Panel]:
+    """Weight decay 300 times too strong; the growth of a healthy run."""
+    healthy = [20.0 + 6.0 * (1.0 - math.exp(-n / 25)) for n in range(60)]
+    decays = [norm * 0.97 ** max(0, n - 40) for n, norm in enumerate(healthy)]
+    lines = {"weight norm": of_run("weight_norm")}
+    return [
+        watched(title, [step(n * EVERY, run={"weight_norm": norm}) for n, norm in enumerate(norms)],
+                detector, lines=lines, y_label="weight norm")
+        for title, norms, detector in (
+            ("weight decay 300 times too strong from step 400 on", decays, "weight_norm"),
+            ("silent: weights that grow from their beginning", healthy, ""),
+        )
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------- the layers
@@ -273,6 +288,14 @@ ENTRIES = (
         needs="`loss_scale`, and a scaler that has settled.",
         examples=loss_scale,
         config=optimizer.LossScaleConfig,
+    ),
+    Entry(
+        name="weight_norm",
+        title="Weight norm",
+        owner=weights.WeightNormWatcher,
+        needs="`weight_norm` (`SignalSettings(weight_norm=True)`), `warm_up` samples of it.",
+        examples=weight_norm,
+        config=weights.WeightNormConfig,
     ),
     Entry(
         name="layer_gradient",

@@ -395,7 +395,10 @@ REFUSED = {
         r"before zero_grad\(\)",
     ),
     a_closure_as_the_loss: ("it takes no closure", r"loss.backward\(\); monitor.step\(loss\)"),
-    a_norm_of_zero: ("max_norm is 0; it must be a number above 0", "leave it out"),
+    a_norm_of_zero: (
+        'max_norm is 0; it must be a number above 0, or "auto"',
+        "leave it out",
+    ),
     a_step_after_the_end: ("this monitor is closed", "keep the loop inside"),
     an_iterator_for_several_epochs: ("an iterator .* for 3 epochs", "pass the loader itself"),
     a_number_as_the_loader: ("given 100, which is not an iterable of batches", "monitor.batches"),

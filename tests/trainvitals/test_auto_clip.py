@@ -31,8 +31,16 @@ def test_the_limit_is_the_multiple_of_the_median_of_the_window():
     assert 300.0 == after([100.0] * 50 + [2.0] * 7).limit(57 + DELAY - 1)
 
 
-def test_a_burst_shorter_than_half_the_window_does_not_move_the_limit():
-    assert after([1.0] * 30).limit(40) == after([1.0] * 22 + [1e9] * 7).limit(40) == 3.0
+def test_a_burst_within_the_free_share_does_not_move_the_limit():
+    assert after([1.0] * 30).limit(40) == after([1.0] * 28 + [1e9]).limit(40) == 3.0
+
+
+def test_a_third_of_the_steps_with_large_norms_is_not_clipped():
+    assert 50.0 == after([1.0, 1.0, 50.0] * 20).limit(62)
+    config = AutoClipConfig(multiple=3.0, window=16, free_share=0.0)
+    clip = AutoClip(config)
+    clip.load_state_dict(after([1.0] * 15 + [50.0]).state_dict())
+    assert 50.0 == clip.limit(20)
 
 
 def test_there_is_no_limit_until_enough_norms_are_known():

@@ -179,6 +179,7 @@ IN_STORES = {
     "loss_scale": "place scale count bits rows before episodes",
     "layer_gradient": "place courses episode",
     "update_ratio": "place courses episode",
+    "weight_norm": "place logarithms episode",
     "activation": "place courses dead episode collapse",
     "throughput": "place pace measures block blocks best noise low episode",
     "data_bound": "place waits durations of_rank start episode",

@@ -515,8 +515,8 @@ def refuse_max_norm(max_norm: object) -> None:
     if max_norm is not None and not is_number and max_norm != "auto":
         raise UsageError(
             f'max_norm is {max_norm!r}; it must be a number above 0, or "auto"',
-            hint='"auto" clips to a multiple of the recent median norm; leave it out to not clip; '
-            "inf measures and never clips",
+            hint="leave it out to not clip; inf measures and never clips; "
+            '"auto" clips to a multiple of the recent median norm',
         )
 
 

@@ -93,7 +93,8 @@ def _is_chosen(world: World, asked: Asked) -> bool:
     if asked.kinds:
         base = world.name.partition("!")[0]
         is_kind = world.name in KINDS if world.label == "healthy" else "!" in world.name
-        return is_kind and ("all" in asked.kinds or base in asked.kinds)
+        is_named = not asked.worlds or any(part in world.name for part in asked.worlds)
+        return is_kind and is_named and ("all" in asked.kinds or base in asked.kinds)
     if "!" in world.name or world.name in NEW_KINDS:
         return any(part in world.name for part in asked.worlds)
     return not asked.worlds or any(part in world.name for part in asked.worlds)

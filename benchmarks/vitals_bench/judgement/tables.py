@@ -94,7 +94,9 @@ def _ratio(outcome: Outcome, other: Outcome | None) -> float | None:
 
 
 def grids(results: Results) -> Iterator[Grid]:
-    """Yield a table of each label on each half of the seeds."""
+    """Yield a table of each label on each half of the seeds, and one of the clips."""
+    if (by_clip := clip_grid(results)) is not None:
+        yield by_clip
     labels: Mapping[Label, str] = {
         "healthy": "healthy trainings",
         "poisoned": "trainings with poisoned batches",
@@ -109,6 +111,33 @@ def grids(results: Results) -> Iterator[Grid]:
                 yield Grid(
                     title=f"{title}, seeds {half}", columns=COLUMNS, rows=rows, note=NOTES[label]
                 )
+
+
+def clip_grid(results: Results) -> Grid | None:
+    """Return final losses without a clip, with a fixed one and an automatic one, without Vitals."""
+    by_world: dict[str, dict[Clip, list[float]]] = {}
+    for outcome in results.by_job.values():
+        if outcome.policy != "none" or outcome.seed % 2 != HALVES["held out"]:
+            continue
+        clean = Job(WORLDS[outcome.world].base, None, "none", outcome.seed, outcome.ranks)
+        ratio = _ratio(outcome, results.by_job.get(clean))
+        if ratio is not None:
+            by_world.setdefault(outcome.world, {}).setdefault(outcome.clip, []).append(ratio)
+    whole = {name: clips for name, clips in by_world.items() if len(clips) == len(KIND_CLIPS)}
+    rows = [
+        (name, *(_text(math.exp(_mean_log(clips[clip]))) for clip in KIND_CLIPS))
+        for name, clips in whole.items()
+    ]
+    return (
+        Grid(
+            title="final loss by clip, without Vitals, held-out seeds",
+            columns=("training", *(f"clip: {_CLIPS[clip]}" for clip in KIND_CLIPS)),
+            rows=tuple(rows),
+            note="Ratios to the same training without a clip and without a fault: geometric means.",
+        )
+        if rows
+        else None
+    )
 
 
 COLUMNS = (

@@ -38,6 +38,7 @@ from trainvitals.detect.fleet.ranks import (
 )
 from trainvitals.detect.fleet.speed import ThroughputConfig, ThroughputWatcher
 from trainvitals.detect.fleet.straggler import StragglerConfig, StragglerWatcher
+from trainvitals.detect.fleet.weights import WeightNormConfig, WeightNormWatcher
 from trainvitals.records import Finding
 
 QUICK_LAYERS = LayerConfig(warm_up=4, clear_after=2, accept_after=4)
@@ -55,6 +56,7 @@ STEP_WATCHERS: list[Callable[[], Any]] = [
     lambda: LayerGradientWatcher(QUICK_LAYERS),
     lambda: UpdateRatioWatcher(QUICK_LAYERS),
     lambda: ActivationWatcher(ActivationConfig(warm_up=4, clear_after=2)),
+    lambda: WeightNormWatcher(WeightNormConfig(span=1, warm_up=3, clear_after=2)),
     lambda: ThroughputWatcher(ThroughputConfig(block=3, blocks=5, warmup_rows=1, accept_after=3)),
     lambda: DataBoundWatcher(DataBoundConfig(block=5, clear_after=1)),
     lambda: StragglerWatcher(
@@ -68,7 +70,9 @@ STEP_WATCHERS: list[Callable[[], Any]] = [
 """With short memories, so that few steps reach every branch."""
 NODE_WATCHERS: list[Callable[[], Any]] = [GpuThrottleWatcher, GpuErrorWatcher, GpuLostWatcher]
 
-RUN_COLUMNS = ("learning_rate", "learning_rate.1", "loss_scale", "tokens_per_second")
+RUN_COLUMNS = (
+    *("learning_rate", "learning_rate.1", "loss_scale", "tokens_per_second", "weight_norm"),
+)
 RUN_COUNTS = ("verdict", "overflow_steps")
 RANK_COLUMNS = (
     "rank_loss",

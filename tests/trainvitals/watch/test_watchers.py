@@ -9,6 +9,7 @@ from trainvitals.detect.fleet.layers import ActivationWatcher, LayerGradientWatc
 from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWatcher
 from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher
 from trainvitals.detect.fleet.speed import Pace, ThroughputWatcher
+from trainvitals.detect.fleet.weights import WeightNormConfig, WeightNormWatcher
 from trainvitals.records import RATE_DECLARED
 from trainvitals.testing.merged import causes, merged_series, watched
 
@@ -144,6 +145,37 @@ def test_a_counter_of_overflows_serves_as_well() -> None:
     course = "loss_scale 1024x200; overflow_steps 0x100 0..99x100"
     found = causes(watched(LossScaleWatcher(), course))
     assert {105: ["loss_scale_collapse"], 121: ["overflow_rate"]} == found
+
+
+# ------------------------------------------------------------------------- weight norm
+
+
+def test_weights_that_shrink_or_grow_fast_are_reported_once_while_they_do() -> None:
+    for to, direction in ((40.0, "shrank"), (250.0, "grew")):
+        rows = merged_series(f"weight_norm 90..100x60 100..{to}x40 {to}x60")
+        (finding,) = watched(WeightNormWatcher(), rows)
+        assert 60 <= finding.step <= 80
+        assert f"the weight norm {direction} from" in finding.reason
+        assert finding.value is not None and finding.limit is not None
+        assert finding.value > finding.limit >= WeightNormConfig().change
+
+
+def test_weights_that_grow_from_their_beginning_are_healthy() -> None:
+    assert [] == watched(WeightNormWatcher(), "weight_norm 10..30x20 30..45x60 45..50x200")
+
+
+def test_a_run_whose_weights_always_move_fast_is_not_reported() -> None:
+    assert [] == watched(WeightNormWatcher(), "weight_norm 10..20x40 20..40x40 40..80x40")
+
+
+def test_without_samples_of_the_weight_norm_nothing_is_said() -> None:
+    assert [] == watched(WeightNormWatcher(), "loss 1x300")
+
+
+def test_another_attempt_begins_with_other_weights() -> None:
+    rows = merged_series("weight_norm 100..101x60")
+    rows += merged_series("weight_norm 60..61x60", attempt=2, first_step=30)
+    assert [] == watched(WeightNormWatcher(), rows)
 
 
 # -------------------------------------------------------------------------- layers

@@ -19,6 +19,7 @@ from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWat
 from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher, ReductionWatcher
 from trainvitals.detect.fleet.speed import ThroughputWatcher
 from trainvitals.detect.fleet.straggler import StragglerWatcher
+from trainvitals.detect.fleet.weights import WeightNormWatcher
 
 SECOND = 1_000_000_000
 GIB = 1 << 30
@@ -62,6 +63,7 @@ def healthy_step(rng: random.Random, step: int, *, attempt: int = 1, ranks: int 
             "loss": sum(losses) / ranks,
             "learning_rate": rate,
             "loss_scale": 65536.0,
+            "weight_norm": 100.0 + step / 100 if step % 10 == 0 else None,
             "verdict": 16 if step % 1900 == 77 else 0,
             "tokens_per_second": 1e6 / seconds,
         },
@@ -254,6 +256,17 @@ GONE_WRONG: dict[str, Case] = {
         cause="overflow_rate",
         within=70,
         change=lambda row: overflowing(row, 3),
+    ),
+    "weight decay eats the weights": Case(
+        make=WeightNormWatcher,
+        cause="weight_norm",
+        within=60,
+        change=lambda row: with_run(
+            row,
+            weight_norm=None
+            if row.run["weight_norm"] is None
+            else row.run["weight_norm"] * 0.997 ** (row.step - 1199),
+        ),
     ),
     "one layer's gradients explode": Case(
         make=LayerGradientWatcher,

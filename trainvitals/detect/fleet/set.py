@@ -49,6 +49,7 @@ from trainvitals.detect.fleet.speed import (
     usual_interval,
 )
 from trainvitals.detect.fleet.straggler import StragglerConfig, StragglerWatcher
+from trainvitals.detect.fleet.weights import WeightNormConfig, WeightNormWatcher
 from trainvitals.records import Finding
 from trainvitals.stateful import Stateful, row
 
@@ -70,6 +71,8 @@ class FleetConfig(Settings, frozen=True, kw_only=True):
     """Layers whose gradients or updates leave their course."""
     activations: ActivationConfig = ActivationConfig()
     """Growing activations."""
+    weight_norm: WeightNormConfig = WeightNormConfig()
+    """Weights that grow or shrink unusually fast."""
     throughput: ThroughputConfig = ThroughputConfig()
     """A sustained fall."""
     data_bound: DataBoundConfig = DataBoundConfig()
@@ -117,6 +120,7 @@ class FleetDetectors(Stateful):
             LayerGradientWatcher(config.layers),
             UpdateRatioWatcher(config.layers),
             ActivationWatcher(config.activations),
+            WeightNormWatcher(config.weight_norm),
             self._throughput,
             DataBoundWatcher(config.data_bound),
             StragglerWatcher(config.straggler),
