@@ -194,7 +194,7 @@ class _Training:
             clips=False,
         )
         record, self.device = self.device.judge(
-            record, self.judge.limits(), self.judge.withholding(clips=False), acts=True
+            record, self.judge.limits(), self.judge.max_row(), acts=True
         )
         row = Row(self.tick, record, losses)
         self.run_.rows.append(row)
