@@ -209,7 +209,9 @@ def test_what_was_decided_and_why(asked: Asked):
 
 def test_what_would_another_policy_have_done(asked: Asked, tmp_path: Path):
     patient = tmp_path / "patient.toml"
-    patient.write_text("[ladder]\nask_after = 10\nstate_ratio_unclipped = 99\nstate_progress = 999\n")
+    patient.write_text(
+        "[ladder]\nask_after = 10\nstate_ratio_unclipped = 99\nstate_progress = 999\n"
+    )
     words = ("replay", RUN, "--data", asked.data, "--config", patient, "--format", "json")
     said = json.loads(asked.vitals(*words, exit_code=1))  # not as recorded
     troubles = [asked.made.shard, asked.made.gpu]

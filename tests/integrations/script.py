@@ -38,10 +38,7 @@ WIDTH, HIDDEN, OUT = 12, 20, 3
 
 
 def _schedule() -> dict[int, tuple[str, str]]:
-    """Return the case of each step that has one: a finite fault comes twice, then one is clean.
-
-    Of finite outliers the first in a row is left to the clip, and the one behind it is not.
-    """
+    """Return the case of each step that has one: a finite fault comes twice, then one is clean."""
     steps: dict[int, tuple[str, str]] = {}
     step = WARM_UP
     for case in CASES:
