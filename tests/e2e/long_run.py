@@ -178,7 +178,7 @@ class _Training:
         if self.attempt == 1 and shard.onset + 20 <= step:
             norm *= 1.6
         if self.attempt == 1 and shard.bad <= step:
-            losses[shard.rank] += 120.0
+            losses[shard.rank] += 2000.0
         if self.attempt == 2 and gpu.bad <= step:
             norm, ranks = float("nan"), (gpu.rank,)
         loss = float(np.mean(losses))
@@ -194,7 +194,7 @@ class _Training:
             clips=False,
         )
         record, self.device = self.device.judge(
-            record, self.judge.limits(), self.judge.withholding(clips=False), acts=True
+            record, self.judge.limits(), self.judge.max_row(), acts=True
         )
         row = Row(self.tick, record, losses)
         self.run_.rows.append(row)

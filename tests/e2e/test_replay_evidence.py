@@ -95,13 +95,13 @@ def test_all_that_was_decided_and_read_comes_out_again(replayed: Replay):
     ]
     assert repr(recorded) == repr(list(replayed.decisions))
     assert [
-        ("skip_step", "outlier", 151),
-        ("rollback", "state_damaged", 152),
+        ("rollback", "state_damaged", 150),
         ("accept_level", "operator_accepted", 280),
     ] == [(made.action, made.rule, made.step) for made in replayed.decisions]
     readings = [read for judgement in replayed.judgements for read in judgement.readings]
     assert [
-        ("evaluation", "sound"), ("evaluation", "sound"), ("row", "state"), ("evaluation", "sound"),
+        ("evaluation", "sound"), ("evaluation", "sound"), ("spike", "state"),
+        ("evaluation", "sound"),
     ] == [(read.trigger, read.verdict) for read in readings]  # fmt: skip
 
 

@@ -43,15 +43,15 @@ class Variant:
     short_flag: str = ""
     """Why such an outlier is an overflow to the framework's own scale; empty where not."""
     keeps_back: str = ""
-    """Why the framework keeps such an outlier back where we leave it to the clip; empty: never."""
+    """Why the framework keeps such an outlier back by itself; empty: never."""
 
     def owes(self, signal: str) -> bool:
         """Whether the signal is there, and exact."""
         return signal not in self.abstains and (signal != "loss_scale" or self.scaled)
 
     @property
-    def withholds_first(self) -> str:
-        """Why the first finite outlier in a row is held back too; empty: it is left to the clip."""
+    def has_no_clip(self) -> str:
+        """Why nothing is known to be clipped; empty: it is known what the loop clips to."""
         if self.unclipped:
             return _UNCLIPPED
         norms = (self.abstains.get("grad_norm_clipped"), self.abstains.get("grad_norm"))

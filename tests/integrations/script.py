@@ -20,9 +20,16 @@ FINITE = ("1e30", "x100")
 CASES = [(place, kind) for place in PLACES for kind in KINDS]
 NAMES = [f"{kind} in {place}" for place, kind in CASES]
 WARM_UP = 17
-SETTINGS = {"VITALS_OUTLIER_WARM_UP": "12", "VITALS_LADDER_MAX_FIRSTS": "100"}
-"""So that outliers are judged from ``WARM_UP`` on (by default it takes 50 clean steps), and every
-fault of the schedule alike: where nothing is clipped, four firsts in 1,000 steps are withheld."""
+SETTINGS = {
+    "VITALS_OUTLIER_WARM_UP": "12",
+    "VITALS_OUTLIER_PROGRESS": "1e-9",
+    "VITALS_OUTLIER_GRAD_NORM_RATIO": "10",
+    "VITALS_OUTLIER_GRAD_NORM_FIRST": "2",
+    "VITALS_LADDER_MAX_ROW": "100",
+    "VITALS_LADDER_MAX_WITHHELD": "1000",
+}
+"""So that outliers are judged from ``WARM_UP`` on (by default it takes 50 trained steps), at the
+factors of the schedule, and every fault of it alike."""
 BATCH = 4
 MAX_NORM = 0.05
 """Below every norm here, so that it always clips."""
@@ -31,10 +38,7 @@ WIDTH, HIDDEN, OUT = 12, 20, 3
 
 
 def _schedule() -> dict[int, tuple[str, str]]:
-    """Return the case of each step that has one: a finite fault comes twice, then one is clean.
-
-    Of finite outliers the first in a row is left to the clip, and the one behind it is not.
-    """
+    """Return the case of each step that has one: a finite fault comes twice, then one is clean."""
     steps: dict[int, tuple[str, str]] = {}
     step = WARM_UP
     for case in CASES:

@@ -14,12 +14,12 @@ signals of each step against a computation without any framework.
 
 - *exact*: the verdict says what it was and, where it is not finite, which rank; an update that is
   held back is so on all ranks and leaves no trace (parameters, moments, buffers, bit for bit); a
-  signal is the true number. What is not finite is held back at once. Of finite outliers, judged
-  once the run is known (50 clean steps), the first in a row is left to the clip and those right
-  behind it are held back ([what is done about a bad step](guides/bad-steps.md)).
+  signal is the true number. What is not finite is held back at once. Finite
+  outliers, judged once the run is known (50 trained steps), are held back if they are beyond all
+  that the run has been through ([what is done about a bad step](guides/bad-steps.md)).
 - *abstains*: out of reach there, and not guessed: the signal is missing, the rule says nothing.
 - *its own*: the framework's own skip, counted as such and not as a fault.
-- *held back*: nothing is clipped, or nobody knows to what, so the first outlier is held back too.
+- *no clip*: nothing is clipped, or nobody knows to what; the state then counts as damaged later.
 
 Vitals stores guarded runs in `./vitals_runs` (or `VITALS_DIR`): `vitals runs vitals_runs` lists
 them, `vitals show` has a run's curves and decisions, `vitals why vitals_runs STEP` explains one
@@ -69,7 +69,7 @@ def render(notice: str, versions: dict[str, dict[str, str]]) -> str:
     lines += [_framework(f, versions) for f in FRAMEWORKS]
     notes: list[str] = []
     lines += ["", "## Faults", ""]
-    lines += _table("a fault on rank 1 alone", [*FAULTS, "first of a row"], _faults, notes)
+    lines += _table("a fault on rank 1 alone", [*FAULTS, "clip"], _faults, notes)
     lines += ["", "## Signals", ""]
     lines += _table("signal", [WORDS[s] for s in SIGNALS], _signals, notes)
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
@@ -114,10 +114,10 @@ def _faults(variant: Variant, notes: list[str]) -> Iterator[str]:
         yield _fault(variant, kind, place, notes)
     if not (variant.owes("loss") or variant.owes("grad_norm")):
         yield "abstains"
-    elif variant.withholds_first:
-        yield _noted("held back", variant.withholds_first, notes)
+    elif variant.has_no_clip:
+        yield _noted("no clip", variant.has_no_clip, notes)
     else:
-        yield "left to the clip"
+        yield "known"
 
 
 def _fault(variant: Variant, kind: str, place: str, notes: list[str]) -> str:

@@ -63,20 +63,11 @@ def expected_facts(variant, fault):
 
 
 def expected_verdicts(variant, fault):
-    """Return the verdict's bits of each step that has the fault.
-
-    Of finite outliers the first in a row is left to the clip, where one is known.
-    """
+    """Return the verdict's bits of each step that has the fault."""
     facts = expected_facts(variant, fault)
-    clips = 0 if variant.withholds_first else CLIPS
-    verdicts = []
-    for index, _ in enumerate(fault_steps(fault)):
-        withheld = facts & (LOSS_OUTLIER | NORM_OUTLIER) and (index or not clips)
-        bits = facts | clips | (WITHHELD if withheld else 0)
-        if variant.keeps_back and fault.startswith("1e30") and not withheld:
-            bits |= OVERFLOW
-        verdicts.append(bits)
-    return verdicts
+    clips = 0 if variant.has_no_clip else CLIPS
+    withheld = WITHHELD if facts & (LOSS_OUTLIER | NORM_OUTLIER) else 0
+    return [facts | clips | withheld for _ in fault_steps(fault)]
 
 
 def held_back(variant, fault):

@@ -94,7 +94,7 @@ def trained(model, *, probe, rank=0, accumulate=2, ask_every=7, count=120, **wat
 
 
 def ask(onset_step, floor=0.01):
-    return Ask(trigger="row", step=onset_step, onset_step=onset_step, floor=floor)
+    return Ask(trigger="spike", step=onset_step, onset_step=onset_step, floor=floor)
 
 
 def notes(monitor):

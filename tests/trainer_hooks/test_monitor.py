@@ -285,7 +285,7 @@ def test_an_operator_s_word_on_a_step_reaches_the_ladder_and_its_level_passes_fr
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
         acks = _acks(monitor)
-        scales = {60: 1e3, 62: 1e3, 80: 300.0}
+        scales = {60: 1e5, 62: 1e5, 80: 3e4}
         outcomes = []
         for step in range(84):
             if step == 70:
@@ -518,7 +518,7 @@ def test_settings_come_from_a_file_and_the_environment_and_are_recorded(tmp_path
         config = controller_of(monitor).judge.config
         info = RunDir.open(run_directory(monitor)).info()
     assert (config.ladder.margin, config.ladder.max_tries) == (30, 5)
-    assert (config.outlier.sigmas, config.outlier.loss_ratio) == (9.0, 3.0)
+    assert (config.outlier.sigmas, config.outlier.progress) == (9.0, 25.0)
     assert info.judge["ladder"]["margin"] == 30
     assert msgspec.convert(info.judge, type(config)) == config
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import random
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.probing import MoCo, ask, batches, notes, seeded, trained
 from trainer_hooks.probe.untouched import untouched
 from trainvitals.errors import UsageError
+from trainvitals.policy.evidence import NO_GRADIENT
 
 NAN = float("nan")
 
@@ -75,6 +77,27 @@ class Regression:
 
     def said(self, code):
         return [note.text for note in self.told if note.code == code]
+
+
+def test_a_gradient_that_is_not_finite_is_read_though_the_loss_is_as_before():
+    loop, readings, broken = Regression(), [], []
+
+    def probe(x):
+        loss = loop.loss(x)
+        return loss + (loop.model[0].weight.sum() * 0.0).sqrt() if broken else loss
+
+    def after(step):
+        for is_broken in (False, True) if step == 50 else ():
+            broken[:] = [is_broken] * is_broken
+            readings.append(loop.probe.read(ask(50)))
+
+    loop.run(probe, after=after)
+    sound, damaged = readings
+    assert sound.now == damaged.now
+    assert (True, False) == (sound.has_gradient, damaged.has_gradient)
+    assert math.inf == damaged.ratio(0.01) > (sound.ratio(0.01) or 0.0)
+    assert damaged.detail.startswith(f"{NO_GRADIENT} (rank 0)")
+    assert {} == dict(loop.monitor.swallowed_errors)
 
 
 def test_it_is_told_once_that_the_probe_is_on_and_how_much_it_keeps():

@@ -53,6 +53,7 @@ from trainvitals.io.mailbox import CommandInbox
 from trainvitals.io.rundir import HaltMarker, RunDir
 from trainvitals.policy import Judge, Judgement, Proposal
 from trainvitals.policy.plan import Branch, Window
+from trainvitals.policy.state import is_outlier
 from trainvitals.records import (
     COMMAND_CODES,
     AttemptStarted,
@@ -626,7 +627,7 @@ class StepController:
         self.digest = self.judge.digest()
         if self.probe.has_loss:
             bad = any(finding.level == "actionable" for finding in judgement.findings)
-            if bad or record.skipped:
+            if bad or record.skipped or is_outlier(record):
                 self.probe.dropped(record.step)
             else:
                 own_loss = reduced.losses()[self.layout.rank]

@@ -78,7 +78,7 @@ NoClip = Annotated[
     bool,
     typer.Option(
         "--no-clip",
-        help="The loop that wrote the log does not clip: even a single outlier is skipped.",
+        help="The loop that wrote the log does not clip.",
     ),
 ]
 Expect = Annotated[
