@@ -333,7 +333,7 @@ class ServedRun:
         """Log a note, store it with the run, and leave it for the log of the rank."""
         log.warning("%s run=%s", note.text, self.run_id)
         self.node_source.say(note)
-        with self._facts.faults.contained("notice"):
+        with self._facts.faults.contained("spool"):
             write_notice(self.folder, note.text)
 
     def look_at_strangers(self, now: float) -> None:

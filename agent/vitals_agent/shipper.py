@@ -166,11 +166,10 @@ class _Progress:
         """Note how far a stream is durable; return False if that is beyond all that was put in."""
         key = sent.key
         inherited = self.inherited.get(key, -1)
-        is_ahead = durable_seq > sent.last_seq and inherited is not None
-        if is_ahead and durable_seq > max(inherited, spool.newest_seq(key)):
-            return False
         if inherited is None:
             self.inherited[key] = durable_seq
+        elif durable_seq > max(inherited, sent.last_seq, spool.newest_seq(key)):
+            return False
         self.durable[key] = max(durable_seq, self.durable.get(key, -1))
         return True
 

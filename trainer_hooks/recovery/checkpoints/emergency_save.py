@@ -91,7 +91,7 @@ def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
     incomplete is told and removed; what could not be read for another reason stays. What another
     user put there is told, and set aside.
     """
-    adopted = []
+    adopted: list[str] = []
     home = _home(folder.path, run_id)
     if folder.is_planted(home.name):
         aside = home.with_name(f".refused-{home.name}-{secrets.token_hex(4)}")
