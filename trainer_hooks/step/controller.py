@@ -63,6 +63,7 @@ from trainvitals.records import (
     Decision,
     DecisionMade,
     Finding,
+    FindingRaised,
     Note,
     OnHang,
     Profiled,
@@ -912,6 +913,21 @@ class StepController:
     def stopping_state(self) -> dict[str, Any] | None:
         """Return the state of early stopping; None without it."""
         return None if self.evaluations is None else self.evaluations.state_dict()
+
+    def tell_unguarded(self, text: str, *, step: int) -> None:
+        """Page for a loop whose updates do not come by us, so that no step tells of it."""
+        finding = Finding(
+            kind="unguarded",
+            level="advisory",
+            step=step,
+            detector="guard",
+            reason=text,
+            onset_step=step,
+            cause="unguarded",
+        )
+        self.emitter.of_run(FindingRaised(finding=finding), step=step, attempt=self.attempt)
+        if self.is_rank0:
+            _LOG.warning("vitals: NOT GUARDED: %s", text)
 
     def warn(self, code: str, text: str, *, step: int) -> None:
         """Say once, in rank 0's log and among the run's events, what is likely a mistake."""
