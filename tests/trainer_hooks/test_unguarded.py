@@ -163,3 +163,28 @@ def test_a_loop_that_accumulates_over_many_batches_is_not_accused(given):
             optimizer.step()
             optimizer.zero_grad()
     assert [] == findings(events, "unguarded")
+
+
+RUN = "01JD0000000000000000000000"
+
+
+def test_a_second_start_that_counts_from_step_0_says_what_a_resume_needs(monkeypatch, caplog):
+    monkeypatch.setenv("VITALS_RUN_ID", RUN)
+
+    def start(loads):
+        loop = Loop(mode="guard", total_steps=1000, schedule="constant")
+        caplog.clear()
+        with loop.monitor as monitor:
+            if loads is not None:
+                monitor.load_state_dict(loads)
+            for _ in range(5):
+                monitor.step(loop.forward())
+            kept = monitor.state_dict()
+        return kept, [text for text in caplog.messages if "was started before" in text]
+
+    kept, said = start(None)
+    assert [] == said
+    _, said = start(None)
+    assert 1 == len(said) and "monitor.load_state_dict(state)" in said[0]
+    _, said = start(kept)
+    assert [] == said

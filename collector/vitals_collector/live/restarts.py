@@ -36,6 +36,8 @@ class Restart(NamedTuple):
     stopped_unix_ns: int
     """When the last step before it ended."""
     started_unix_ns: int
+    is_planned: bool
+    """Whether it followed a start that had finished or was interrupted, and so is no failure."""
 
     @property
     def lost_steps(self) -> int:
@@ -54,13 +56,19 @@ def restarts_of(connection: Connection, ids: Sequence[str]) -> dict[str, list[Re
     several = [run_id for run_id, of_run in branches.items() if len(of_run) > 1]
     if not several:
         return {run_id: [] for run_id in ids}
-    last: dict[str, dict[int, tuple[int, int]]] = {run_id: {} for run_id in ids}
+    last: dict[str, dict[int, tuple[int, int, str]]] = {run_id: {} for run_id in ids}
     heads = sources.c
-    ended = select(heads.run_id, heads.last_attempt, heads.last_step, heads.last_step_unix_ns)
-    for of, attempt, step, at in connection.execute(
+    ended = select(
+        heads.run_id,
+        heads.last_attempt,
+        heads.last_step,
+        heads.last_step_unix_ns,
+        heads.ended_state,
+    )
+    for of, attempt, step, at, state in connection.execute(
         ended.where(heads.run_id.in_(several), heads.source == "rank:0", heads.last_step >= 0)
     ):
-        last[of][attempt] = max((step, at), last[of].get(attempt, (-1, 0)))
+        last[of][attempt] = max((step, at, state), last[of].get(attempt, (-1, 0, "")))
     return {
         run_id: _restarts(of_run, _rolled_back_to(connection, run_id), last[run_id])
         if run_id in several
@@ -81,7 +89,7 @@ def _rolled_back_to(connection: Connection, run_id: str) -> set[int]:
 def _restarts(
     branches: Iterable[tuple[AttemptRow, int]],
     rolled_back: set[int],
-    last: Mapping[int, tuple[int, int]],
+    last: Mapping[int, tuple[int, int, str]],
 ) -> list[Restart]:
     found: list[Restart] = []
     rows: list[AttemptRow] = []
@@ -98,9 +106,19 @@ def _restarts(
             high = last[leaf][0] if attempt == leaf else bound - 1
             if low <= high:
                 lost.append((attempt, int(low), int(high)))
-        step, at = last[leaf]
-        spans = tuple(sorted(lost))
-        found.append(Restart(branch.id, branch.fork_step, leaf, step, spans, at, started))
+        step, at, state = last[leaf]
+        found.append(
+            Restart(
+                attempt=branch.id,
+                step=branch.fork_step,
+                before=leaf,
+                last_step=step,
+                lost=tuple(sorted(lost)),
+                stopped_unix_ns=at,
+                started_unix_ns=started,
+                is_planned=state in ("finished", "interrupted"),
+            )
+        )
     return found
 
 

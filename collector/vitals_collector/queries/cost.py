@@ -80,9 +80,9 @@ def lost_work(
 
 
 def _down_seconds(numbers: NumbersReader, run_id: str, restarts: Sequence[Restart]) -> float | None:
-    """Return how long no step ended because of the restarts; None where none made a step again."""
+    """Return how long no step ended: from each failure to the next step; None: not known."""
     total_ns = 0
-    for restart in restarts:
+    for restart in (each for each in restarts if not each.is_planned):
         span = Span(run_id, "steps", ("rank:0",), restart.step, restart.step + 1)
         rows = numbers.scan(span, ["attempt", "time_unix_ns"])
         times = rows["time_unix_ns"].values[rows["attempt"].values == restart.attempt]

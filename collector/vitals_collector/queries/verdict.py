@@ -215,7 +215,7 @@ def cause(facts: VerdictFacts) -> str:
         # error of a rank that only lost its peer.
         deaths = [_CODE.sub("", e.text) for e in facts.events if _is_death(e)]
         texts = deaths + [alert.summary for alert in facts.alerts]
-        texts += [e.text for e in facts.events] + [_went_down(each) for each in facts.restarts]
+        texts += [_went_down(each) for each in facts.restarts] + [e.text for e in facts.events]
         sentences = [f"{_capital(text.rstrip('.'))}." for text in texts[:1]] or ["Not recorded."]
     more = len(sentences) - MAX_CAUSES
     words = [sentences[0], *(f"Then: {text}" for text in sentences[1:MAX_CAUSES])]
@@ -374,7 +374,12 @@ def action(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) 
 
 def _resumed(restart: Restart) -> str:
     """Say from where a restarted run went on."""
-    where = f"Resumed the run at step {restart.step:,}" if restart.step else "Started at step 0"
+    if not restart.step:
+        return (
+            f"The restarted run counts from step 0; its last step had been {restart.last_step:,}. "
+            "If the loop loaded its own checkpoint, give monitor.load_state_dict() its state."
+        )
+    where = f"Resumed the run at step {restart.step:,}"
     return f"{where} after it was restarted; its last step had been {restart.last_step:,}."
 
 
