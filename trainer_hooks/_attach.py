@@ -145,6 +145,7 @@ class Attached(Loop):
         self._judged: Judged | None = None
         self._measured: list[list[Callable[[], Tensor | None]]] = []
         self._num_batches = 0
+        self._is_told = False
         self._undo: list[Callable[[], None]] = []
         stepped = device.optimizers if device.engine.guards else ()
         self._route = Route(stepped, device.scaler, self._step_one, controller.faults)
@@ -155,6 +156,8 @@ class Attached(Loop):
         Call before ``optimizer.step()``. Weights are numbers of tokens.
         """
         self._add_loss(loss, weight)
+        if not self._is_told and self._parts.is_never_stepped:
+            self._tell_never_stepped("20 losses were given")
 
     def grad_norm(self, norm: Tensor | float) -> None:
         """Give the norm of all gradients as it was before the loop's own clip.
@@ -275,6 +278,19 @@ class Attached(Loop):
             ready = None
         if controller.has_work_beside:
             self._work_beside(attempted)
+
+    def _tell_never_stepped(self, evidence: str) -> None:
+        """Report that the loop steps something else than the optimizers given to ``attach``."""
+        self._is_told = True
+        names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        text = (
+            f"{evidence}, but {names}.step() was never called, so no update is guarded: call "
+            "attach() with the optimizer whose step() the loop or a wrapper calls, such as SAM's "
+            "base_optimizer"
+        )
+        controller = self._controller
+        with controller.faults.fail_open("unguarded"):
+            controller.tell_unguarded(text, step=self._step)
 
     def _say_what_is_not_judged(self) -> None:
         if not self._controller.owns_clip and self._norm is None:

@@ -430,6 +430,7 @@ def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restor
         attempt = AttemptStarted(
             id=place.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
         )
+    controller.starts_again = restored is None and bool(controller.plan.plan.branches)
     controller.first_step = attempt.fork_step
     controller.start_branch(attempt, None if restored is None else restored.meta["judge"])
     _emit_start_events(controller, place, info, attempt)

@@ -943,7 +943,7 @@ class LostWork(msgspec.Struct, frozen=True, kw_only=True):
     """What an incident cost; what was not measured is None."""
 
     steps: int = 0
-    """Skipped updates, and steps that a rollback discarded."""
+    """Skipped updates, and steps that a rollback or a restart discarded."""
     batches: int = 0
     """Batches that rollbacks passed over."""
     tokens: int | None = None
@@ -954,6 +954,8 @@ class LostWork(msgspec.Struct, frozen=True, kw_only=True):
     """These seconds on every GPU of the run."""
     money: float | None = None
     """``gpu_hours`` at the price of a GPU-hour, where one is set."""
+    down_seconds: float | None = None
+    """From the last step before a restart to the first one after it."""
 
 
 class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,11 +25,18 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Value
 from trainvitals.testing.clock import ManualClock
-from trainvitals.views import GoodputQuestion, GoodputView, RunsQuestion, VerdictQuestion
+from trainvitals.views import (
+    GoodputQuestion,
+    GoodputView,
+    IncidentsQuestion,
+    RunsQuestion,
+    VerdictQuestion,
+)
 from vitals_collector.alerts.notifiers import LogNotifier
 from vitals_collector.api.exposition import StoreCollector
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.live.engine import assemble
+from vitals_collector.live.overview import lost_work
 from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
@@ -482,3 +489,79 @@ def test_times_that_tell_no_duration_are_said(tmp_path: Path, times: list[int], 
     lines += [f"{step},{1_700_000_000 + at},2.0" for step, at in enumerate(times)]
     with pytest.raises(UsageError, match=words):
         read(log(tmp_path, lines))
+
+
+def killed(store: Store) -> None:
+    """Leave a run of two ranks, one of which is killed; it resumes from a checkpoint."""
+    head, other = Writer(started=START), Writer("rank:1", started=START)
+    agent = Writer("node:node-a", started=START)
+    ingest(store, begun(head))
+    took: list[Value] = [1.0] * 150
+    ingest(store, head.steps(range(150), step_duration_seconds=took))
+    ingest(store, other.steps(range(150), step_duration_seconds=took))
+    died = START + 150 * SECOND
+    # The victim speaks first, of a later step; the agent looks only now and then.
+    lost_peer = "RuntimeError: Connection closed by peer [127.0.0.1]:15262"
+    ended = RunEnded(state="failed", reason=lost_peer)
+    ingest(store, head.events(ended, step=150, at=died))
+    text = "rank 1 (pid 7 on node-a) ended without a clean exit (signal 9, SIGKILL)"
+    gone = Note(code="rank_gone", text=text, severity="error")
+    ingest(store, agent.events(gone, step=149, attempt=1, at=died + SECOND))
+    again = Writer(started=START + 200 * SECOND - 120 * SECOND)
+    ingest(store, begun(again, attempt=2, parent=1, fork=120))
+    rows = range(120, 260)
+    ingest(store, again.steps(rows, attempt=2, step_duration_seconds=[1.0] * len(rows)))
+    at = again.time_of(260)
+    ingest(store, again.events(RunEnded(state="finished"), step=260, attempt=2, at=at))
+
+
+def test_a_death_is_one_incident_whose_root_comes_first(store: Store):
+    killed(store)
+    (incident,) = Query(store, clock=ManualClock()).ask(IncidentsQuestion(run_id=RUN))
+    told = incident.verdict
+    assert told.cause.startswith("Rank 1 (pid 7 on node-a) ended without a clean exit")
+    assert "Resumed the run at step 120 after it was restarted" in told.action
+    assert "took no action" not in told.action
+    assert ["rank_gone" in incident.incident_id, True] == [True, "Lost" not in told.state]
+    lines = [line.text for line in told.timeline]
+    assert any(line.startswith("Resumed the run at step 120") for line in lines)
+
+
+def test_lost_steps_and_down_time_are_one_figure_everywhere(store: Store):
+    killed(store)
+    query = Query(store, clock=ManualClock())
+    sums = query.ask(GoodputQuestion(run_id=RUN))
+    told = query.ask(VerdictQuestion(run_id=RUN)).verdict
+    with store.read() as connection:
+        counted, _ = lost_work(connection, [RUN])[RUN]
+    assert (30, 30, 30) == (sums.lost_steps, told.lost.steps, counted)
+    assert sums.mttr_seconds == told.lost.down_seconds == 51.0
+    assert "Lost work: 30 steps" in told.cost and "Down for 51 s x" in told.cost
+
+
+def test_a_run_that_was_stopped_after_its_checkpoint_has_lost_nothing(store: Store):
+    head = Writer(started=START)
+    ingest(store, begun(head))
+    ingest(store, head.steps(range(150)))
+    ended = RunEnded(state="interrupted", reason="SIGTERM")
+    ingest(store, head.events(ended, step=150, at=START + 150 * SECOND))
+    again = Writer(started=START + 50 * SECOND)
+    ingest(store, begun(again, attempt=2, parent=1, fork=150))
+    ingest(store, again.steps(range(150, 200), attempt=2))
+    query = Query(store, clock=ManualClock())
+    assert () == query.ask(IncidentsQuestion(run_id=RUN))
+    assert 0 == query.ask(GoodputQuestion(run_id=RUN)).lost_steps
+
+
+def test_a_restart_from_the_first_step_has_lost_all_that_was_before(store: Store):
+    head = Writer(started=START)
+    ingest(store, begun(head))
+    ingest(store, head.steps(range(50)))
+    again = Writer(started=START + 100 * SECOND)
+    ingest(store, begun(again, attempt=2))
+    ingest(store, again.steps(range(100), attempt=2))
+    query = Query(store, clock=ManualClock())
+    sums = query.ask(GoodputQuestion(run_id=RUN))
+    told = query.ask(VerdictQuestion(run_id=RUN)).verdict
+    assert (50, 50) == (sums.lost_steps, told.lost.steps)
+    assert "The run ended after step 49 and was restarted" in told.cause

@@ -624,6 +624,20 @@ def test_one_group_may_hold_parameters_of_several_types(caplog):
     assert_unchanged(one_backward, make, caplog)
 
 
+@pytest.mark.parametrize(("is_scaled", "times"), [(True, 1), (False, 0)])
+def test_a_loss_scaled_by_the_scale_alone_is_reported(caplog, is_scaled, times):
+    scaler = torch.amp.GradScaler("cpu")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with trainer_hooks.watch(model, optimizer) as monitor:
+        for _ in range(3):
+            loss = model(torch.ones(4, 2) * 9).square().mean() + 1.0
+            (loss * (scaler.get_scale() if is_scaled else 1.0)).backward()
+            monitor.step(loss)
+    said = [text for text in caplog.messages if "that was not given to watch()" in text]
+    assert times == len(said)
+
+
 def test_a_scaler_of_another_training_is_not_taken_for_this_ones(caplog):
     other = parts()
     other.scaler.scale(other.loss(torch.ones(2, 4))).backward()

@@ -326,3 +326,21 @@ def test_a_monitor_with_a_schedule_ends_when_it_is_dropped():
     steps(monitor, loop, 3)
     del monitor
     assert "add_param_group" not in vars(loop.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "is_told"),
+    [
+        (lambda o: lr_scheduler.CosineAnnealingLR(o, 30), True),
+        (lambda o: lr_scheduler.MultiStepLR(o, [10, 20]), True),
+        (lambda o: lr_scheduler.CosineAnnealingLR(o, 150), False),
+        (lambda o: lr_scheduler.LambdaLR(o, lambda n: 1.0), False),
+    ],
+)
+def test_a_schedule_of_epochs_is_found_without_a_loader_of_ours(schedule, is_told, caplog):
+    loop = Loop(schedule)
+    with loop.watch() as monitor:
+        for _ in range(100):
+            monitor.step(loop.forward(torch.randn(2, 4)))
+    told = [text for text in caplog.messages if "if it counts epochs" in text]
+    assert int(is_told) == len(told)

@@ -114,3 +114,77 @@ def test_what_begins_at_zero_and_trains_is_healthy():
             loss.backward()
             monitor.step(loss)
     assert [] == findings(events, "zero_gradient")
+
+
+class Sharpness(torch.optim.Optimizer):
+    """As SAM: two steps of its own, the second of which steps the optimizer within."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params, {})
+        self.base_optimizer = torch.optim.SGD(params, lr=0.1)
+
+    def second_step(self):
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+def test_losses_without_any_step_of_the_attached_optimizer_are_reported(caplog):
+    model = nn.Linear(4, 1)
+    optimizer = Sharpness(model.parameters())
+    attached = trainer_hooks.attach(model, optimizer, mode="guard")
+    events = events_of(attached)
+    with attached:
+        for _ in range(25):
+            loss = model(torch.randn(8, 4)).square().mean()
+            loss.backward()
+            attached.loss(loss)
+            optimizer.second_step()
+    (finding,) = findings(events, "unguarded")
+    assert "Sharpness.step() was never called" in finding.reason
+    assert 1 == sum("NOT GUARDED" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("given", ["before", "after"])
+def test_a_loop_that_accumulates_over_many_batches_is_not_accused(given):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attached = trainer_hooks.attach(model, optimizer, mode="guard")
+    events = events_of(attached)
+    with attached:
+        for _ in range(3):
+            for _ in range(40):
+                loss = model(torch.randn(8, 4)).square().mean()
+                if given == "before":
+                    attached.loss(loss)
+                loss.backward()
+                if given == "after":
+                    attached.loss(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [] == findings(events, "unguarded")
+
+
+RUN = "01JD0000000000000000000000"
+
+
+def test_a_second_start_that_counts_from_step_0_says_what_a_resume_needs(monkeypatch, caplog):
+    monkeypatch.setenv("VITALS_RUN_ID", RUN)
+
+    def start(loads):
+        loop = Loop(mode="guard", total_steps=1000, schedule="constant")
+        caplog.clear()
+        with loop.monitor as monitor:
+            if loads is not None:
+                monitor.load_state_dict(loads)
+            for _ in range(5):
+                monitor.step(loop.forward())
+            kept = monitor.state_dict()
+        return kept, [text for text in caplog.messages if "was started before" in text]
+
+    kept, said = start(None)
+    assert [] == said
+    _, said = start(None)
+    assert 1 == len(said) and "monitor.load_state_dict(state)" in said[0]
+    _, said = start(kept)
+    assert [] == said

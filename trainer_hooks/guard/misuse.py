@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 
 _SUSPICIOUS_NORM = 100.0
 """A first gradient norm beyond it is worth a look through the process for who scales the loss."""
+_SCALED_NORM = 0.05
+"""Part of a scale that the norm must reach where the scaler itself has scaled nothing: a loss times
+``scaler.get_scale()`` leaves no other trace."""
 GIVEN_SCALERS: WeakSet[torch.amp.GradScaler] = WeakSet()
 """Those that a monitor of this process was given."""
 
@@ -68,7 +71,10 @@ def scale_of_unknown_scaler(grad_norm: float) -> float | None:
     for candidate in gc.get_objects():
         # By its type: to ask a stranger's object itself may run its code.
         is_scaler = issubclass(type(candidate), torch.amp.GradScaler)
-        if is_scaler and candidate not in GIVEN_SCALERS and _is_never_updated(candidate):
+        if not is_scaler or candidate in GIVEN_SCALERS or not candidate._enabled:
+            continue
+        by_hand = candidate._scale is None and grad_norm >= _SCALED_NORM * candidate._init_scale
+        if by_hand or _is_never_updated(candidate):
             return float(candidate._init_scale)
     return None
 

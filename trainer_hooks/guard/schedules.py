@@ -29,6 +29,11 @@ _NEARLY_ZERO = 1e-3
 """What is left of a learning rate that has decayed away."""
 
 
+_MOST_EPOCHS = 1_000
+"""A schedule that ends within so many counts may be one of epochs."""
+_LOOK_EVERY = 16
+
+
 class Schedules:
     """Steps the schedulers, and finds out whether the loop steps them too.
 
@@ -50,7 +55,7 @@ class Schedules:
         self._num_looks = 0
         self._num_moves = 0
         """Gaps between two updates in which the loop moved a count by more or less than one."""
-        self._is_told = False
+        self._is_told = self._is_over_told = False
         self._epoch = 0
         """The epoch of the data that the schedulers are set for."""
         self._is_training = False
@@ -71,6 +76,8 @@ class Schedules:
         if self._ended is not None and step >= self._ended[0]:
             self._warn("epoch_scheduler", self._ended[1], step=step)
             self._ended = None
+        if self.every == "step" and not self._num_looks % _LOOK_EVERY and not self._is_over_told:
+            self._look_for_end(step)
         now, is_second = self._counts(), self._num_looks == 1
         self._num_looks += 1
         if now == self._left:
@@ -94,6 +101,25 @@ class Schedules:
             if count == left + 1 or self._num_moves > 1:
                 return stepped_twice(type(scheduler).__name__, self.every, step)
         return None
+
+    def _look_for_end(self, step: int) -> None:
+        """Report a schedule that was over long ago while training goes on.
+
+        It needs nothing to be known of the loader, as in a loop without ``monitor.batches``.
+        """
+        for scheduler in self._schedulers:
+            end, count = end_of(scheduler), count_of(scheduler)
+            if end is None or count is None or not 0 < end <= _MOST_EPOCHS:
+                continue
+            if count < 2 * end + 20:
+                continue
+            self._is_over_told = True
+            text = (
+                f"{described(scheduler)} ended after {end} updates, and {count} have been made: if "
+                "it counts epochs, use watch(..., scheduler_every='epoch') and monitor.end_epoch()"
+            )
+            self._warn("epoch_scheduler", text, step=step)
+            return
 
     def _counts(self) -> list[int | None]:
         return [count_of(scheduler) for scheduler in self._schedulers]
@@ -192,12 +218,14 @@ class Schedules:
                 continue
             way_out = "if it counts epochs, use watch(..., scheduler_every='epoch')"
             if num_epochs > 1 and _is_planned_for(scheduler, num_epochs):
+                self._is_over_told = True
                 text = f"{name} looks planned for {num_epochs} epochs, and is stepped at every "
                 text += f"update ({per_epoch} an epoch); {way_out}"
                 self._warn("epoch_scheduler", text, step=step)
                 return
             left = end - (count_of(scheduler) or 0)
             if 0 < left < per_epoch - 1:
+                self._is_over_told = True
                 text = f"{name} is at its end after {end} updates, within the first epoch of "
                 self._ended = step + left + 1, f"{text}{per_epoch}; {way_out}"
                 return

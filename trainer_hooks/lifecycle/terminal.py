@@ -82,6 +82,7 @@ class Terminal:
         self.in_row = False
         """Whether the step before was skipped."""
         self._untold, self._last_skip = 0, -1
+        self._resumed = ""
         self.num_unguarded = 0
         """Steps that were not measured."""
         self._unguarded_since = -1
@@ -104,6 +105,7 @@ class Terminal:
         Args:
             resumed: how it goes on from before; empty for one that starts.
         """
+        self._resumed = f", {resumed}" if resumed else ""
         _LOG.info(
             "vitals: run %s %s in %s mode; to follow it: vitals tail %s --follow",
             self._name,
@@ -168,7 +170,8 @@ class Terminal:
     def ended(self, state: str, num_steps: int) -> None:
         """Say how the run ended and what it cost."""
         steps = _num(num_steps, "step")
-        _LOG.info("vitals: run %s %s after %s: %s", self._name, state, steps, self._summary())
+        summary = self._summary() + self._resumed
+        _LOG.info("vitals: run %s %s after %s: %s", self._name, state, steps, summary)
         if self.num_unguarded:
             _LOG.warning(
                 "vitals: NOT GUARDED: %s of %s could not be measured, so nothing checked "

@@ -53,7 +53,7 @@ from trainvitals.io.mailbox import CommandInbox
 from trainvitals.io.rundir import HaltMarker, RunDir
 from trainvitals.policy import Judge, Judgement, Proposal
 from trainvitals.policy.plan import Branch, Window
-from trainvitals.policy.state import is_outlier
+from trainvitals.policy.state import FOREVER, is_outlier
 from trainvitals.records import (
     COMMAND_CODES,
     AttemptStarted,
@@ -64,6 +64,7 @@ from trainvitals.records import (
     Decision,
     DecisionMade,
     Finding,
+    FindingRaised,
     Note,
     OnHang,
     Profiled,
@@ -127,6 +128,8 @@ class StepController:
     """Steps of an announced change that the packs have not brought back yet; on rank 0."""
     first_step: int = -1
     """The step this start begins with, until it was judged: it must bring gradients."""
+    starts_again: bool = False
+    """Whether the run has been started before, and this start found nothing to go on from."""
     told_to_stop: bool = False
     """Whether this rank was sent SIGTERM; it tells all ranks with the next step."""
     stopping: bool = False
@@ -384,6 +387,8 @@ class StepController:
             )
         if measured.step == self.first_step:
             self.first_norm = math.nan if record.grad_norm is None else record.grad_norm
+            if self.starts_again and not measured.step:
+                self._tell_second_start()
         self.first_step = -1
         # What travelled with the step comes before its judgement: the ladder chooses among the
         # checkpoints, and asks the probe, as all ranks know them by this step.
@@ -442,6 +447,22 @@ class StepController:
             with self.times.checkpoint():
                 self.recovery.promote(measured.step, self.judge.last_unhealthy_step)
         return judgement
+
+    def _tell_second_start(self) -> None:
+        """Say what a loop lacks that resumes from a checkpoint of its own: all begins at step 0.
+
+        By a schedule that begins there too such a loop is not judged: its rates are of a later one.
+        """
+        text = (
+            f"run {self.run_dir.run_id} was started before, and this start counts from step 0, "
+            "with new limits. If the loop loaded a checkpoint of its own, keep "
+            "monitor.state_dict() in it and call monitor.load_state_dict(state) before the first "
+            "step; for a new training set another VITALS_RUN_ID"
+        )
+        if self.log.schedule is not None:
+            self.log.schedule.follower.expect(FOREVER)
+            text += ". The declared schedule is not checked in this start"
+        self.warn("starts_again", text, step=0)
 
     def _name_unguarded(self, record: StepRecord, judgement: Judgement) -> Judgement:
         """Count a step that was not measured, and give a finding about it this rank's own error."""
@@ -913,6 +934,21 @@ class StepController:
     def stopping_state(self) -> dict[str, Any] | None:
         """Return the state of early stopping; None without it."""
         return None if self.evaluations is None else self.evaluations.state_dict()
+
+    def tell_unguarded(self, text: str, *, step: int) -> None:
+        """Page for a loop whose updates do not come by us, so that no step tells of it."""
+        finding = Finding(
+            kind="unguarded",
+            level="advisory",
+            step=step,
+            detector="guard",
+            reason=text,
+            onset_step=step,
+            cause="unguarded",
+        )
+        self.emitter.of_run(FindingRaised(finding=finding), step=step, attempt=self.attempt)
+        if self.is_rank0:
+            _LOG.warning("vitals: NOT GUARDED: %s", text)
 
     def warn(self, code: str, text: str, *, step: int) -> None:
         """Say once, in rank 0's log and among the run's events, what is likely a mistake."""

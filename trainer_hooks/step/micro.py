@@ -62,6 +62,8 @@ class MicroLosses:
         """Whether a loss that was given before its backward is known to have run."""
         self._comes_after = False
         """Whether the loop gives a loss after its backward."""
+        self.num_given = self.num_windows = 0
+        """Losses, and gradients made anew, since the last step."""
         self._undo: list[Callable[[], None]] = []
 
     def add(self, loss: object, part: Tensor, weight: Tensor | float, *, is_weighted: bool) -> None:
@@ -73,6 +75,7 @@ class MicroLosses:
             weight: its weight.
             is_weighted: whether the loop gave the weight.
         """
+        self.num_given += 1
         if not self._is_followed:
             self._follow()
         if self._settled is None and not self._fresh:
@@ -115,6 +118,7 @@ class MicroLosses:
             self._settle(loss)
         total = self._settled
         self.clear()
+        self.num_given = self.num_windows = 0
         return None if total is None else (total.part, total.weight, total.is_weighted)
 
     def close(self) -> None:
@@ -162,6 +166,7 @@ class MicroLosses:
         self._is_cleared, self._ran, self._gradient = False, True, _reference(param)
         if is_new:
             self._settled = None
+            self.num_windows += 1
         fresh, self._fresh = self._fresh, []
         for loss in fresh:
             # Several may wait for their backwards, one after the other.

@@ -43,6 +43,11 @@ from trainer_hooks.step.reduce_vector import (
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 
+MAX_LOSSES = 20
+"""Losses without a step after which it is asked whether the loop steps something else."""
+MIN_WINDOWS = 3
+"""Times that the gradients must have been made anew meanwhile."""
+
 
 class Prepared(NamedTuple):
     """What a rank brings out of its part before the exchange."""
@@ -113,6 +118,14 @@ class StepPhases:
     def has_micro(self) -> bool:
         """Whether the step was given a micro-batch's loss."""
         return bool(self._micro)
+
+    @property
+    def is_never_stepped(self) -> bool:
+        """Whether the loop trains, as its losses tell, and none of its steps comes by us.
+
+        A loop that accumulates gives many losses, but then its gradients are not made anew.
+        """
+        return self._micro.num_given >= MAX_LOSSES and self._micro.num_windows >= MIN_WINDOWS
 
     def drop_losses(self) -> None:
         """Forget the step's losses: it does not count."""

@@ -12,6 +12,7 @@ from trainvitals.alerting import ABSENCE_ALERTS
 from trainvitals.records import Decision, RunInfo, is_skip
 from trainvitals.views import RunSummary
 from vitals_collector.ingest.ingest import is_being_removed
+from vitals_collector.live.restarts import restarts_of
 from vitals_collector.live.run_status import Liveness, SourceState, health, last_seen, run_state
 from vitals_collector.storage.schema import alerts, attempts, decisions, findings, runs, sources
 
@@ -81,6 +82,9 @@ def lost_work(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int
             discarded = range(decision.rollback_to_step, decision.decided_at_step + 1)
             lost[run_id].update((decision.attempt, step) for step in discarded)
             batches[run_id] += decision.skip_batches
+    for run_id, restarts in restarts_of(connection, ids).items():
+        for attempt, low, high in (span for restart in restarts for span in restart.lost):
+            lost[run_id].update((attempt, step) for step in range(low, high + 1))
     return {run_id: (len(steps), batches[run_id]) for run_id, steps in lost.items()}
 
 

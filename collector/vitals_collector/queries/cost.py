@@ -11,6 +11,7 @@ from sqlalchemy import Connection, func, select
 from trainvitals.errors import ConfigError
 from trainvitals.records import is_skip
 from trainvitals.views import DecisionView, LostWork
+from vitals_collector.live.restarts import Lost, Restart
 from vitals_collector.numbers.interface import AttemptRow, NumbersReader, Span, lineage
 from vitals_collector.queries.series import attempt_rows, behind
 from vitals_collector.queries.top_changes import ancestry
@@ -18,9 +19,6 @@ from vitals_collector.storage.schema import sources
 from vitals_collector.storage.store import Moment
 
 N = TypeVar("N", int, float)
-Lost = tuple[int, int, int]
-"""Attempt, first and last step."""
-
 PRICE_VARIABLE = "VITALS_GPU_HOUR_PRICE"
 _SECONDS_AN_HOUR = 3_600.0
 _BETWEEN_STEPS = ("checkpoint_seconds", "evaluation_seconds")
@@ -55,14 +53,17 @@ def lost_work(
     decided: Sequence[DecisionView],
     price: float,
     *,
+    restarts: Sequence[Restart] = (),
     is_timed: bool = True,
 ) -> LostWork:
-    """Return what was lost by what was decided; without ``is_timed`` no row is read."""
-    spans = lost_spans(decided)
+    """Return what was lost by decisions and by restarts; without ``is_timed`` no row is read."""
+    spans = lost_spans(decided, restarts)
     batches = sum(view.decision.skip_batches for view in decided if view.decision.acted)
     steps = sum(high - low + 1 for _, low, high in spans)
+    down = _down_seconds(moment.numbers, run_id, restarts) if is_timed else None
     if not is_timed or not spans:
-        return LostWork(steps=steps, batches=batches, seconds=None if spans else 0.0)
+        seconds = None if spans else 0.0
+        return LostWork(steps=steps, batches=batches, seconds=seconds, down_seconds=down)
     attempts = attempt_rows(moment.sql, run_id)
     seconds, tokens = _measured(moment.numbers, run_id, spans, attempts)
     num_gpus = _num_gpus(moment.sql, run_id)
@@ -74,7 +75,20 @@ def lost_work(
         seconds=seconds,
         gpu_hours=hours,
         money=money,
+        down_seconds=down,
     )
+
+
+def _down_seconds(numbers: NumbersReader, run_id: str, restarts: Sequence[Restart]) -> float | None:
+    """Return how long no step ended: from each failure to the next step; None: not known."""
+    total_ns = 0
+    for restart in (each for each in restarts if not each.is_planned):
+        span = Span(run_id, "steps", ("rank:0",), restart.step, restart.step + 1)
+        rows = numbers.scan(span, ["attempt", "time_unix_ns"])
+        times = rows["time_unix_ns"].values[rows["attempt"].values == restart.attempt]
+        if len(times):
+            total_ns += max(0, int(times.min()) - restart.stopped_unix_ns)
+    return total_ns / 1e9 if total_ns else None
 
 
 def hours_and_money(gpu_seconds: float | None, price: float) -> tuple[float | None, float | None]:
@@ -94,6 +108,7 @@ def total(each: Sequence[LostWork]) -> LostWork:
         seconds=_sum([lost.seconds for lost in each if lost.steps]),
         gpu_hours=_sum([lost.gpu_hours for lost in each if lost.steps]),
         money=_sum([lost.money for lost in each if lost.steps]),
+        down_seconds=sum(lost.down_seconds or 0.0 for lost in each) or None,
     )
 
 
@@ -104,9 +119,9 @@ def _sum(values: Sequence[N | None]) -> N | None:
     return sum(measured, start=measured[0] * 0)
 
 
-def lost_spans(decided: Iterable[DecisionView]) -> list[Lost]:
-    """Return the steps trained in vain, each once: skipped ones, and what rollbacks left behind."""
-    spans: list[Lost] = []
+def lost_spans(decided: Iterable[DecisionView], restarts: Iterable[Restart] = ()) -> list[Lost]:
+    """Return the steps trained in vain, each once: skipped, or gone back over."""
+    spans: list[Lost] = [span for restart in restarts for span in restart.lost]
     for view in decided:
         decision = view.decision
         if decision.acted and decision.action == "rollback" and decision.rollback_to_step >= 0:

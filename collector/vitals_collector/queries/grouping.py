@@ -25,7 +25,7 @@ SEVERITIES: tuple[Severity, ...] = ("log", "notify", "page")
 class Item(NamedTuple):
     """One thing that happened, as far as grouping goes."""
 
-    kind: Literal["finding", "decision", "alert", "event"]
+    kind: Literal["finding", "decision", "alert", "event", "restart"]
     which: int
     """Which of its kind, by its place among them."""
     attempt: int
@@ -41,8 +41,14 @@ class Item(NamedTuple):
     """The branch that a rollback began."""
 
 
+DEATHS = ("rank_gone", "RunFailed", "restart")
+"""Codes of how a run goes down, the root first: the errors of other ranks follow from a death."""
+
+
 def domain_of(name: str, default: str = "numbers") -> str:
     """Return the domain of a kind of finding, a cause or a code."""
+    if name in DEATHS:
+        return "run"
     return DOMAINS.get(name, default)
 
 
@@ -104,8 +110,13 @@ def _came_again(rollback: Item, item: Item) -> bool:
     return before <= item.last and item.first <= behind
 
 
-def _order(item: Item) -> tuple[int, int, int, str, int]:
-    return item.attempt, item.onset, item.time_unix_ns, item.kind, item.which
+def _order(item: Item) -> tuple[int, bool, int, int, int, str, int]:
+    is_death = item.domain == "run"
+    depth = DEATHS.index(item.cause) if item.cause in DEATHS else len(DEATHS)
+    # What led to a death comes before it; of the deaths the root does, whatever its clock said.
+    depth = depth * is_death
+    place = item.onset, item.time_unix_ns
+    return item.attempt, is_death, depth, *place, item.kind, item.which
 
 
 _Keys = list[tuple[str, str | int]]

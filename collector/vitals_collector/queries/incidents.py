@@ -32,6 +32,7 @@ from trainvitals.views import (
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.projections import loss_kind_of
 from vitals_collector.live.overview import info_of
+from vitals_collector.live.restarts import Restart, restarts_of
 from vitals_collector.queries import story
 from vitals_collector.queries.attribution import Precursor, precursor
 from vitals_collector.queries.cost import lost_work
@@ -107,6 +108,8 @@ class Records:
     loss_kind: str = "minimize"
     decided: dict[int, set[str]] = field(default_factory=dict)
     """What was decided, by the step it is about."""
+    restarts: tuple[Restart, ...] = ()
+    """Those that lost steps."""
 
     def alerts_for(self, view: FindingView) -> tuple[Alert, ...]:
         """Return what a finding raises by itself: nothing, where a decision tells of it."""
@@ -212,6 +215,7 @@ class Bundle:
     alerts: list[int]
     events: list[int]
     data: list[int]
+    restarts: list[int] = field(default_factory=list)
 
 
 def _next_onset(bundle: Bundle, bundles: Sequence[Bundle]) -> int:
@@ -251,11 +255,19 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
         if alert.fingerprint not in raised:
             step, when = max(alert.step, 0), alert.started_unix_ns
             items.append(Item("alert", i, last, step, step, step, when, alert.name, "run"))
+    for i, restart in enumerate(records.restarts):
+        step = restart.last_step
+        items.append(
+            Item(
+                "restart", i, restart.before, step, step, step, restart.stopped_unix_ns, "restart",
+                "run",
+            )
+        )  # fmt: skip
     for i, event in enumerate(records.events):
         if event.code:
             step, view_ = max(event.view.step, 0), event.view
             attempt = view_.attempt or last
-            domain = "run" if event.code == "RunFailed" else domain_of(event.code, event.code)
+            domain = domain_of(event.code, event.code)
             items.append(
                 Item("event", i, attempt, step, step, step, view_.time_unix_ns, event.code, domain)
             )
@@ -300,6 +312,7 @@ def read_records(connection: Connection, run_id: str) -> Records:
         data_steps=tuple(row.step for row in data),
         loss_kind=loss_kind_of(connection, run_id),
         decided=decided,
+        restarts=tuple(each for each in restarts_of(connection, [run_id])[run_id] if each.lost),
     )
 
 
@@ -357,6 +370,7 @@ def _bundle(
         alerts=of("alert"),
         events=of("event"),
         data=[],
+        restarts=of("restart"),
     )
     _attach(bundle, members, records)
     return bundle
@@ -419,6 +433,7 @@ def severity_of(bundle: Bundle, records: Records) -> Severity:
         decision = records.decisions[i].decision
         severities += [a.severity for a in alerts_for_decision(decision, run_id="")]
     severities += ["notify" for i in bundle.events if records.events[i].code]
+    severities += ["notify" for _ in bundle.restarts]
     return max(severities, key=SEVERITIES.index, default="log")
 
 
@@ -490,7 +505,10 @@ class _Incidents:
         """Return the verdict on it; without ``is_whole`` what it cost is counted, not measured."""
         records, run_id = self.records, self.run.run_id
         decided = tuple(records.decisions[i] for i in bundle.decisions)
-        lost = lost_work(self.moment, run_id, decided, self.price, is_timed=is_whole)
+        restarts = tuple(records.restarts[i] for i in bundle.restarts)
+        lost = lost_work(
+            self.moment, run_id, decided, self.price, restarts=restarts, is_timed=is_whole
+        )
         step, played = self._capsule(bundle)
         facts = VerdictFacts(
             run=self.run,
@@ -510,6 +528,7 @@ class _Incidents:
                 if records.events[i].code or records.events[i].view.kind == "RunEnded"
             ),
             lost=lost,
+            restarts=restarts,
             precursor=_precursor_of(first, bundle),
             precedent=self._precedent(bundle),
             capsule_step=step,

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from msgspec.structs import replace
+
 from trainvitals.detect.registry import KINDS
 from trainvitals.policy.rungs import WAITS_UNTIL
 from trainvitals.printable import printable
@@ -25,6 +27,7 @@ from trainvitals.views import (
     TimelineEntry,
     VerdictView,
 )
+from vitals_collector.live.restarts import Restart
 
 MAX_TIMELINE = 8
 """Lines of a timeline; those in the middle are counted."""
@@ -45,6 +48,8 @@ _FINITE_RULES = frozenset({"outlier", "state_damaged", "evaluation", "lr_jump"})
 """Of decisions on finite numbers: who knows better may call those healthy."""
 _WAITS = frozenset({"waiting", "hang"})
 """Kinds of findings while no step ends: the second one pages."""
+_CODE = re.compile(r" \[\w+\]$")
+"""Behind a note's text."""
 _FOR = re.compile(r" \(for [^()]+\)$")
 _ENDED = {
     "halted": "Halted at step {}",
@@ -86,6 +91,8 @@ class VerdictFacts:
     alerts: Sequence[AlertView] = ()
     events: Sequence[EventView] = ()
     lost: LostWork = field(default_factory=LostWork)
+    restarts: Sequence[Restart] = ()
+    """Those that followed it and lost steps."""
     precursor: str | None = None
     """A sentence that names what moved first; empty: nothing stood out from the run's own quiet
     steps; None: nobody looked, or could tell."""
@@ -142,7 +149,7 @@ def verdict(facts: VerdictFacts) -> VerdictView:
         state=_line(state(facts)),
         is_hung=hang is not None,
         cause=_line(cause(facts)),
-        action=_line(action(facts.decisions)),
+        action=_line(action(facts.decisions, facts.restarts)),
         cost=_line(cost(facts.lost, facts.run.world_size, 0.0 if hang is None else hang.seconds)),
         before=_line(before(facts.precedent)),
         next=_line(text),
@@ -204,7 +211,11 @@ def cause(facts: VerdictFacts) -> str:
     """Say what went wrong, on which rank, at which steps; then what came before it, if asked."""
     sentences = list(dict.fromkeys(_causes(facts)))
     if not sentences:
-        texts = [alert.summary for alert in facts.alerts] + [e.text for e in facts.events]
+        # Of a death, in the order of the events: the root comes first. An alert may be about the
+        # error of a rank that only lost its peer.
+        deaths = [_CODE.sub("", e.text) for e in facts.events if _is_death(e)]
+        texts = deaths + [alert.summary for alert in facts.alerts]
+        texts += [_went_down(each) for each in facts.restarts] + [e.text for e in facts.events]
         sentences = [f"{_capital(text.rstrip('.'))}." for text in texts[:1]] or ["Not recorded."]
     more = len(sentences) - MAX_CAUSES
     words = [sentences[0], *(f"Then: {text}" for text in sentences[1:MAX_CAUSES])]
@@ -259,6 +270,14 @@ def _causes(facts: VerdictFacts) -> list[str]:
             mine.add(decision)
     ordered = sorted(triggers.values(), key=lambda each: (not each.is_acted_on, min(each.steps)))
     return [_sentence(each) for each in ordered]
+
+
+def _is_death(event: EventView) -> bool:
+    return event.kind == "Note" or (event.kind == "RunEnded" and event.text.startswith("failed"))
+
+
+def _went_down(restart: Restart) -> str:
+    return f"The run ended after step {restart.last_step:,} and was restarted"
 
 
 def _sentence(trigger: _Trigger) -> str:
@@ -325,8 +344,12 @@ _OBSERVED: dict[ActionName, str] = {
 }
 
 
-def action(decisions: Sequence[DecisionView]) -> str:
+def action(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) -> str:
     """Say what Vitals did, in the order in which it did it; of ``observe`` what it would have."""
+    if restarts:
+        decided = action(decisions) if decisions else ""
+        resumed = " ".join(_resumed(each) for each in restarts)
+        return f"{decided} {resumed}".strip()
     made = [view.decision for view in decisions if view.decision.action != "continue"]
     done = [decision for decision in made if decision.acted]
     if not done:
@@ -347,6 +370,17 @@ def action(decisions: Sequence[DecisionView]) -> str:
             else "Rollback budget used up."
         )
     return " ".join(sentences)
+
+
+def _resumed(restart: Restart) -> str:
+    """Say from where a restarted run went on."""
+    if not restart.step:
+        return (
+            f"The restarted run counts from step 0; its last step had been {restart.last_step:,}. "
+            "If the loop loaded its own checkpoint, give monitor.load_state_dict() its state."
+        )
+    where = f"Resumed the run at step {restart.step:,}"
+    return f"{where} after it was restarted; its last step had been {restart.last_step:,}."
 
 
 def _observed(name: ActionName, same: Sequence[Decision]) -> str:
@@ -385,6 +419,10 @@ def _did_once(decision: Decision) -> str:
 
 def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
     """Say what was lost, each number with its unit; what was not measured is left out."""
+    if lost.down_seconds:
+        rest = cost(replace(lost, down_seconds=None), world_size, idle_seconds)
+        down = f"{_duration(lost.down_seconds)} x {_num(world_size, 'rank')}"
+        return f"{rest} Down for {down} until the next step."
     if idle_seconds:
         idle = f"Idle so far: {_duration(idle_seconds)} x {_num(world_size, 'rank')}."
         return f"{idle} {cost(lost, world_size)}" if lost.steps else idle
@@ -536,6 +574,9 @@ def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
         if alert.acknowledged_by:
             text = f"{alert.title} acknowledged by {alert.acknowledged_by}"
             lines.append(_entry(alert.updated_unix_ns, alert.step, text))
+    lines += [_entry(each.started_unix_ns, each.step, _resumed(each)) for each in facts.restarts]
+    gone = [event for event in facts.events if event.text.endswith("[rank_gone]")]
+    lines += [_entry(e.time_unix_ns, e.step, _capital(_CODE.sub("", e.text))) for e in gone]
     # Every rank says it; the first one's words stand for all.
     ended = {event.text: event for event in reversed(facts.events) if event.kind == "RunEnded"}
     lines += [_entry(e.time_unix_ns, e.step, f"Run ended: {e.text}") for e in ended.values()]

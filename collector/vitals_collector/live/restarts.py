@@ -1,0 +1,125 @@
+"""Restarts of a run: what each of them went back over, and from which step it went on.
+
+A restart is an attempt that no rollback began. Its lost steps are those of the lineage before it
+that are not in the lineage after it, so they are the steps that ``goodput`` counts as undone.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from trainvitals.records import Decision
+from vitals_collector.numbers.interface import AttemptRow, lineage
+from vitals_collector.storage.schema import attempts, decisions, sources
+
+Lost = tuple[int, int, int]
+"""Attempt, first and last step."""
+
+_decision = msgspec.msgpack.Decoder(Decision).decode
+
+
+class Restart(NamedTuple):
+    """One start of a run that had made steps before."""
+
+    attempt: int
+    """The one that it began."""
+    step: int
+    """The first step of it."""
+    before: int
+    """The attempt that had ended."""
+    last_step: int
+    """The last step of that one."""
+    lost: tuple[Lost, ...]
+    stopped_unix_ns: int
+    """When the last step before it ended."""
+    started_unix_ns: int
+    is_planned: bool
+    """Whether it followed a start that had finished or was interrupted, and so is no failure."""
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that were trained in vain."""
+        return sum(high - low + 1 for _, low, high in self.lost)
+
+
+def restarts_of(connection: Connection, ids: Sequence[str]) -> dict[str, list[Restart]]:
+    """Return the restarts of each of these runs, the oldest first."""
+    branches: dict[str, list[tuple[AttemptRow, int]]] = {run_id: [] for run_id in ids}
+    own = attempts.c
+    query = select(own.run_id, own.id, own.parent, own.fork_step, own.started_unix_ns)
+    for row in connection.execute(query.where(own.run_id.in_(ids)).order_by(own.id)):
+        branch = AttemptRow(row.id, row.parent, row.fork_step)
+        branches[row.run_id].append((branch, row.started_unix_ns))
+    several = [run_id for run_id, of_run in branches.items() if len(of_run) > 1]
+    if not several:
+        return {run_id: [] for run_id in ids}
+    last: dict[str, dict[int, tuple[int, int, str]]] = {run_id: {} for run_id in ids}
+    heads = sources.c
+    ended = select(
+        heads.run_id,
+        heads.last_attempt,
+        heads.last_step,
+        heads.last_step_unix_ns,
+        heads.ended_state,
+    )
+    for of, attempt, step, at, state in connection.execute(
+        ended.where(heads.run_id.in_(several), heads.source == "rank:0", heads.last_step >= 0)
+    ):
+        last[of][attempt] = max((step, at, state), last[of].get(attempt, (-1, 0, "")))
+    return {
+        run_id: _restarts(of_run, _rolled_back_to(connection, run_id), last[run_id])
+        if run_id in several
+        else []
+        for run_id, of_run in branches.items()
+    }
+
+
+def _rolled_back_to(connection: Connection, run_id: str) -> set[int]:
+    """Return the attempts that rollbacks began."""
+    own = decisions.c
+    bodies = connection.execute(
+        select(own.body).where(own.run_id == run_id, own.acted, own.action == "rollback")
+    ).scalars()
+    return {_decision(body).new_attempt for body in bodies if body}
+
+
+def _restarts(
+    branches: Iterable[tuple[AttemptRow, int]],
+    rolled_back: set[int],
+    last: Mapping[int, tuple[int, int, str]],
+) -> list[Restart]:
+    found: list[Restart] = []
+    rows: list[AttemptRow] = []
+    for branch, started in branches:
+        before = lineage(rows)
+        rows.append(branch)
+        leaf = max(before, default=0)
+        if not before or branch.id in rolled_back or leaf not in last:
+            continue
+        after, forks = lineage(rows), {row.id: row.fork_step for row in rows}
+        lost = []
+        for attempt, bound in before.items():
+            low = max(after.get(attempt, -math.inf), forks[attempt])
+            high = last[leaf][0] if attempt == leaf else bound - 1
+            if low <= high:
+                lost.append((attempt, int(low), int(high)))
+        step, at, state = last[leaf]
+        found.append(
+            Restart(
+                attempt=branch.id,
+                step=branch.fork_step,
+                before=leaf,
+                last_step=step,
+                lost=tuple(sorted(lost)),
+                stopped_unix_ns=at,
+                started_unix_ns=started,
+                is_planned=state in ("finished", "interrupted"),
+            )
+        )
+    return found
+
+
+__all__ = ["Lost", "Restart", "restarts_of"]
