@@ -230,6 +230,7 @@ def _entries(body: str) -> Iterator[str]:
     starts = list(_ENTRY.finditer(paragraph))
     if not starts:
         yield " ".join(paragraph.split())
+        return
     ends = [match.start() for match in starts[1:]] + [len(paragraph)]
     for match, end in zip(starts, ends, strict=True):
         yield f"- `{match[1]}`: " + " ".join(paragraph[match.end() : end].split())

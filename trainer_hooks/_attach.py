@@ -2,8 +2,8 @@
 
     attached = trainvitals.attach(model, optimizer)
 
-The first ``optimizer.step()`` of a round measures, exchanges and judges for all optimizers; the
-order is that of ``Monitor.step``.
+The first ``optimizer.step()`` of a step measures, exchanges and judges for all optimizers; the
+order is the same as in ``Monitor.step``.
 """
 
 from __future__ import annotations
@@ -54,39 +54,41 @@ def attach(
     loss_kind: LossKind = "minimize",
     on_hang: OnHang = "alert",
 ) -> Attached:
-    """Put ``optimizer.step()`` of a loop under guard. Call on all ranks, before the first step.
+    """Guard a loop that steps its optimizers itself. Call on all ranks, before the first step.
 
-    The loop stays as it is. An update with a NaN or Inf in its gradients (or in the loss, where
-    ``Attached.loss`` is given it) is skipped on all ranks, without a trace. Outliers of the norm
-    are skipped only where the norm is known as it was before the clip: with ``max_norm``, where the
-    loop calls ``Attached.before_clip``, or where it gives the norm to ``Attached.grad_norm``. There
-    is no rollback: that is ``watch``. Where the ladder stops the run, ``optimizer.step()`` raises
-    ``TrainingHalted``.
+    The loop stays as it is. An update with NaN or Inf in its gradients is skipped on all ranks;
+    also one with NaN or Inf in the loss, if the loop calls ``Attached.loss``. Outliers of the norm
+    are judged only if the norm before the clip is known: with ``max_norm``, or if the loop calls
+    ``Attached.before_clip`` or ``Attached.grad_norm``. There is no rollback; use ``watch`` for
+    that. If the run is halted, ``optimizer.step()`` raises ``TrainingHalted``.
 
     Args:
-        model: the module, wrapped (DDP) or not.
+        model: the module, wrapped (DDP, FSDP) or not.
         optimizers: one or several; all of them are stepped after the same backward.
-        run: a name for people.
-        mode: ``guard`` skips, ``observe`` only decides and records, ``off`` does nothing.
-            ``VITALS_MODE=off|observe`` overrides the code.
-        scaler: the loop's own gradient scaler.
-        max_norm: clip to this norm within ``optimizer.step()``: the loop then must not clip.
+        run: display name of the run.
+        mode: ``guard`` skips and may stop the run, ``observe`` only decides and records, ``off``
+            does nothing. ``VITALS_MODE=off|observe`` lowers it.
+        scaler: the loop's gradient scaler.
+        max_norm: clip to this norm inside ``optimizer.step()``; the loop must not clip then.
             ``"auto"`` clips to a multiple of the recent median norm. Inf measures the norm and
             never clips.
-        dir: where run directories go; else ``VITALS_DIR``, else ``./vitals_runs``.
+        dir: parent of run directories; default ``VITALS_DIR``, otherwise ``./vitals_runs``.
         tokens_per_step: tokens of all ranks in one step, for throughput and utilization.
-        config: hyperparameters to keep with the run.
+        config: hyperparameters to store with the run.
         tags: words to find the run by.
-        state: an ``EMA`` (each step updates it), an ``AveragedModel`` or a communication hook's
-            state that a skip must leave as it was, by a name.
-        signals: what to measure beside what costs nothing, and how often. The noise scale needs the
-            norm as it was before the clip, as the outliers' rule does.
-        loss_kind: what the loss is good for, as in ``watch``.
-        on_hang: what is done about a hang, as in ``watch``.
+        state: an ``EMA`` (updated by each step), an ``AveragedModel``, or the state of a
+            communication hook that a skip must not change, by name.
+        signals: additional signals to measure, and how often. The noise scale needs the norm
+            before the clip, as outliers do.
+        loss_kind: meaning of the loss, as in ``watch``.
+        on_hang: reaction to a hang, as in ``watch``.
+
+    Returns:
+        The handle of the guarded loop; closing it restores the optimizers.
 
     Raises:
-        UsageError: an argument cannot work; the text says which and what to do.
-        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+        UsageError: an argument is invalid; the text names it and the fix.
+        TrainingHalted: this run was halted, and not resumed with ``vitals resume``.
     """
     given = Arguments(
         model=model,
@@ -124,11 +126,11 @@ class Judged(NamedTuple):
     orders: Orders
     max_norm: MaxNorm | None
     before_clip: bool
-    """Whether the loop's own clip came, or comes, after the measurement."""
+    """Whether the loop clips after the measurement."""
 
 
 class Attached(Loop):
-    """A loop under guard that steps by itself. Made by ``attach``; closing it gives all back."""
+    """A guarded loop that steps its optimizers itself. Created by ``attach``."""
 
     def __init__(
         self,
@@ -151,18 +153,25 @@ class Attached(Loop):
         self._route = Route(stepped, device.scaler, self._step_one, controller.faults)
 
     def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
-        """Give the step's loss, so that the loss rules work; when accumulating, each one's.
+        """Record the step's loss, so that it is judged. Call before ``optimizer.step()``.
 
-        Call before ``optimizer.step()``. Weights are numbers of tokens.
+        With gradient accumulation, call it once per micro-batch with the loss before the division.
+
+        Args:
+            loss: this rank's loss.
+            weight: its weight in the mean, usually the number of tokens.
         """
         self._add_loss(loss, weight)
         if not self._is_told and self._parts.is_never_stepped:
             self._tell_never_stepped("20 losses were given")
 
     def grad_norm(self, norm: Tensor | float) -> None:
-        """Give the norm of all gradients as it was before the loop's own clip.
+        """Report the norm of all gradients before the loop's clip.
 
-        Call before ``optimizer.step()`` on all ranks, with what ``clip_grad_norm_`` returned.
+        Call before ``optimizer.step()`` on all ranks, with the result of ``clip_grad_norm_``.
+
+        Args:
+            norm: global L2 norm.
         """
         full = getattr(norm, "full_tensor", None)
         whole = norm if full is None else full()
@@ -170,15 +179,16 @@ class Attached(Loop):
             self._norm = self._parts.number("norm", whole)
 
     def before_clip(self, max_norm: float | None = None) -> None:
-        """Measure and judge the gradients as they are before the loop's own clip.
+        """Measure and judge the gradients before the loop's own clip.
 
-        Call on all ranks after the step's last backward and before the clip: ``optimizer.step()``
-        then carries the verdict out. In place of ``grad_norm``, and more exact: a finite outlier is
-        told from what is not finite, and every layer's norm is the true one.
+        Call on all ranks after the last backward of the step and before the clip.
+        ``optimizer.step()`` then applies the verdict. More exact than ``grad_norm``: a finite
+        outlier is distinguished from non-finite values, and the norms of the layers are those
+        before the clip.
 
         Args:
-            max_norm: what the loop clips to, for the record: inf where it does not clip, None where
-                nobody knows.
+            max_norm: norm that the loop clips to, for the record; inf: it does not clip, None:
+                unknown.
         """
         if self._controller.halted is not None:
             raise self._controller.halted
@@ -186,15 +196,16 @@ class Attached(Loop):
         self._parts.clock.leave()
 
     def keep_batch(self, batch: Any, probe: LossOf) -> None:
-        """Have a batch of the step kept, if it is one to be kept, so that the state can be asked.
+        """Keep this batch for the probe, if it is due.
 
-        Call before the batch's forward, on all ranks and in every step. Nothing is rolled back
-        here: where the state is damaged somebody is paged. The step's loss must be known too
-        (``loss``, or the adapter): what ``probe`` gives is held against it.
+        Call before the forward of the batch, on all ranks and in every step. ``attach`` does not
+        roll
+        back: if the probe finds damaged weights, an alert pages. The step's loss must be known
+            (``loss``, or the adapter), because the result of ``probe`` is compared with it.
 
         Args:
-            batch: whatever ``probe`` takes.
-            probe: gives the loss of a batch, as ``Monitor.batches`` takes it.
+            batch: the argument for ``probe``.
+            probe: loss of a batch, as in ``Monitor.batches``.
         """
         controller = self._controller
         if not self._num_batches:
@@ -203,13 +214,13 @@ class Attached(Loop):
         self._num_batches += 1
 
     def when_closed(self, undo: Callable[[], None]) -> None:
-        """Have ``undo`` called when this closes: it puts back what an adapter replaced."""
+        """Call ``undo`` when this closes, to restore what an adapter replaced."""
         self._undo.append(undo)
 
     # ---------------------------------------------------------------------------- one step
 
     def _step_one(self, index: int, begins: bool) -> None:
-        """Step one optimizer; the first of a round is judged, and finished, for all."""
+        """Step one optimizer; the first one of a step judges it for all."""
         if self._controller.halted is not None:
             raise self._controller.halted
         guards = (self._device.engine.guards[index],)
@@ -228,7 +239,7 @@ class Attached(Loop):
         self._finish(judged)
 
     def _judge(self, max_norm: MaxNorm | None, *, before_clip: bool) -> Judged:
-        """Measure, exchange and judge the gradients of all optimizers as they are now."""
+        """Measure, exchange and judge the current gradients of all optimizers."""
         controller, device, parts = self._controller, self._device, self._parts
         refuse_at_step(None, device.joinables)
         first = self._step == self._first_step
@@ -255,7 +266,7 @@ class Attached(Loop):
         return Judged(verdict, prepared, orders, max_norm, before_clip)
 
     def _finish(self, judged: Judged) -> None:
-        """Put back what forward wrote in a bad step, and hand the step's numbers on."""
+        """Restore buffers after a bad step, and report the step's numbers."""
         controller, device, parts = self._controller, self._device, self._parts
         attempted = self._step
         parts.settle(judged.orders)
@@ -304,10 +315,10 @@ class Attached(Loop):
             )
 
     def _refuse_late_gradients(self, index: int) -> None:
-        """Refuse, in the first round, gradients that came after the exchange: nobody judged them.
+        """In the first step, reject gradients that appeared after the exchange.
 
         Raises:
-            UsageError: this optimizer had none when the round began, or others.
+            UsageError: the gradients of this optimizer changed since the step started.
         """
         if not self._measured:
             return
@@ -330,12 +341,12 @@ class Attached(Loop):
 
 
 def _finite(max_norm: MaxNorm | None) -> MaxNorm | None:
-    """Return what the loop clips to; an infinite norm is no clip."""
+    """Return the norm that the loop clips to; None for an infinite one."""
     return None if max_norm == math.inf else max_norm
 
 
 def _gradients(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:
-    """Return which gradients there are, without keeping them alive."""
+    """Return weak references to the gradients, so that they are not kept alive."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     return [_nothing if grad is None else weakref.ref(grad) for grad in grads]
 

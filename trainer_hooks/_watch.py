@@ -1,6 +1,6 @@
-"""``watch``: puts a monitor together around an existing loop. Collective; it may raise.
+"""``watch``: builds a monitor around a training loop. Collective; it may raise.
 
-Everything that reads the environment, makes files, or talks to other ranks at the start is here.
+This module reads the environment, creates files, and talks to other ranks at startup.
 """
 
 from __future__ import annotations
@@ -88,62 +88,62 @@ def watch(
     schedule: Declared | None = None,
     **misplaced: Never,
 ) -> Monitor:
-    """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
+    """Guard a training loop. Call on all ranks, after wrapping and before the first step.
 
-    Rank 0 says in the log (logger ``trainvitals``; the terminal where logging is not configured)
-    how the run starts, what was done about bad steps, and how it ends; ``VITALS_QUIET=1`` is quiet.
+    Rank 0 logs how the run starts, each action, and how it ends (logger ``trainvitals``; to the
+    terminal if logging is not configured). ``VITALS_QUIET=1`` turns this off.
 
     Args:
-        model: the module, wrapped (DDP) or not; several as a list, or by name.
-        optimizers: one or several; every watched parameter is in exactly one. What a class from
-            elsewhere keeps outside of its ``state`` and ``param_groups`` is left by a skip, as its
-            ``step()`` is not called; a rollback restores it where it is named in ``state`` as well.
-            Those that take turns are stepped by ``monitor.step(loss, optimizer=...)``, and named as
-            here or as their model: the first one's loss and norm are the run's, and each has its
-            own as scalars, such as ``loss/generator``.
-        schedulers: stepped by ``monitor.step``, skipped or not, and by nobody else.
-        run: a name for people.
-        mode: ``observe`` decides and records, ``guard`` also skips, ``heal`` also rolls back (and
-            needs ``checkpoints``); ``off`` does nothing but train. ``VITALS_MODE=off|observe``
-            overrides the code.
-        scaler: the gradient scaler, not yet unscaled.
-        checkpoints: where verified checkpoints go; True puts them into the run directory. They
-            are kept, and a relaunch of the run resumes from them, in every mode but ``off``.
-        dir: where run directories go; else ``VITALS_DIR``, else ``./vitals_runs``.
+        model: the module, wrapped (DDP, FSDP) or not; several as a list or a dict.
+        optimizers: one or several. Each watched parameter belongs to exactly one. A skip does not
+            call ``step()``, so state that a third-party optimizer keeps outside ``state`` and
+            ``param_groups`` is unchanged; a rollback restores it only if ``state`` contains it.
+            Optimizers that alternate are stepped by ``monitor.step(loss, optimizer=...)``. The
+            loss and norm of the first one are those of the run; each also has its own scalars,
+            such as ``loss/generator``.
+        schedulers: stepped by ``monitor.step``, also if the update is skipped. The loop must not
+            step them.
+        run: display name of the run.
+        mode: ``observe`` decides and records, ``guard`` also skips and may stop the run, ``heal``
+            also rolls back (and needs ``checkpoints``), ``off`` only trains.
+            ``VITALS_MODE=off|observe`` lowers it.
+        scaler: the gradient scaler; do not call its ``unscale_``.
+        checkpoints: directory of verified checkpoints; True: the run directory. A restarted run
+            resumes from them, in every mode except ``off``.
+        dir: parent of run directories; default ``VITALS_DIR``, otherwise ``./vitals_runs``.
         tokens_per_step: tokens of all ranks in one step, for throughput and utilization.
-        config: hyperparameters to keep with the run.
+        config: hyperparameters to store with the run.
         tags: words to find the run by.
-        state: further objects with ``state_dict``/``load_state_dict`` that a rollback restores.
-            Three kinds are guarded in each step as well, so that a skip leaves no trace in them: an
-            ``EMA``, which the step updates itself, an ``AveragedModel`` (call its
-            ``update_parameters`` after ``monitor.step``), and the state of a communication hook
-            (``PowerSGDState``; it needs no ``state_dict``).
-        signals: what to measure beside what costs nothing, and how often.
-        early_stopping: ends the run where ``monitor.evaluate(...)`` gets no better: ``should_stop``
-            becomes True, and ``monitor.batches`` ends. With ``checkpoints`` the best state that was
-            evaluated is kept as well, for ``monitor.restore_best()``.
-        loss_kind: ``minimize`` for a loss whose fall is the aim. Of ``rl`` (a policy's loss) and
-            ``adversarial`` (a GAN's) the level says little: the loss keeps no update back, and what
-            its level does is only told; gradient norms are judged as ever. None is ``minimize``
-            for one model, and ``adversarial`` for several.
+        state: further objects with ``state_dict`` and ``load_state_dict`` that a rollback restores.
+            A skip also leaves three kinds bitwise unchanged: an ``EMA``, which the step updates
+            itself, an ``AveragedModel`` (call ``update_parameters`` after ``monitor.step``), and
+            the state of a communication hook (``PowerSGDState``; it needs no ``state_dict``).
+        signals: additional signals to measure, and how often.
+        early_stopping: ends the run if ``monitor.evaluate(...)`` does not improve: ``should_stop``
+            becomes True, and ``monitor.batches`` ends. With ``checkpoints`` the best evaluated
+            state is kept for ``monitor.restore_best()``.
+        loss_kind: ``minimize`` for a loss that should fall. With ``rl`` (a policy loss) and
+            ``adversarial`` (a GAN loss) the loss never withholds an update, and its level is only
+            reported; gradient norms are judged as usual. None: ``minimize`` for one model,
+            ``adversarial`` for several.
         scheduler_every: ``step`` steps the schedulers once per attempted step; ``epoch`` when
-            ``monitor.batches`` has finished an epoch, or at ``monitor.end_epoch()`` in a loop over
-            data of its own.
-        on_hang: ``restart`` has the node's agent end a job that hangs, once the page about it has
-            held for a minute, so that its launcher (``torchrun --max-restarts``) starts it again;
-            at most 3 times a day, where all ranks are on one node. ``alert`` only pages, and so
-            does ``observe``.
-        total_steps: optimizer steps of the whole run, those before a resume included.
-        schedule: how the learning rates are meant to go: a scheduler of torch, which is copied and
-            played beside the training (one for each optimizer as a list), or a shape,
-            ``LRSchedule(kind="cosine", warmup_steps=1000)`` or just ``"cosine"``, ``"linear"``,
-            ``"wsd"`` (with ``total_steps``) or ``"constant"``. A rate of any group that leaves it
-            is told once; nothing is done about it.
-        misplaced: refused; an argument of the monitor's methods is named as such.
+            ``monitor.batches`` has finished an epoch, or at ``monitor.end_epoch()``.
+        on_hang: ``restart``: the node's agent ends a hung job once the page has held for 60 s, so
+            that its launcher (``torchrun --max-restarts``) starts it again; at most 3 times per
+            day, and only if all ranks are on one node. ``alert`` only pages, and ``observe`` too.
+        total_steps: optimizer steps of the whole run, including those before a resume.
+        schedule: intended learning rates: a scheduler of torch, which is copied (with several
+            optimizers a list), or a shape, ``LRSchedule(kind="cosine", warmup_steps=1000)`` or
+            ``"cosine"``, ``"linear"``, ``"wsd"`` (with ``total_steps``) or ``"constant"``. A
+            difference is reported once; Vitals does not act on it.
+        misplaced: refused; the error names the method of the monitor that takes the argument.
+
+    Returns:
+        The monitor; use it as a context manager.
 
     Raises:
-        UsageError: an argument cannot work; the text says which and what to do.
-        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+        UsageError: an argument is invalid; the text names it and the fix.
+        TrainingHalted: this run was halted, and not resumed with ``vitals resume``.
     """
     refuse_misplaced(misplaced)
     listed = as_list(optimizers)
@@ -189,7 +189,7 @@ def watch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What a guarded loop is put together from."""
+    """Parts of a guarded loop."""
 
     device: Device
     controller: StepController
@@ -198,9 +198,10 @@ class Made:
 
 
 def set_up(given: Arguments) -> Made | None:
-    """Put together what ``watch`` and ``attach`` share, and begin the run; None where it is off.
+    """Build the parts that ``watch`` and ``attach`` share, and start the run. Collective.
 
-    Collective.
+    Returns:
+        The parts; None in mode ``off``.
     """
     environ = dict(os.environ)
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
@@ -260,7 +261,7 @@ def set_up(given: Arguments) -> Made | None:
 def _emitter(
     ranks: Ranks, device: Device, place: RunPaths, faults: FaultCounter, clock: Clock
 ) -> Emitter:
-    """Open this rank's journal and return the way into it."""
+    """Open this rank's journal and return its emitter."""
     return Emitter(
         open_journal(place, ranks, faults, clock, device.norms.device),
         clock=clock,
@@ -286,7 +287,7 @@ def _recovery(
     state: TrainingState | None,
     replicas: Replicas | None,
 ) -> RecoveryManager | None:
-    """Lay out snapshots and checkpoints, where they are kept. Collective."""
+    """Set up snapshots and checkpoints, if they are enabled. Collective."""
     settings, stopping = given.checkpoint_settings(place.run_dir), given.early_stopping
     if settings is None:
         return None
@@ -314,7 +315,7 @@ def _controller(
     faults: FaultCounter,
     clock: Clock,
 ) -> StepController:
-    """Put the host's part together, with what earlier starts of the run have spent. Collective."""
+    """Build the host part, with the budgets of earlier starts of the run. Collective."""
     assert mode != "off", "an unwatched run has no host part"
     emitter = _emitter(ranks, device, place, faults, clock)
     plan = PlanJournal(

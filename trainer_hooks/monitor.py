@@ -1,4 +1,4 @@
-"""The monitor of a training loop: one call a step, in the order of DESIGN section 4."""
+"""The monitor of a training loop: one call per step, in the order of DESIGN section 4."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PROBE_LINE = "for batch in monitor.batches(loader, probe=lambda batch: loss_of(
 
 
 class Monitor(Loop):
-    """Guards one training loop. Made by ``watch``; use it as a context manager."""
+    """Guard of one training loop. Created by ``watch``; use it as a context manager."""
 
     def __init__(
         self,
@@ -64,21 +64,22 @@ class Monitor(Loop):
         self._backwards: Backwards | None = Backwards(device.optimizers)
         self._primes = sums_in_buckets and restored is not None
         self._begun: set[int] = set()
-        """Turns whose first step was made."""
+        """Optimizer groups that have made their first step."""
         self._void: dict[str, Any] | None = None
-        """The generators' state to go on with at the next batch, where the rest of this batch's
-        updates is not made: the state was put back in the middle of it."""
+        """RNG state to continue with at the next batch, if the rest of this batch is dropped
+        because the state was restored in the middle of it.
+        """
         self._snapshot_waits = False
-        """Whether a step was made on its own, after which other optimizers take this batch."""
+        """Whether other optimizers still step on this batch, so that a snapshot has to wait."""
 
     @property
     def batch_position(self) -> Position | None:
-        """Epoch and index of the batch that ``batches`` handed out last."""
+        """Epoch and index of the latest batch from ``batches``."""
         return self._feed.position
 
     @property
     def should_stop(self) -> bool:
-        """Whether early stopping ends the run: on all ranks at the same step."""
+        """Whether early stopping ends the run; equal on all ranks."""
         evaluations = self._controller.evaluations
         return evaluations is not None and evaluations.should_stop
 
@@ -94,31 +95,35 @@ class Monitor(Loop):
         keep_batches: bool = False,
         probe: LossOf | None = None,
     ) -> Iterator[Any]:
-        """Yield batches of ``loader``, timing the wait; never those of a poisoned window again.
+        """Yield the batches of ``loader``, without those that a rollback skips.
 
-        Owns the epochs and calls ``sampler.set_epoch``. A relaunch goes on with the next batch, in
-        the order that the epoch had. Over a map-style ``DataLoader`` what is passed over is never
-        loaded; a loader with ``state_dict`` and ``load_state_dict`` goes back by those; where
-        neither can be exact, the run's events say ``not exact`` and why. What workers draw at
-        random for themselves is not part of that.
+        Owns the epochs and calls ``sampler.set_epoch``. After a restart it continues with the next
+        batch, in the same order. With a map-style ``DataLoader`` skipped batches are not loaded. A
+        loader with ``state_dict`` and ``load_state_dict`` is restored by them. If neither can be
+        exact, the run's events say ``not exact`` and why. Random numbers that workers draw
+        themselves are not restored.
 
         Args:
             loader: any iterable of batches.
-            epochs: how often it is iterated.
-            after_rollback: ``replay`` hands out again what followed the checkpoint, in the same
-                order, without the window that is left out, and moves on where the loader cannot;
-                ``move_on`` goes on ahead of that window.
-            sample_ids: gives the ids (numbers or words) of a batch's samples, to be kept of every
-                step in the run directory; True keeps their indices in the dataset. Without it the
-                indices are told of bad steps, where the loader's sampler knows them.
-            keep_batches: whether bad steps are kept in the run directory, batch and all, to be
-                played again by ``vitals repro``. The batch is your data: nobody else may read it.
-            probe: gives the loss of a batch, the very one that the loop trains on, as one number.
-                ``step()`` calls it on batches of earlier steps, without gradients and without a
-                trace in the training, where it must be known whether the state is to blame.
+            epochs: number of iterations over ``loader``.
+            after_rollback: ``replay`` yields the batches after the restored state again, in the
+                same order, without the skipped ones, if the loader can; ``move_on`` continues after
+                them.
+            sample_ids: function that returns the ids of a batch's samples, which are stored for
+                every step in the run directory; True stores their indices in the dataset. By
+                default the indices are stored only for bad steps, if the sampler knows them.
+            keep_batches: whether bad steps are stored with their batch in the run directory, for
+                ``vitals repro``. Only you can read these files.
+            probe: function that returns the loss of a batch, the same that the loop trains on, as
+                one number. ``step()`` calls it on earlier batches, without gradients, to find out
+                whether the state is damaged. It must not change anything.
+
+        Yields:
+            The batches.
 
         Raises:
-            UsageError: an argument is none that can be.
+            UsageError: ``epochs`` is not a whole number, ``probe`` is not a function, or another
+                argument is invalid.
         """
         stream = self._feed.batches(
             loader,
@@ -132,7 +137,7 @@ class Monitor(Loop):
         return self._until_stopped(stream)
 
     def _until_stopped(self, stream: Iterator[Any]) -> Iterator[Any]:
-        """Pass the batches on, and end once a step was made of a run that shall end."""
+        """Yield the batches until early stopping ends the run."""
         try:
             for batch in stream:
                 step = self._step
@@ -141,23 +146,26 @@ class Monitor(Loop):
                 if self.should_stop and self._step != step:
                     return
         finally:
-            # Left in the middle of a batch: what is stepped from now on is none of its updates.
+            # The loop left in the middle of a batch: later steps do not belong to it.
             if self._void is not None and not self._closed:
                 self._end_batch()
 
     def micro(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
-        """Add one micro-batch's loss to the step; call once per backward when accumulating.
+        """Add the loss of one micro-batch to the step. Call once per backward when accumulating.
 
-        The step's loss is their mean: give each as it is, not divided by their number. Weights are
-        numbers of tokens; without them, the micro-batches count alike.
+        The step's loss is the mean: pass each loss before the division by the number of
+        micro-batches.
+
+        Args:
+            loss: loss of the micro-batch.
+            weight: its weight, usually the number of tokens; without weights all count equally.
         """
         self._add_loss(loss, weight)
 
     def end_epoch(self) -> None:
-        """Step the schedulers of ``watch(scheduler_every="epoch")``, once an epoch is over.
+        """Step the schedulers of ``watch(scheduler_every="epoch")`` at the end of an epoch.
 
-        For loops over data of their own: where ``batches`` yields the batches trained on, it does
-        so itself, and this does nothing.
+        Only for loops without ``batches``, which does this itself.
 
         Raises:
             UsageError: the schedulers are stepped at every update.
@@ -183,31 +191,33 @@ class Monitor(Loop):
         max_norm: MaxNorm | None = None,
         optimizer: Optimizer | None = None,
     ) -> StepOutcome:
-        """Clip, update, schedule and zero the gradients, unless the update would do harm.
+        """Clip the gradients, step optimizer and scheduler, and clear the gradients.
 
-        Call after ``backward()``; it replaces ``clip_grad_norm_``, ``optimizer.step()``,
-        ``scheduler.step()`` and ``zero_grad()``.
+        Skips the update if it would damage the model. Call after ``backward()``; it replaces
+        ``clip_grad_norm_``, ``optimizer.step()``, ``scheduler.step()`` and ``zero_grad()``.
 
-        Optimizers that take turns (a GAN's two, an actor's and its critic's) are stepped by a call
-        each, right after the backward of their own loss: ``monitor.step(loss_d, optimizer=opt_d)``.
-        Each is judged, clipped and skipped by its own loss and norm, and each call is a step.
+        Optimizers that alternate (GAN, actor and critic) have one call each, right after the
+        backward of their loss: ``monitor.step(loss_d, optimizer=opt_d)``. Each is judged, clipped
+        and skipped by its own loss and norm, and each call is a step.
 
         Args:
-            loss: this rank's loss, a 0-dimensional tensor (not read on the host) or a number. After
-                ``micro`` it counts as one more micro-batch, unless it is the tensor that ``micro``
-                was given last.
-            weight: its weight in the mean over ranks, usually the rank's number of tokens.
+            loss: this rank's loss, a 0-dim tensor (not read on the host) or a number. After
+                ``micro`` it counts as one more micro-batch, unless it is the tensor of the last
+                ``micro``.
+            weight: weight in the mean over ranks, usually the rank's number of tokens.
             max_norm: gradient norm to clip to. ``"auto"`` clips to a multiple of the recent median
                 norm (``[auto_clip]``), inf measures and never clips, and None does not clip.
-            optimizer: the one to step, of those given to ``watch``; None steps all. The gradients
-                of all are cleared either way: what one loss left in the others' parameters is not
-                theirs.
+            optimizer: the optimizer to step; None: all. The gradients of all optimizers are
+                cleared, so gradients that one loss leaves in other parameters are dropped.
+
+        Returns:
+            The attempted step, the next one, and the decision that was applied, if any.
 
         Raises:
-            TrainingHalted: the ladder stopped the run; the only error raised once training runs.
-            SystemExit: with checkpoints, a rank was sent SIGTERM, and all have saved.
-            UsageError: at the very first step no parameter has a gradient, or ``max_norm`` is
-                neither a number above 0 nor ``"auto"``; the loss is a closure, the loop runs within
+            TrainingHalted: the run was halted; the only error once training runs.
+            SystemExit: with checkpoints, a rank received SIGTERM, and all ranks have saved.
+            UsageError: at the first step no parameter has a gradient, or ``max_norm`` is
+                neither a number above 0 nor ``"auto"``; the loss is a closure, the loop runs inside
                 ``Join``, or the optimizer was not given to ``watch``.
         """
         self._refuse_after_the_end()
@@ -241,7 +251,7 @@ class Monitor(Loop):
                 if never_clips:
                     controller.tell_without_clip()
             if self._schedules is not None and position is not None:
-                with controller.faults.fail_open("schedules"):  # a stranger's class may lack much
+                with controller.faults.fail_open("schedules"):  # a third-party class may lack much
                     self._schedules.of_epochs(attempted, *self._feed.epochs, position.num_batches)
         if controller.probe.has_loss:
             controller.probe.rehearse(attempted, parts.own_loss)
@@ -262,7 +272,7 @@ class Monitor(Loop):
             self._work_beside(attempted)
         if restored is not None:
             self._leave_out_rest(turn)
-        # Others may take their turn on this batch: a state to go back to lies between two batches.
+        # Other optimizers may still step on this batch: a state to restore is between two batches.
         self._snapshot_waits = bool(turn.number) and self._feed.is_within_batch
         if not self._snapshot_waits:
             self._keep_state()
@@ -272,23 +282,23 @@ class Monitor(Loop):
         )
 
     def _keep_state(self) -> None:
-        """Save and end where a rank was sent SIGTERM; take a snapshot where one is due."""
+        """Save and exit after SIGTERM; take a snapshot if one is due."""
         controller = self._controller
         if controller.recovery is None:
             return
         with controller.times.checkpoint():
             if controller.stopping:
                 self._save_and_stop()
-            # After the judgement: what it proves healthy must not be evicted just before it.
+            # After the judgement: it may prove a snapshot healthy that would be evicted before it.
             controller.recovery.after_step(self._step, controller.attempt, self._meta)
 
     def _leave_out_rest(self, turn: Turn) -> None:
-        """Make no further update of this batch: the data goes on elsewhere, with this state."""
+        """Make no further update on this batch, because the state was restored."""
         if turn.number and self._feed.is_within_batch:
             self._void = capture_rng()
 
     def _pass_over(self) -> StepOutcome:
-        """Leave no trace of an update that is not made."""
+        """Drop an update without any effect on the state."""
         self._parts.drop_losses()
         self._device.shadow.put_back(torch.ones((), device=self._device.norms.device))
         for optimizer in self._device.optimizers:
@@ -296,7 +306,7 @@ class Monitor(Loop):
         return StepOutcome(step=self._step, next_step=self._step)
 
     def _end_batch(self) -> None:
-        """Do what waited for the last update on a batch: the loop asks for the next one."""
+        """Finish the batch when the loop requests the next one."""
         if self._void is not None:
             self._pass_over()
             restore_rng(self._void)
@@ -321,14 +331,14 @@ class Monitor(Loop):
             )
 
     def _prime(self) -> bool:
-        """Let the first backward after a relaunch count for nothing, and take its batch again.
+        """Discard the first backward after a restart, and repeat its batch.
 
-        DDP sums the gradients in buckets of its own guess until a backward has shown their order,
-        and other buckets round otherwise: the run that was interrupted had got beyond that.
+        DDP uses provisional gradient buckets until one backward has shown their order. Other
+        buckets round differently, and the interrupted run already had the final ones.
         """
         self._primes = False
         recovery = self._controller.recovery
-        # What one rank's loader cannot do, no rank does: the next is a collective.
+        # If one rank's loader cannot, no rank does: a collective follows.
         if recovery is None or not all(self._controller.ranks.gather(self._feed.can_go_again())):
             return False
         self._feed.again()
@@ -340,7 +350,7 @@ class Monitor(Loop):
         return True
 
     def _count_backwards(self, backwards: Backwards, loss: object) -> None:
-        """Say, in the first two steps, where one loss of several backwards was given."""
+        """In the first two steps, warn if a step has several backwards but one loss."""
         count, backwards.count = backwards.count, 0
         is_one = count > 1 and not self._parts.has_micro and is_of_one_backward(loss)
         if is_one:
@@ -355,7 +365,7 @@ class Monitor(Loop):
             self._backwards = None
 
     def _look_for_scaler(self, grad_norm: float) -> None:
-        """Say, after the first step, that its gradients are scaled by a scaler we do not know."""
+        """After the first step, warn about a gradient scaler that was not given to ``watch``."""
         with self._controller.faults.fail_open("scaler"):
             scale = scale_of_unknown_scaler(grad_norm)
             if scale is None or self._device.scaler is not None or not self._controller.is_rank0:
@@ -369,7 +379,7 @@ class Monitor(Loop):
             self._warn("unknown_scaler", text)
 
     def _look_at_schedulers(self, schedules: Schedules) -> None:
-        """Refuse a loop that steps its schedulers too: in a job of several ranks by rank 0's word.
+        """Reject a loop that steps its schedulers itself; with several ranks, rank 0 decides.
 
         Raises:
             UsageError: it does, and this is the second step of a single process.
@@ -386,9 +396,9 @@ class Monitor(Loop):
         self._controller.warn(code, text, step=self._step)
 
     def _save_and_stop(self) -> None:
-        """Save on all ranks together, as one of them was sent SIGTERM, and end the process.
+        """After SIGTERM, save on all ranks and end the process.
 
-        A loop with a handler of its own is saved and goes on: it knows how it ends.
+        A loop with its own signal handler is saved and continues, because it decides how to end.
         """
         controller = self._controller
         self.shutdown.met()
@@ -397,7 +407,7 @@ class Monitor(Loop):
         )
         name = controller.recovery.save_now(self._step, self.attempt, self._meta())
         controller.stopping = controller.told_to_stop = (
-            False  # one that came meanwhile is answered too
+            False  # covers a SIGTERM that arrived meanwhile
         )
         if not exits_by_itself():
             if name and controller.is_rank0:
@@ -407,20 +417,23 @@ class Monitor(Loop):
             raise SystemExit(EXIT_CODE)
 
     def _meta(self) -> Meta:
-        """Return what a snapshot keeps besides tensors: the data goes on after the last batch."""
+        """Return the part of a snapshot other than tensors, with the data position."""
         return self._controller.snapshot_meta(self._feed.state())
 
     def restore_best(self) -> RestoredBest:
-        """Put back the best state that was evaluated, once training is over. Collective.
+        """Restore the best evaluated state after training. Collective.
 
-        Call on all ranks after the last step, and within the ``with``; no step follows. A last
-        ``evaluate`` counts although no step has carried its value. It waits for the disk.
+        Call on all ranks after the last step and inside the ``with``; no step may follow. A last
+        ``evaluate`` counts too. Waits for the disk.
+
+        Returns:
+            The restored checkpoint, its step and the value of the metric.
 
         Raises:
-            UsageError: this run keeps no best state, or none of its states was.
-            CheckpointCorruptError: it is damaged; nothing has changed.
-            CheckpointError: it could not be read on some rank.
-            TrainingHalted: the last step's numbers came back only now, and say so.
+            UsageError: the run keeps no best state, or none was evaluated.
+            CheckpointCorruptError: the checkpoint is damaged; nothing has changed.
+            CheckpointError: a rank could not read it.
+            TrainingHalted: the last step, which is judged only now, halts the run.
         """
         if self._closed:
             raise nothing_kept("the monitor is closed")
@@ -438,7 +451,7 @@ class Monitor(Loop):
     # ---------------------------------------------------------------------------- one step
 
     def _update(self, verdict: Verdict, prepared: Prepared, max_norm: MaxNorm | None) -> None:
-        """Clip and step every optimizer under the verdict; then scaler, schedulers, gradients."""
+        """Apply the verdict: clip, optimizers, scaler, schedulers; then clear the gradients."""
         device, parts, turn = self._device, self._parts, self._parts.turn
         orders = parts.orders(verdict, prepared, self._step, max_norm)
         with self._own_steps:
@@ -461,7 +474,7 @@ class Monitor(Loop):
     def _host_side(
         self, ready: tuple[list[float], HostMeasurements] | None, attempted: int
     ) -> tuple[Decision | None, Restored | None]:
-        """Judge what has come back; while the judge is suspicious, this step's numbers as well."""
+        """Judge the steps that have reached the host; in a row of bad steps, this one too."""
         decision = restored = None
         while ready is not None or (ready := self._parts.waited_for()) is not None:
             judgement = self._controller.handle(*ready, now_step=attempted)
@@ -486,13 +499,13 @@ class Monitor(Loop):
         return decision, restored
 
     def _after_rollback(self) -> None:
-        """Write down what was in flight, and forget it."""
+        """Record the steps in flight, and discard them."""
         while (left := self._device.readback.pop()) is not None:
             self._controller.handle(*left, now_step=self._step)
         self._start_again()
 
     def _start_again(self) -> None:
-        """Take the state, which was put back, for the one that the next step begins with."""
+        """Reset everything that depends on the previous state."""
         self._controller.probe.rolled_back(self._step)
         self._device.shadow.keep()
         if self._device.sampler is not None:

@@ -1,4 +1,4 @@
-"""What ``Monitor.step`` returns."""
+"""Result of ``Monitor.step``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from trainvitals.records import Decision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What became of a step, as far as the host knows it already.
+    """Result of one call of ``monitor.step``.
 
-    The verdict itself stays on the device; a decision concerns the step ``readback_lag`` steps ago.
+    With a fused optimizer the verdict stays on the device, so ``decision`` belongs to an earlier
+    step; the lag is ``readback_lag`` steps.
     """
 
     step: int
-    """Index of the update that was just attempted."""
+    """Index of the update that was attempted."""
     next_step: int
-    """Index of the update that comes next; smaller than ``step`` after a rollback."""
+    """Index of the next update; smaller than ``step`` after a rollback."""
     decision: Decision | None = None
-    """The ladder's decision that this call carried out or recorded, if there was one."""
+    """Decision that this call applied or recorded, if any. ``decision.step`` is its step."""
     rolled_back_to: int | None = None
-    """The step the run went back to in this call, None if it did not."""
+    """Step to which this call rolled back; None if it did not."""

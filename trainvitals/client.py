@@ -1,11 +1,11 @@
-"""Runs from Python: ``Client`` asks a collector, or reads run directories without any server.
+"""Read runs from Python: from a collector, or from run directories without a server.
 
     from trainvitals.client import Client
 
     with Client("vitals_runs") as client:
         loss = client.run().series("steps.loss")
 
-The guide ``docs/guides/python.md`` goes through all of it.
+The guide is ``docs/guides/python.md``.
 """
 
 from __future__ import annotations
@@ -66,22 +66,22 @@ READERS = "trainvitals.readers"
 _STEPS_AT_ONCE = 1_000_000
 _TIMEOUT_SECONDS = 60.0
 _HOST_STREAMS = ("gpu", "node", "process")
-"""Their rows have no steps by which they could be asked for in parts."""
+"""Streams whose rows have no steps, so that they cannot be requested in parts."""
 
 
 class Client:
-    """Everything that is stored of some runs. Close it, or use it in a ``with``.
+    """Access to stored runs. Close it, or use it in a ``with``.
 
     Args:
-        url: ``https://host:port`` of a collector, or a folder: one run's, or one with run
-            directories. Nothing is what the commands find: the collector that the environment
-            names, your own where it answers, and else the folder VITALS_DIR.
-        token: of a collector; by default what VITALS_TOKEN_FILE, else the file of your own
-            collector has. ``annotate`` needs one that may control.
+        url: ``https://host:port`` of a collector, or a directory: a run's, or one with run
+            directories. None: what the commands use, which is the collector of the environment,
+            your own collector if it responds, otherwise the directory VITALS_DIR.
+        token: token of a collector; by default from VITALS_TOKEN_FILE, otherwise from your own
+            collector. ``annotate`` needs the scope ``control``.
 
     Raises:
-        UsageError: there is nothing of that name to read from.
-        MissingDependencyError: a folder is read by the collector's code, which is not installed.
+        UsageError: ``url`` is neither a collector nor a directory with runs.
+        MissingDependencyError: a package that reads directories is not installed.
     """
 
     def __init__(self, url: str | Path | None = None, token: str = "") -> None:
@@ -101,7 +101,7 @@ class Client:
         folder = folder or default_folder()
         self.where = str(folder)
         opened = self._stack.enter_context(_folder_reader()(folder))
-        # What reads a folder answers every question as a collector's client would.
+        # The reader of a directory has the same interface as the client of a collector.
         self._reader, self._refresh = opened.reader, opened.refresh
 
     def runs(
@@ -114,7 +114,16 @@ class Client:
         state: str = "",
         health: str = "",
     ) -> list[Run]:
-        """Return the runs with all of these attributes, the newest first; "" is any."""
+        """Return the runs with all of these attributes, latest first; "" matches any.
+
+        Args:
+            name: name of the run.
+            project: its project.
+            user: its user.
+            tag: one of its tags.
+            state: ``running``, ``finished``, ``halted``, ``interrupted``, ``failed`` or ``lost``.
+            health: ``healthy``, ``acting``, ``critical`` or ``unknown``.
+        """
         attributes = {
             "name": name,
             "project": project,
@@ -130,10 +139,13 @@ class Client:
         ]
 
     def run(self, id_or_name: str = "") -> Run:
-        """Return the run of that id, beginning of an id, or name; "" is the newest run.
+        """Return one run.
+
+        Args:
+            id_or_name: an id, the beginning of one, or a name; "" is the latest run.
 
         Raises:
-            UsageError: there is none, or the beginning of an id fits several.
+            UsageError: no run matches, or several do.
         """
         return Run(self, choose_run(self._ask(RunsQuestion()), id_or_name))
 
@@ -150,21 +162,21 @@ class Client:
         newest_first: bool = False,
         limit: int = 1_000,
     ) -> Table:
-        """Return rows that meet conditions, as `vitals query` writes them.
+        """Return rows that match conditions, as `vitals query` does.
 
         Args:
-            table: ``runs``, ``steps``, ``ranks``, ``decisions``, ``findings``, ``alerts``,
+            table: ``runs``, ``steps``, ``ranks``, ``decisions``, ``findings``, ``alerts`` or
                 ``events``.
-            run_id: of this run; steps and ranks are asked of one.
-            where: conditions that all hold: ``loss > 3``, ``rank = 2``, ``name ~ gpt``.
-            columns: which ones, in this order; none is all of them.
-            branch: of steps and ranks. ``all`` has a row of each attempt that trained a step, told
-                apart by the column ``attempt``; ``lineage`` is without what rollbacks left
-                behind, ``discarded`` is that alone.
-            from_step: first step wanted.
-            to_step: last step wanted, inclusive.
-            newest_first: the other way around.
-            limit: at most this many rows; ``num_total`` of the answer says how many there are.
+            run_id: id of a run; required for steps and ranks.
+            where: conditions that all must hold: ``loss > 3``, ``rank = 2``, ``name ~ gpt``.
+            columns: columns in this order; none: all.
+            branch: for steps and ranks. ``all`` has one row per attempt that trained a step, with
+                the column ``attempt``; ``lineage`` leaves out discarded steps, ``discarded`` has
+                only those.
+            from_step: first step.
+            to_step: last step, inclusive.
+            newest_first: reverse order.
+            limit: maximum number of rows; ``num_total`` of the result is the number of matches.
         """
         question = TableQuestion(
             table=table,
@@ -180,12 +192,12 @@ class Client:
         return Table(self._ask(question))
 
     def refresh(self) -> None:
-        """See what came into a folder since it was opened; a collector sees it by itself."""
+        """Read new data of a directory; a collector needs no refresh."""
         if self._refresh is not None:
             self._refresh()
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close files and connections."""
         self._is_closed = True
         self._stack.close()
 
@@ -219,7 +231,7 @@ class Client:
 
 
 class Run:
-    """One run. ``summary`` is as of when it was asked for; every method asks anew."""
+    """One run. ``summary`` is from the time of the query; every method queries again."""
 
     def __init__(self, client: Client, summary: RunSummary) -> None:
         self._client = client
@@ -233,7 +245,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The run's display name."""
         return self.summary.name
 
     def __repr__(self) -> str:
@@ -241,7 +253,7 @@ class Run:
         return f"<Run {summary.name!r} {summary.run_id}: {summary.state}, step {summary.last_step}>"
 
     def detail(self) -> RunDetail:
-        """Return everything that is not a curve: attempts, sources, settings, size."""
+        """Return attempts, sources, settings, size and the list of series."""
         return self._ask(RunQuestion(run_id=self.run_id))
 
     def metrics(self) -> tuple[str, ...]:
@@ -261,17 +273,18 @@ class Run:
         """Return one curve.
 
         Args:
-            metric: ``steps.loss``, ``gpu.power_watts``, ``scalars.val_loss``, ``layers.NAME``...
-            source: whose rows; "" is rank 0, or the first GPU or node there is.
-            branch: ``lineage`` is the curve of the present attempt and its ancestors,
-                ``discarded`` what rollbacks left behind, ``all`` both.
-            points: None is every point; a number is about so many (2 to 20,000), of which each
-                bucket keeps its minimum and maximum.
-            from_step: first step wanted; GPUs, nodes and processes have none.
-            to_step: last step wanted, inclusive.
+            metric: such as ``steps.loss``, ``gpu.power_watts``, ``scalars.val_loss``,
+                ``layers.NAME``.
+            source: source of the rows; "" is rank 0, or the first GPU or node.
+            branch: ``lineage`` is the curve of the current attempt and its ancestors, ``discarded``
+                contains the discarded steps, ``all`` both.
+            points: None: every point. A number (2 to 20,000): about this many, with the minimum and
+                maximum of each bucket.
+            from_step: first step; GPUs, nodes and processes have no steps.
+            to_step: last step, inclusive.
 
         Raises:
-            UsageError: no such metric or source; where a name is close to a known one, it is said.
+            UsageError: the metric or source does not exist; the text suggests a similar name.
         """
         if points is not None:
             question = SeriesQuestion(
@@ -294,26 +307,26 @@ class Run:
         return arrays.whole(parts)
 
     def _parts(self, first: int | None, last: int | None) -> list[tuple[int | None, int | None]]:
-        """Return stretches of steps that are short enough for one answer; the ends stay open."""
+        """Return ranges of steps that are short enough for one response."""
         attempts = self.detail().attempts
         end = max((a.last_step for a in attempts), default=0) if last is None else last
         starts = range((first or 0) + _STEPS_AT_ONCE, end + 1, _STEPS_AT_ONCE)
         return list(zip([first, *starts], [*(start - 1 for start in starts), last], strict=True))
 
     def step(self, step: int) -> StepView:
-        """Return what is known of one step: every rank's row, findings, decisions, its samples."""
+        """Return one step: every rank's row, findings, decisions, and its samples."""
         return self._ask(StepQuestion(run_id=self.run_id, step=step))
 
     def decisions(self) -> tuple[DecisionView, ...]:
-        """Return the ledger: what was done about what, why, and what it cost."""
+        """Return the decision log: action, reason, evidence and cost."""
         return self._ask(DecisionsQuestion(run_id=self.run_id))
 
     def findings(self) -> tuple[FindingView, ...]:
-        """Return what the detectors said, by step."""
+        """Return the findings of the detectors, by step."""
         return self._ask(FindingsQuestion(run_id=self.run_id))
 
     def incidents(self) -> tuple[IncidentView, ...]:
-        """Return what went wrong, each whole with its story and its cost, the newest first."""
+        """Return the incidents with story and cost, latest first."""
         return self._ask(IncidentsQuestion(run_id=self.run_id))
 
     def verdict(self) -> RunVerdict:
@@ -321,7 +334,7 @@ class Run:
         return self._ask(VerdictQuestion(run_id=self.run_id))
 
     def movers(self, step: int) -> tuple[MoverView, ...]:
-        """Return which layers and ranks moved most before a step, the first one most."""
+        """Return the layers and ranks that changed most before a step, largest change first."""
         return self._ask(MoversQuestion(run_id=self.run_id, step=step))
 
     def checkpoints(self) -> tuple[CheckpointView, ...]:
@@ -329,7 +342,7 @@ class Run:
         return self._ask(CheckpointsQuestion(run_id=self.run_id))
 
     def events(self) -> tuple[EventView, ...]:
-        """Return all other events as lines for people, by time."""
+        """Return all other events as lines of text, by time."""
         return self._ask(EventsQuestion(run_id=self.run_id))
 
     def cells(
@@ -342,17 +355,17 @@ class Run:
         from_step: int | None = None,
         to_step: int | None = None,
     ) -> Cells:
-        """Return a heat map: one metric of every rank, GPU, node, or layer, over steps.
+        """Return a heat map: one metric of every rank, GPU, node or layer, over steps.
 
         Args:
             metric: such as ``steps.step_duration_seconds``, ``gpu.temperature_celsius``,
                 ``layers.grad_norm``.
-            points: at most about so many columns.
-            rows: at most so many rows, the most deviating ones.
-            branch: ``all`` has rolled-back steps too, and a cell the worst of all attempts;
-                ``lineage`` what came of it in the end.
-            from_step: first step wanted.
-            to_step: last step wanted, inclusive.
+            points: approximate maximum number of columns.
+            rows: maximum number of rows; the most unusual ones are returned.
+            branch: ``all`` includes discarded steps, and a cell has the worst value of all
+                attempts; ``lineage`` leaves them out.
+            from_step: first step.
+            to_step: last step, inclusive.
         """
         question = CellsQuestion(
             run_id=self.run_id,
@@ -366,32 +379,37 @@ class Run:
         return arrays.cells(self._ask(question))
 
     def table(self, table: TableName = "steps", **how: Any) -> Table:
-        """Return rows of this run that meet conditions; the arguments of ``Client.table``."""
+        """Return rows of this run that match conditions; arguments as in ``Client.table``."""
         return self._client.table(table, run_id=self.run_id, **how)
 
     def annotations(self) -> tuple[AnnotationView, ...]:
-        """Return what people wrote and the training announced, by step."""
+        """Return the annotations, including changes announced with ``monitor.expect``."""
         return self._ask(AnnotationsQuestion(run_id=self.run_id))
 
     def annotate(self, step: int, text: str, *, by: str = "") -> AnnotationView:
-        """Write a line at a step; it is drawn on the curves and kept for ever.
+        """Add a permanent annotation at a step; it is drawn on the curves.
+
+        Args:
+            step: the step.
+            text: the annotation.
+            by: author; default the login name.
 
         Raises:
-            UsageError: the run is read from a folder.
-            UnauthorizedError: the token may not control.
+            UsageError: the run is read from a directory.
+            UnauthorizedError: the token lacks the scope ``control``.
         """
         control = self._client._control
         if control is None:
             raise UsageError(
-                f"{self._client.where} is a folder and only read; an annotation is not kept there",
-                hint="give the address of a collector: Client('https://host:port')",
+                f"{self._client.where} is a directory, which is read-only; use a collector",
+                hint="use the URL of a collector: Client('https://host:port')",
             )
         request = AnnotationRequest(step=step, text=text, by=by or os.environ.get("USER", ""))
         return control.annotate(self.run_id, request)
 
 
 def _folder_reader() -> Any:
-    """Return what opens a folder: the entry point that the collector's code announces."""
+    """Return the function that opens a directory, from the entry point of the collector's code."""
     try:
         for point in entry_points(group=READERS, name="folder"):
             return point.load()

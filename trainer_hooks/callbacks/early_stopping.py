@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class RestoredBest(NamedTuple):
-    """The state that ``monitor.restore_best`` has put back."""
+    """The state that ``monitor.restore_best`` has restored."""
 
     id: str
-    """Of its checkpoint."""
+    """Id of its checkpoint."""
     step: int
-    """The step that was trained next from it."""
+    """Step that follows it."""
     metric: str
     value: float
 

@@ -31,17 +31,31 @@ _COUNTER = "num_steps"
 
 
 class EMA(nn.Module):
-    """Average of a model's floating parameters: ``average += (1 - decay) * (weight - average)``.
+    """Moving average of a model's floating-point parameters.
 
-    Make it after wrapping and moving the model, before the first step, on all ranks. Registered
-    with ``watch(state={"ema": ema})`` or ``attach`` it is updated by each step, right after the
-    optimizers, and restored by a rollback; elsewhere call ``update`` after each optimizer step.
+    ``average += (1 - decay) * (weight - average)``. Create it on all ranks, after wrapping and
+    moving the model and before the first step. If you register it with ``watch(state={"ema":
+    ema})`` or ``attach``, each step updates it right after the optimizers, and a rollback restores
+    it; otherwise call ``update`` after each optimizer step.
 
-    Buffers are not averaged: the model's own are used, and ``copy_to`` copies them. Parameters that
-    no watched optimizer holds stay in it as they were at ``watch()``.
+    Buffers are not averaged: the model's buffers are used, and ``copy_to`` copies them. Parameters
+    that belong to no watched optimizer keep the value they had at ``watch()``.
 
-    It is a module so that its tensors are saved and restored in place; it has no forward, and
+    It is a module so that its tensors are saved and restored in place. It has no forward, and
     ``to()`` does not move it.
+
+    Args:
+        model: the module, wrapped or not; it may be a part of the trained model.
+        decay: between 0 and 1, exclusive: the share of the average that an update keeps.
+        warmup: start with the smaller decay ``(1 + n) / (10 + n)`` after n updates.
+        device: device of the averages; None: that of the weights. ``"cpu"`` for weights on a GPU
+            needs pinned memory of their size, a copy that does not block, and an update on the CPU
+            one step later: use it with ``every``.
+        dtype: None: float32 for half-precision weights, otherwise that of the weights.
+        every: number of applied steps between two updates.
+
+    Raises:
+        UsageError: an argument is out of range, or the model has no floating-point parameters.
     """
 
     def __init__(
@@ -54,22 +68,7 @@ class EMA(nn.Module):
         dtype: torch.dtype | None = None,
         every: int = 1,
     ) -> None:
-        """Start the average at the weights as they are.
-
-        Args:
-            model: wrapped or not; a part of what is trained will do.
-            decay: between 0 and 1, both excluded; how much of the average an update leaves.
-            warmup: begin with the smaller decay ``(1 + n) / (10 + n)`` after n updates, as
-                ``num_updates`` of TensorFlow's ``ExponentialMovingAverage`` does.
-            device: where it is kept; None is where the weights are. ``"cpu"`` under weights on a
-                GPU costs pinned memory of their size, a copy that no one waits for, and an update
-                by the CPU one step later: use it with ``every``.
-            dtype: None is float32 for weights of half precision, else their own.
-            every: update once in so many applied steps.
-
-        Raises:
-            UsageError: an argument is out of range, or there is nothing to average.
-        """
+        """Start at the current weights; the class describes the arguments."""
         super().__init__()
         _refuse_settings(decay, dtype, every)
         self.decay, self.warmup, self.every = float(decay), bool(warmup), operator.index(every)
@@ -95,10 +94,10 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average the weights in; call after an optimizer step that nothing watches.
+        """Update the averages. Call after an optimizer step that Vitals does not watch.
 
         Raises:
-            UsageError: a monitor does so, or the weights are swapped at the moment.
+            UsageError: a monitor updates them, or the weights are currently swapped.
         """
         if self.is_watched:
             raise UsageError(
@@ -189,9 +188,10 @@ class EMA(nn.Module):
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Put the averages into the model for the body, and the weights back, bit for bit.
+        """Put the averages into the model for the body; then restore the weights, bit for bit.
 
-        Costs a copy of the weights, kept where the average is. Call on all ranks that forward.
+        Keeps a copy of the weights on the device of the averages. Call on all ranks that run
+        forward.
 
         Raises:
             UsageError: they are swapped already.
@@ -225,10 +225,13 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Write the averages, and the buffers of the averaged model, into ``model``.
+        """Copy the averages, and the buffers of the averaged model, into ``model``.
+
+        Args:
+            model: a module of the same architecture, sharded in the same way.
 
         Raises:
-            UsageError: it has other parameters or buffers, or holds other parts of them.
+            UsageError: ``model`` has other parameters, buffers or shards.
         """
         self._settle()
         reshard(model)
@@ -287,10 +290,13 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Copy a state in: averages and counter. Decay and the rest are this one's own.
+        """Load averages and counter. Decay and other arguments are not loaded.
+
+        Args:
+            state_dict: state of an ``EMA`` of the same model, sharded in the same way.
 
         Raises:
-            CheckpointError: it is of another model or other shards; nothing was changed.
+            CheckpointError: it belongs to another model or other shards; nothing was changed.
         """
         live = dict(self.named_buffers())
         problem = _misfit(live, state_dict)
@@ -313,7 +319,7 @@ class EMA(nn.Module):
 
     @property
     def is_swapped(self) -> bool:
-        """Whether the model holds the averages at the moment."""
+        """Whether the model currently holds the averages."""
         return self._swapped
 
     def refuse_swapped(self) -> None:

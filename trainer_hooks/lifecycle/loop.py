@@ -96,12 +96,12 @@ class Loop:
 
     @property
     def step_index(self) -> int:
-        """Index of the next update; counts skipped ones, is set back by a rollback."""
+        """Index of the next update. Skipped updates count, and a rollback sets it back."""
         return self._step
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """Those that it guards."""
+        """The guarded optimizers."""
         return self._device.optimizers
 
     @property
@@ -111,32 +111,38 @@ class Loop:
 
     @property
     def attempt(self) -> int:
-        """Id of the present branch of the run."""
+        """Id of the current attempt."""
         return self._controller.attempt
 
     @property
     def swallowed_errors(self) -> dict[str, int]:
-        """Errors of ours that were kept from the loop, by place."""
+        """Number of internal errors of Vitals that did not reach the loop, by place."""
         return dict(self._controller.faults.counts)
 
     # --------------------------------------------------------------------- beside the steps
 
     def observe(self, **values: float) -> None:
-        """Record scalars of your own at ``step_index``.
+        """Record your own scalars at ``step_index``.
 
-        Before the step's update that is the step itself; after it, the next one.
+        Before the update that is the current step, after it the next one.
+
+        Args:
+            values: numbers by name.
         """
         self._controller.emitter.scalars(values, step=self._step, attempt=self.attempt)
 
     def evaluate(self, **values: float) -> None:
-        """Record validation metrics at the present step, as ``eval/NAME``.
+        """Record validation metrics at the current step, as ``eval/NAME``.
 
-        A name that is or ends in ``loss`` is evidence about the state as well: one that more than
-        doubles from one call to the next, with outliers between them, on data that stays the same.
+        A metric whose name is or ends in ``loss`` is evidence about the state: a value that more
+        than doubles between two calls, with outliers in between. Evaluate the same data each time.
 
-        Call between two steps, and with early stopping on all ranks, each time at the same step:
-        the value of rank 0 counts, and each rank copies its part of the state. So call it behind
-        ``with ema.swap():``, not within.
+        Call between two steps. With early stopping call it on all ranks at the same step: rank 0's
+        value counts, and each rank copies its part of the state. Call it after ``with
+        ema.swap():``, not inside.
+
+        Args:
+            values: numbers by name.
         """
         self._parts.clock.evaluated()
         self.observe(**{f"eval/{name}": value for name, value in values.items()})
@@ -144,7 +150,7 @@ class Loop:
             if self._controller.is_rank0:
                 self._controller.loss_evaluations.given(values)
             if self._controller.evaluations is not None:
-                with self._controller.times.checkpoint():  # a best state is copied here
+                with self._controller.times.checkpoint():  # copies the best state
                     self._controller.evaluations.evaluated(
                         values, step=self._step, attempt=self.attempt, meta=self._evaluated
                     )
@@ -158,26 +164,26 @@ class Loop:
         value: Tensor | float | None = None,
         message: str = "",
     ) -> None:
-        """Raise an alert of your own, with the life of Vitals' own alerts.
+        """Raise a custom alert, which works like the built-in alerts.
 
-        With ``when`` it is a condition: give it at every step, or now and then. The alert fires
-        once as it becomes true, stays one alert while it is, and resolves 100 healthy steps after
-        it was. Without ``when`` it is an event of this step, and resolves 100 healthy steps later.
-        Any rank may call it: an alert is one for the whole run, and names the ranks.
+        With ``when`` the alert is a condition: call it at every step or less often. It fires when
+        the condition becomes true, stays one alert, and resolves 100 healthy steps after the
+        condition was last true. Without ``when`` it is an event of this step. Any rank may call it;
+        an alert of the same name on several ranks is one alert that lists the ranks.
 
-        A tensor on a device is not waited for: it is looked at within the next steps.
+        Device tensors cause no synchronization: they are evaluated within the next steps.
 
         Args:
-            name: what the alert is called, the same in every call; at most 100 names a run.
-            when: whether it holds; a tensor must be one number.
-            level: ``page`` wakes a person, ``notify`` tells one, ``log`` is only kept. The first
-                level of a name stays its level.
-            value: a number to show with it.
-            message: what to say in place of the value.
+            name: name of the alert, the same in every call; at most 100 names per run.
+            when: whether the condition holds; a tensor must have one element.
+            level: ``page`` (someone must act now), ``notify`` (no urgency) or ``log`` (only
+                stored). A name keeps its first level.
+            value: number to show with the alert.
+            message: text to show instead of the value.
 
         Raises:
-            UsageError: before the first update only: an argument cannot work. Later it is said in
-                the log, and training goes on.
+            UsageError: an argument is invalid; only before the first update. Later the error is
+                logged and training continues.
         """
         faults = self._controller.faults
         numbers: tuple[Tensor | float | None, Tensor | float | None] = (when, value)
@@ -186,7 +192,7 @@ class Loop:
             numbers = self._plain(when, value)
         with faults.fail_open("alert"):
             if wrong := wrong_level(level):
-                # The call may have waited for a rare case: that it came is told all the same.
+                # The call may be for a rare event, so raise the alert anyway.
                 faults.count("alert", UsageError(f"alert {name!r}: {wrong}; it is notify now"))
                 level = "notify"
             refuse_alert(name, level)
@@ -210,7 +216,7 @@ class Loop:
         )
 
     def _evaluated(self) -> Meta:
-        """Return what is kept beside the state that was evaluated, which must be the training's."""
+        """Return the metadata of the evaluated state, which must be that of the training."""
         averages = self._device.averages
         if averages is not None and averages.is_swapped:
             raise UsageError(
@@ -220,13 +226,17 @@ class Loop:
         return self._meta()
 
     def _meta(self) -> Meta:
-        """Return what a snapshot keeps beside tensors."""
+        """Return the part of a snapshot other than tensors."""
         return self._controller.snapshot_meta(None)
 
     def expect(self, reason: str, *, steps: int = 200) -> None:
-        """Announce a planned change: from the next step the finite rules take a new baseline.
+        """Announce a planned change: the limits for finite values start again at the next step.
 
-        Rank 0's word counts, and reaches all ranks with the step's numbers.
+        Rank 0's call counts, for all ranks.
+
+        Args:
+            reason: text for the record.
+            steps: number of steps for which finite values are not judged.
         """
         if self._controller.is_rank0:
             self._controller.expecting = max(1, steps)
@@ -234,16 +244,16 @@ class Loop:
             self._controller.emitter.event(event, step=self._step, attempt=self.attempt)
 
     def phase(self, name: AnnouncedPhase) -> AbstractContextManager[None]:
-        """Announce that the body takes its time, on this rank or on all.
+        """Announce that the body takes long on this rank or on all ranks.
 
-        While others wait for it, nobody is paged for what computes in there: an evaluation or a
-        save of one rank alone, a download of data. What is stopped, dead or blocked still is.
+        While others wait for this rank, no alert pages because it computes in the body, for example
+        in an evaluation, a save or a download. A stopped, dead or blocked rank still pages.
 
         Args:
             name: ``evaluate``, ``checkpoint``, ``data`` or ``other``.
 
         Raises:
-            UsageError: ``name`` is none of these.
+            UsageError: ``name`` is not one of these.
         """
         if name not in ANNOUNCED_PHASES:
             raise UsageError(
@@ -253,10 +263,10 @@ class Loop:
 
     @contextmanager
     def count_flops(self) -> Iterator[None]:
-        """Count the FLOPs of the forward and backward within; utilization is of them from then on.
+        """Count the FLOPs of the forward and backward in the body, for utilization from then on.
 
-        Put it around all of one step's forwards and backwards, once; a counted step is a slow one.
-        What activation checkpointing computes again is counted again.
+        Use it once, around all forwards and backwards of one step, which becomes slow.
+        Recomputation by activation checkpointing is counted.
         """
         from torch.utils.flop_counter import FlopCounterMode
 
@@ -265,7 +275,7 @@ class Loop:
         self._parts.counted(counter.get_total_flops())
 
     def _work_beside(self, step: int) -> None:
-        """Do what a person asked for beside the steps; its time is no step's."""
+        """Run operator requests between two steps; their time belongs to no step."""
         was_paused = self._controller.is_paused
         self._controller.work_beside(step, self._device.norms.device)
         if was_paused:
@@ -278,23 +288,25 @@ class Loop:
     # ----------------------------------------------------------------------------- its state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what protects a resumed run from its first step, as plain numbers and words.
+        """Return the state that guards a resumed run from its first step, as plain data.
 
-        It is the same on all ranks; keep it with the loop's own checkpoint. It knows what the host
-        does: with fused optimizers all but the newest step. What the ladder has spent is not in it:
-        no restore gives a budget back.
+        Equal on all ranks; store it in the loop's own checkpoint. With fused optimizers it lacks
+        the latest step. It does not contain the spent budgets: no restore gives a budget back.
         """
         return loop_state(self._controller, self._step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the loop that gave ``state``: its step, its limits, its tokens.
+        """Continue from ``state``: its step, its limits, its tokens.
 
-        Call on all ranks, after the model and the optimizers were loaded and before the first step.
-        The run's curve goes on as a branch from that step. An empty state changes nothing.
+        Call on all ranks, after loading the model and the optimizers and before the first step. The
+        run continues as a new attempt from that step. An empty state changes nothing.
+
+        Args:
+            state: result of ``state_dict``.
 
         Raises:
-            FormatError: this is no state of a loop, or of a newer Vitals.
-            UsageError: the loop has made steps, or resumed from a checkpoint of its own.
+            FormatError: ``state`` is not such a state, or was written by a newer version of Vitals.
+            UsageError: the loop has made steps, or resumed from a checkpoint of Vitals.
         """
         controller = self._controller
         if self._step:
@@ -324,15 +336,15 @@ class Loop:
     # ------------------------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Write down what is still in flight and say goodbye. Enters no collective.
+        """Record the steps in flight and end the run. Enters no collective.
 
         Raises:
-            TrainingHalted: the last step's numbers came back only now, and say so.
+            TrainingHalted: the last step, which is judged only now, halts the run.
         """
         self.end("finished", "")
 
     def end(self, state: EndState, reason: str) -> None:
-        """Close, and say how the loop ended. Does nothing in a forked child."""
+        """Close, and record how the loop ended. Does nothing in a forked child."""
         if self._closed or not self.shutdown.is_ours:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""Which signals a run asks for beside those that cost nothing."""
+"""Settings of optional signals."""
 
 from __future__ import annotations
 
@@ -10,38 +10,37 @@ from trainvitals.config import AtLeastOne, Settings
 
 
 class SignalSettings(Settings, frozen=True, kw_only=True):
-    """What ``watch(signals=...)`` opts in to; equal on all ranks. The defaults cost nothing.
+    """Optional signals, for ``watch(signals=...)``; equal on all ranks. All are off by default.
 
     Attributes:
-        every: steps between two samples of what is opted in below.
-        weight_norm: norm of the parameters, in total and by layer. One pass over them in each
+        every: steps between two samples of the signals below.
+        weight_norm: norm of the parameters, in total and per layer. One pass over them in each
             sampled step.
-        update_norm: norm of an update, and its ratio to the weights' norm, in total and by layer.
+        update_norm: norm of an update, and its ratio to the weight norm, in total and per layer.
             Keeps one copy of this rank's parameters, and makes three passes over them in each
             sampled step. Turns ``weight_norm`` on.
-        outside_writes: how far parameters, and the optimizer's state, changed between the end of an
-            update and the next step's, by layer: anything but 0 was written by something else. Two
-            passes over both in each sampled step; ``every=1`` sees every write. Not where the
-            optimizer is stepped by a framework's engine.
-        activations: modules whose output's magnitude and dead features are measured, of rank 0's
-            part of the batch, and on all ranks whether it is finite: names or patterns such as
-            ``layers.*.mlp``; ``*`` is every module. A forward hook each: two passes over the output
-            in a sampled step, a call of Python else; it breaks the graph of ``torch.compile``
-            there.
-        noise_scale: gradient noise scale, the critical batch size, and the norm of each rank's own
-            gradients. DDP without a communication hook
-            only: it takes the hook's place. One pass over the gradients in each sampled step.
-        reduction: whether the averaged gradients are what the ranks put in, of one of DDP's buckets
-            in each sampled step: a faulty link or reduction is named. DDP without a communication
-            hook only, as ``noise_scale``. Two passes over the bucket.
+        outside_writes: change of the parameters and of the optimizer state between the end of an
+            update and the next step, per layer: a value other than 0 was written by other code. Two
+            passes over both in each sampled step; ``every=1`` detects every write. Not available if
+            the engine of a framework steps the optimizer.
+        activations: modules whose output magnitude and dead features are measured on rank 0, and
+            whose output is checked for NaN and Inf on all ranks: names or patterns such as
+            ``layers.*.mlp``; ``*`` is every module. One forward hook each, with two passes over the
+            output in a sampled step, and a graph break under ``torch.compile``.
+        noise_scale: gradient noise scale, critical batch size, and the norm of each rank's own
+            gradients. Only for DDP without a communication hook, because it uses that hook. One
+            pass over the gradients in each sampled step.
+        reduction: check that the averaged gradients are the sum of what the ranks sent, for one
+            bucket of DDP in each sampled step: finds a faulty link or reduction. Only for DDP
+            without a communication hook. Two passes over the bucket.
         flops_per_token: model FLOPs of one trained token, for utilization: from
-            ``trainvitals.flops.transformer_flops_per_token``, or your own. None is 6 per parameter.
-        profile_slowdowns: whether three steps of the slowest rank and a typical one are profiled
-            with ``torch.profiler`` where the run gets slower than it was: at most once an hour, and
-            three times in a run; not in ``observe``. Off by itself: a profiler that was not asked
-            for may disturb CUDA graphs and profilers of others, and this was not tried on GPUs.
-        peak_flops: dense FLOP/s of one device at most, for utilization: for a device or a type that
-            ``trainvitals.flops`` does not know. None is its bf16 peak from there.
+            ``trainvitals.flops.transformer_flops_per_token``, or your own. None: 6 per parameter.
+        profile_slowdowns: profile three steps of the slowest rank and of a typical one with
+            ``torch.profiler`` if the run becomes slower: at most once per hour and three times per
+            run; not in ``observe``. A profiler can disturb CUDA graphs and other profilers; this
+            was not tested on GPUs.
+        peak_flops: peak dense FLOP/s of one device, for utilization, if ``trainvitals.flops`` does
+            not know the device. None: its bf16 peak from there.
     """
 
     section = "SignalSettings"
@@ -58,10 +57,10 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
     peak_flops: Annotated[float, Meta(gt=0.0, le=1e30)] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Check the values.
 
         Raises:
-            ConfigError: a value cannot work.
+            ConfigError: ``activations`` is a string, or another value is invalid.
         """
         patterns: object = self.activations
         if isinstance(patterns, str):
@@ -72,11 +71,11 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def measures(self) -> bool:
-        """Whether anything is opted in that has to be measured."""
+        """Whether any of the signals is on."""
         norms = self.weight_norm or self.update_norm or self.outside_writes
         own_gradients = self.noise_scale or self.reduction
         return norms or own_gradients or bool(self.activations)
 
     def due(self, step: int) -> bool:
-        """Return whether the step is a sampled one."""
+        """Return whether the step is sampled."""
         return step % self.every == 0

@@ -765,33 +765,37 @@ _LOAD_SECONDS = 600.0
 
 
 class CheckpointSettings(Settings, frozen=True, kw_only=True):
-    """Where checkpoints go, how often, and how many are kept."""
+    """Where checkpoints are stored, how often, and how many are kept."""
 
     section = "checkpoints"
 
     directory: Path
-    """Folder for checkpoints on disk, seen by all ranks; a word will do. What is relative is taken
-    from where the process is now: a loop may go elsewhere."""
+    """Directory on disk that all ranks reach. A relative path is resolved against the working
+    directory of the process when the settings are created.
+    """
     healthy_after: AtLeastOne = 20
-    """Healthy steps after which a verified snapshot is healthy; at least the ladder's margin."""
+    """Healthy steps after which a verified snapshot is healthy; at least ``[ladder] margin``."""
     snapshot_every: Count = 0
-    """Steps between snapshots in memory; 0 takes ``healthy_after`` plus the readback lag, so that
-    two slots do."""
+    """Steps between snapshots in memory; 0: ``healthy_after`` plus the readback lag, so that two
+    slots suffice.
+    """
     overlap_copy: bool = False
-    """On a GPU, let a snapshot's copy run beside the next forward and backward, which otherwise
-    begin after it. Only where nothing but Vitals writes parameters, optimizer state or averages
-    between two steps; Vitals' own writers wait for the copy."""
+    """On a GPU, copy a snapshot in parallel with the next forward and backward, which otherwise
+    start after it. Use it only if no one except Vitals writes parameters, optimizer state or EMA
+    weights between two steps.
+    """
     save_every: AtLeastOne = 200
     """Steps between checkpoints on disk; each is a snapshot that became healthy."""
     save_seconds: NotNegative = 0.0
-    """Seconds, by rank 0's clock, after which one is written even so; 0 counts steps alone."""
+    """Seconds after which a checkpoint is written even earlier; 0: count steps only."""
     keep: AtLeastOne = 3
-    """Newest checkpoints kept on disk; the newest healthy one and the best always are."""
+    """Number of latest checkpoints kept on disk; the latest healthy and the best always stay."""
     keep_every: Count = 0
-    """Steps of which one checkpoint is kept for good; 0 keeps none of them."""
+    """Steps between checkpoints that are kept permanently; 0: none."""
     grace_seconds: NotNegative = 25.0
-    """Seconds between SIGTERM and SIGKILL, of which a third may pass until all ranks meet at the
-    end of a step; then each writes its last snapshot alone."""
+    """Seconds between SIGTERM and SIGKILL. After a third of them, ranks that did not meet at the
+    end of a step write their last snapshot alone.
+    """
 
     def __post_init__(self) -> None:
         """Take the folder from where the process is now, and refuse what cannot work."""

@@ -48,19 +48,25 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRSchedule:
-    """The shape of a learning-rate schedule, for ``watch(schedule=...)``; it sets no rate.
+    """Shape of a learning-rate schedule, for ``watch(schedule=...)``. It does not set the rate.
 
-    After the warm-up the rate is that of the optimizer's group (``initial_lr``, else ``lr``): from
-    there it stays, falls linearly or as a cosine to ``min_ratio`` of it at ``total_steps``, or
-    stays and falls in the last ``decay_steps`` (``wsd``: linearly, as 1 - sqrt, or as a cosine).
-    How the warm-up rises, and whether steps count from 0 or 1, is left open.
+    After the warm-up the rate is that of the optimizer's group (``initial_lr``, otherwise ``lr``).
+    Then it stays constant, falls linearly or as a cosine to ``min_ratio`` of it at ``total_steps``,
+    or stays and falls in the last ``decay_steps`` (``wsd``: linearly, as 1 - sqrt, or as a cosine).
+    The form of the warm-up, and whether steps count from 0 or 1, do not matter.
+
+    Args:
+        kind: ``constant``, ``linear``, ``cosine`` or ``wsd``.
+        warmup_steps: steps of the warm-up.
+        min_ratio: final rate, as a share of the full one.
+        decay_steps: steps of the decay of ``wsd``; None: a tenth of all steps.
     """
 
     kind: ScheduleKind
     warmup_steps: int = 0
     min_ratio: float = 0.0
     decay_steps: int | None = None
-    """Of ``wsd``; None is a tenth of all steps."""
+    """Steps of the decay of ``wsd``; None: a tenth of all steps."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ScheduleKind):

@@ -13,23 +13,23 @@ from trainvitals.stateful import Stateful
 
 
 class EarlyStopping(Settings, frozen=True, kw_only=True):
-    """When a run that gets no better ends: ``watch(..., early_stopping=EarlyStopping(...))``.
+    """End a run that no longer improves: ``watch(..., early_stopping=EarlyStopping(...))``.
 
-    It is fed by ``monitor.evaluate(loss=...)``. Rank 0's value counts, on all ranks alike.
+    ``monitor.evaluate(loss=...)`` provides the values. Rank 0's value counts, for all ranks.
     """
 
     section = "early_stopping"
 
     metric: Annotated[str, Meta(min_length=1)] = "loss"
-    """The name under which ``monitor.evaluate`` is given the value."""
+    """Name of the value in ``monitor.evaluate``."""
     patience: AtLeastOne = 5
-    """Evaluations in a row without improvement after which the run ends."""
+    """Number of evaluations in a row without improvement after which the run ends."""
     min_delta: Annotated[float, Meta(ge=0.0, le=1e300)] = 0.0
-    """What a value must be better than the best by, to be an improvement; in the metric's unit."""
+    """Minimum difference from the best value that counts as an improvement."""
     mode: Literal["min", "max"] = "min"
     """Whether lower or higher is better."""
     keep_best: bool = True
-    """Whether the best state that was evaluated goes to disk, where the run has checkpoints."""
+    """Whether the best evaluated state is written to disk, if the run has checkpoints."""
 
 
 class Stopper(Stateful):
