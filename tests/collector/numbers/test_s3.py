@@ -135,7 +135,7 @@ def test_a_lake_on_s3_answers_as_memory_does_and_leaves_no_file_here(
     again.close()
     with pytest.raises(StorageError, match="is not the lake of this database"):
         Lake(tmp_path, bucket=s3.bucket())
-    with pytest.raises(UsageError, match=f"lie in {bucket}") as caught:
+    with pytest.raises(UsageError, match=bucket) as caught:
         copy_lake(tmp_path, tmp_path / "copy")
     assert "versions" in caught.value.hint
 
