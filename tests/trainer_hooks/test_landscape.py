@@ -125,7 +125,9 @@ def test_width_minimum_and_curvature_are_told():
     assert facts.is_open == (True, True)
     (_, _, width, minimum) = landscape_sentences(PLACES, (tuple(tilted),), 10.0)
     assert "from -1 to +1: a width of at least 2." in width
-    assert "not a minimum along direction 1: the loss is lowest at +0.1, 1.98 instead of 2." in minimum
+    assert (
+        "not a minimum along direction 1: the loss is lowest at +0.1, 1.98 instead of 2." in minimum
+    )
 
 
 def test_points_that_are_not_finite_are_told_and_bound_the_width():
