@@ -29,7 +29,7 @@ from trainvitals.testing.faults import FaultPlan
 from vitals_collector.numbers.lake_catalogue import KEYS, unspelled
 from vitals_collector.numbers.lake_engine import extension
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 PROGRAM = """
 import sys
 import torch

@@ -214,7 +214,7 @@ def test_a_buffer_that_the_model_itself_makes_infinite_costs_one_rollback_and_no
     assert "buffer.1.running_mean_of_all; no optimizer has it" in finding.reason
     refs = refs_of(loop.monitor)
     assert 300 - refs[0].step <= 2 * 21
-    assert 1 == "\n".join(lines()).count("counts as meant from now on")
+    assert 1 == "\n".join(lines()).count("counts as intended from now on")
     # What is trained is looked at as before.
     ring = snapshots_of(loop.monitor)
     assert not ring.accept(["buffer.1.running_mean_of_all", "optim.0.3.weight.exp_avg_sq"])

@@ -125,7 +125,9 @@ def test_width_minimum_and_curvature_are_told():
     assert facts.is_open == (True, True)
     (_, _, width, minimum) = landscape_sentences(PLACES, (tuple(tilted),), 10.0)
     assert "from -1 to +1: a width of at least 2." in width
-    assert "no minimum along direction 1: the loss is lowest at +0.1, 1.98 instead of 2." in minimum
+    assert (
+        "not a minimum along direction 1: the loss is lowest at +0.1, 1.98 instead of 2." in minimum
+    )
 
 
 def test_points_that_are_not_finite_are_told_and_bound_the_width():
@@ -329,11 +331,11 @@ def test_the_way_between_two_checkpoints(ask, newest):
     [
         (("nobody",), 2, "there is no run 'nobody'"),
         ((RUN, "--step", 3), 2, "holds no checkpoint up to step 3"),
-        (("first.pt", "--step", 3), 2, "--step is of a run"),
+        (("first.pt", "--step", 3), 2, "--step needs a run"),
         (("first.pt", "--to", "5"), 2, "--to is step 5, and"),
         (("first.pt", "--to", "nowhere"), 2, "neither a step nor a file"),
         (("first.pt", "--to", "5", "--dimensions", 2), 2, "--to is a line"),
-        (("other.pt",), 2, "other.pt is of another model"),
+        (("other.pt",), 2, "other.pt belongs to another model"),
         (("list.pt",), 1, "holds no state dict, but a list"),
         (("text.pt",), 1, "cannot be read as a state dict"),
         (("first.pt", "--points", 4), 2, "it must be odd"),

@@ -92,4 +92,4 @@ def test_a_loop_within_join_is_refused_at_its_first_step(found, how):
 def test_an_optimizer_that_ddp_steps_within_backward_is_refused(found, case):
     for one in found:
         assert one[case]["error"] == "UsageError"
-        assert "within backward" in one[case]["text"]
+        assert "inside backward" in one[case]["text"]

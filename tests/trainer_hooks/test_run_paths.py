@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch
 
-from tests.small_disks import empty, fill, small_file_system
+from tests.support.small_disks import empty, fill, small_file_system
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.ranks import Ranks

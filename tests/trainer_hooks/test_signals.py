@@ -159,7 +159,7 @@ class Host:
     """The part of a host step that the columns read."""
 
     duration_seconds = 0.5
-    flops = max_norm = weight_decay = None
+    flops = max_norm = auto_max_norm = weight_decay = None
     clip_unknown = False
 
 

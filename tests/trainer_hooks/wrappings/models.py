@@ -301,6 +301,14 @@ QUICK = {
     "fsdp2 x tp",
 }
 """One of each kind; the others are as much work again, and run with the slow tests."""
+DAILY = {
+    (2, "ddp"),
+    (2, "ddp autocast fp16 scaled"),
+    (2, "fsdp1 flat"),
+    (2, "fsdp2 nested"),
+    (4, "fsdp2 x tp"),
+}
+"""World sizes and wrappings; on four ranks only what two cannot have."""
 
 SLOW: dict[str, Wrapping] = {
     "ddp, inductor": Wrapping(

@@ -6,7 +6,7 @@ One file, since its ranks are launched once for each number of them; all wrappin
 import pytest
 
 from tests.trainer_hooks.wrappings.cases import KINDS, PLACES, SHARDED
-from tests.trainer_hooks.wrappings.models import QUICK, WRAPPINGS
+from tests.trainer_hooks.wrappings.models import DAILY, QUICK, WRAPPINGS
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -26,10 +26,16 @@ FINITE = [case for case in CASES if case not in NONFINITE]
 
 
 def wrapped(keys):
-    """Return the parameters, those that are not of the quick ones as slow."""
+    """Return the parameters; those that are not daily are nightly, or slow."""
     return [
         pytest.param(
-            *key, marks=() if key[1] in QUICK else pytest.mark.slow, id=f"{key[0]}-{key[1]}"
+            *key,
+            marks=()
+            if key in DAILY
+            else pytest.mark.nightly
+            if key[1] in QUICK
+            else pytest.mark.slow,
+            id=f"{key[0]}-{key[1]}",
         )
         for key in keys
     ]
