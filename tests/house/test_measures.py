@@ -4,6 +4,8 @@ import pytest
 
 from tests.house import measures
 
+pytestmark = pytest.mark.nightly  # it parses all sources and traces requests
+
 FILES = {"step": 21, "ingest": 10, "alert": 22, "series": 10}
 """Files that an event may go through at most."""
 FILES_PER_QUESTION = 3

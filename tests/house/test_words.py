@@ -93,6 +93,7 @@ def banned(text: str) -> list[str]:
     return [f"{p!r}; write: {instead}" for p, instead in BANNED.items() if re.search(p, text)]
 
 
+@pytest.mark.nightly
 def test_no_text_of_the_source_reads_as_it_once_did():
     hits = [
         f"{source.name}:{line}: {hit}"
