@@ -380,7 +380,9 @@ def _ask(
         undone = (reading.now - reading.then) / gain if gain > 0.0 else 0.0
         most = config.state_progress * (1.0 if case.record.clips else _UNCLIPPED)
         is_undone = undone > most and ratio > _WORSE
-        is_far = ratio > _blames(state, onset, case) and (gain <= 0.0 or undone > _LEAST_UNDONE)
+        # Without a clip one update on new data may undo so much that it reads as damage.
+        least = _LEAST_UNDONE if case.record.clips else most
+        is_far = ratio > _blames(state, onset, case) and (gain <= 0.0 or undone > least)
         is_damaged = math.isinf(ratio) or is_far or is_undone
         is_worse = ratio > config.state_ratio
         verdict = "state" if is_damaged else "worse" if is_worse else "sound"
