@@ -46,7 +46,7 @@ def test_a_recorded_run_is_reproduced_decision_by_decision(place: Place):
     assert [] == done.differences()
     assert repr([r for r, _ in said]) == repr(list(done.records))
     assert repr([j.findings for _, j in said]) == repr([j.findings for j in done.judgements])
-    assert ["skip_step", "skip_step"] == [d.action for d in done.decisions]
+    assert ["skip_step"] * 3 == [d.action for d in done.decisions]
 
 
 def test_a_rollback_is_reproduced_and_the_new_branch_goes_on_from_its_checkpoint(place: Place):

@@ -88,6 +88,12 @@ def test_after_an_answer_outliers_are_applied_until_the_next_question_is_due():
     assert 2 == max_row(run.state, run.config)
 
 
+def test_a_spike_that_began_unseen_long_before_its_report_is_acted_on():
+    run = Run(probe=reads(9.0), onset=-21)
+    (back,) = run.feed("reported")
+    assert ("rollback", 179) == (back.action, run.readings[0].onset_step)
+
+
 def test_what_reads_worse_long_after_its_onset_may_be_forgetting_and_leads_nowhere():
     run = Run(probe=reads(9.0), finding="divergence", onset=-64)
     assert [] == run.feed("reported")

@@ -56,7 +56,7 @@ _LEVEL_LEAST = 0.05
 _ABSURD = 1e5
 """Multiple of the run's first losses beyond which a state reads nothing but damaged."""
 _FRESH_STEPS = 8
-"""Steps after an onset in which a worse reading is damage; later it may be forgetting."""
+"""Steps after the first report in which a worse reading is damage; later it may be forgetting."""
 _WORSE = 1.25
 """Least ratio at which progress that is undone counts as damage."""
 _LEAST_UNDONE = 0.1
@@ -323,8 +323,10 @@ def _look_at_findings(verdict: Verdict, findings: Sequence[Finding], case: Case)
     if not onsets or case.probe is None or case.loss_kind != "minimize":
         return verdict
     onset, clock = min(onsets), state.facts.clock
-    if (group := outliers_around(state, onset)) and trigger == "spike":
-        onset = min(onset, group[0].step)  # what was applied since then may have been learned
+    since = onset
+    if (group := outliers_around(state, step)) and trigger == "spike":
+        since = group[0].step  # what was applied since then may have been learned
+        onset = min(onset, since)
     asked = within_window(state.asked, clock, config)
     is_near = is_near_jump(state, onset, case)
     if clock < (asked[-1] + _LEVEL_STEPS if is_near and asked else ask_from(state, config)):
@@ -336,7 +338,7 @@ def _look_at_findings(verdict: Verdict, findings: Sequence[Finding], case: Case)
     if read.verdict != "abstained":
         state = replace(state, passes_until=clock + config.ask_pause)
     verdict = verdict._replace(state=state, readings=(*verdict.readings, read))
-    if read.verdict != "state" or not _is_evidence(read, state, case):
+    if read.verdict != "state" or not _is_evidence(read, since, state, case):
         return verdict
     finding = _state_damaged(read, _blames(state, onset, case), case)
     what = reported[0].reason if reported else "the loss rose after a jump of the learning rate"
@@ -346,7 +348,7 @@ def _look_at_findings(verdict: Verdict, findings: Sequence[Finding], case: Case)
     )  # fmt: skip
 
 
-def _is_evidence(read: StateRead, state: LadderState, case: Case) -> bool:
+def _is_evidence(read: StateRead, since: int, state: LadderState, case: Case) -> bool:
     """Return whether it is damage that was read, or may be forgetting, which is no evidence.
 
     What was learned before reads worse after updates on new data. A few updates do not forget, and
@@ -355,7 +357,7 @@ def _is_evidence(read: StateRead, state: LadderState, case: Case) -> bool:
     now = math.inf if read.now is None or not math.isfinite(read.now) else read.now
     if math.isinf(read.ratio or 0.0) or now > _ABSURD * case.course().first:
         return True
-    is_fresh = case.record.step - read.onset_step <= _FRESH_STEPS
+    is_fresh = case.record.step - since <= _FRESH_STEPS
     return is_fresh or is_near_jump(state, read.onset_step, case)
 
 
@@ -378,7 +380,9 @@ def _ask(
         undone = (reading.now - reading.then) / gain if gain > 0.0 else 0.0
         most = config.state_progress * (1.0 if case.record.clips else _UNCLIPPED)
         is_undone = undone > most and ratio > _WORSE
-        is_far = ratio > _blames(state, onset, case) and (gain <= 0.0 or undone > _LEAST_UNDONE)
+        # Without a clip one update on new data may undo so much that it reads as damage.
+        least = _LEAST_UNDONE if case.record.clips else most
+        is_far = ratio > _blames(state, onset, case) and (gain <= 0.0 or undone > least)
         is_damaged = math.isinf(ratio) or is_far or is_undone
         is_worse = ratio > config.state_ratio
         verdict = "state" if is_damaged else "worse" if is_worse else "sound"
