@@ -539,7 +539,7 @@ class _LowRank(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, torch.tanh(self.base(x) + 4 * self.up(self.down(x))))
+        return torch.tanh(self.base(x) + 4 * self.up(self.down(x)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -610,15 +610,16 @@ class SharpnessTask(RegressionTask):
         """Leave the gradients of the perturbed weights."""
         loss.backward()
         parameters = [p for p in model.parameters() if p.grad is not None]
+        weights: list[Tensor] = list(parameters)
         norm = torch.stack([cast(Tensor, p.grad).norm() for p in parameters]).norm() + 1e-12
         with torch.no_grad():
             moves = [0.05 * cast(Tensor, p.grad) / norm for p in parameters]
-            torch._foreach_add_(parameters, moves)
+            torch._foreach_add_(weights, moves)
         for parameter in parameters:
             parameter.grad = None
         self.loss(model, batch).backward()
         with torch.no_grad():
-            torch._foreach_sub_(parameters, moves)
+            torch._foreach_sub_(weights, moves)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -789,7 +790,8 @@ class GrpoTask(KindTask):
         with torch.no_grad():
             answer = model(coded).view(10, 4, 10).argmax(2)
         wanted = (torch.arange(10)[:, None] + torch.arange(4)) % 10
-        return 0.01 + (answer != wanted).float().mean().item()
+        wrong: float = (answer != wanted).float().mean().item()
+        return 0.01 + wrong
 
 
 def single(**settings: Any) -> RegressionTask:

@@ -346,7 +346,7 @@ def run_world(world: World, *, clip: Clip, policy: Policy, seed: int) -> Outcome
             training,
             cast("Mode", mode),
             probe=extra in ("probe", "declared"),
-            declares=extra if extra in ("kind", "declared") else "",
+            declares="kind" if extra == "kind" else "declared" if extra == "declared" else "",
         )
     return Outcome(
         world=world.name,
