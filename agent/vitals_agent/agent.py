@@ -499,7 +499,8 @@ class Agent:
                 f"{num_dropped} rows of run {run.run_id} are lost on node {self.config.node}: its "
                 f"spool in {run.spool.directory} is full; free some space there"
             )
-            run.report(Note(code="spool_full", text=text, severity="error"))
+            note = Note(code="spool_full", text=text, severity="error")
+            run.report(note, stores=not run.spool.keep)  # a full one takes no note either
         if run.in_memory:
             moves = has_room(run.state_dir.path, ROOM_BYTES + run.spool.num_bytes)
         else:
