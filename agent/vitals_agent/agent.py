@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainvitals.clock import Clock, SteadyClock, SystemClock
+from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.hang import HangConfig
 from trainvitals.errors import UsageError
 from trainvitals.io.discovery import AWAY_FILE
@@ -164,7 +164,8 @@ class Agent:
         self.runs: dict[str, ServedRun] = {}
         self.has_served = False
         self._clock = clock or SystemClock()
-        self._steady = SteadyClock(self._clock)
+        # Spools are retained for a time that no one who sets the clock can shorten.
+        self._began_ns = self._clock.time_ns() - self._clock.monotonic_ns()
         self.ahead = None if ahead is None else EventsAhead(ahead, faults=self.faults)
         self._facts = NodeFacts(
             node=config.node,
@@ -435,7 +436,7 @@ class Agent:
         """Open the run's spool on its disk, or in the node's memory where that is full."""
 
         def now() -> float:
-            return self._steady.time_ns() / 1e9
+            return (self._began_ns + self._clock.monotonic_ns()) / 1e9
 
         memory = state_dir.memory_path / "spool"
         if not has_room(state_dir.path, ROOM_BYTES + bytes_in(memory)):
@@ -498,7 +499,8 @@ class Agent:
                 f"{num_dropped} rows of run {run.run_id} are lost on node {self.config.node}: its "
                 f"spool in {run.spool.directory} is full; free some space there"
             )
-            run.report(Note(code="spool_full", text=text, severity="error"))
+            note = Note(code="spool_full", text=text, severity="error")
+            run.report(note, stores=not run.spool.keep)  # a full one takes no note either
         if run.in_memory:
             moves = has_room(run.state_dir.path, ROOM_BYTES + run.spool.num_bytes)
         else:

@@ -119,7 +119,7 @@ def _age(process: psutil.Process, clock: Clock) -> float:
         ticks = int(stat.rpartition(b")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, AttributeError):  # gone, or no Linux
-        return clock.time_ns() / 1e9 - process.create_time()
+        return clock.time_ns() / 1e9 - float(process.create_time())
 
 
 def holds_files(pid: int, directory: Path) -> bool:

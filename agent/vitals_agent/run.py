@@ -329,10 +329,11 @@ class ServedRun:
         note = Note(code="journal_overflowed", text=text, severity="warning")
         self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
 
-    def report(self, note: Note) -> None:
+    def report(self, note: Note, *, stores: bool = True) -> None:
         """Log a note, store it with the run, and leave it for the log of the rank."""
         log.warning("%s run=%s", note.text, self.run_id)
-        self.node_source.say(note)
+        if stores:
+            self.node_source.say(note)
         with self._facts.faults.contained("spool"):
             write_notice(self.folder, note.text)
 

@@ -251,6 +251,7 @@ def test_a_spool_that_is_full_refuses_and_counts_and_the_tailer_goes_on(world):
     assert list(range(len(kept))) == kept
     assert 200 - len(kept) == run.num_dropped > 0
     assert run.spool.num_bytes <= 30_000
+    assert "rows of run" in (world.base / RUN / NOTICE_FILE).read_text(), "for the terminal"
 
 
 def test_rows_read_while_the_disk_refused_are_read_again(world):

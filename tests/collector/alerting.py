@@ -5,7 +5,6 @@ from typing import Any
 
 from tests.collector.rows import RUN, SECOND, Writer
 from trainvitals.catalog import GPU_SCHEMA, NODE_SCHEMA
-from trainvitals.clock import SteadyClock
 from trainvitals.records import (
     Decision,
     DecisionMade,
@@ -19,7 +18,7 @@ from vitals_collector.alerts.notifiers import DELIVERED, Result
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.live.engine import Acting, EngineConfig, assemble
 from vitals_collector.queries.query import Query
-from vitals_collector.storage.store import Store
+from vitals_collector.storage.store import SteadyClock, Store
 
 
 class Heard:

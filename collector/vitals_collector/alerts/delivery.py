@@ -17,10 +17,11 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from trainvitals.alerting import fingerprint
-from trainvitals.clock import Clock, SteadyClock
+from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
 from trainvitals.views import AlertView
 from vitals_collector.alerts.notifiers import Notifier, Result, delivery_id
+from vitals_collector.storage.store import SteadyClock
 
 _ERROR_SECONDS = 5.0
 """After an error of our own a receiver's thread goes on."""

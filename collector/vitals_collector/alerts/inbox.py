@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from sqlalchemy import Connection, Row, select
 
 from trainvitals.alerting import Alert, AlertState, AlertStatus, advance, point_is_over
-from trainvitals.clock import Clock, SteadyClock
+from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.redaction import redact_text
 from trainvitals.views import (
@@ -40,7 +40,7 @@ from vitals_collector.alerts.silences import (
     unknown_silence,
 )
 from vitals_collector.storage.schema import alerts, audit, engine_state
-from vitals_collector.storage.store import UNKNOWN, Store, clean, insert
+from vitals_collector.storage.store import UNKNOWN, SteadyClock, Store, clean, insert
 
 MAX_LISTED = 1_000
 MAX_WORDS = 500

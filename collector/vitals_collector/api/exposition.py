@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from trainvitals.alerting import ALERTS
 from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
-from trainvitals.clock import Clock, SteadyClock
+from trainvitals.clock import Clock
 from trainvitals.detect.registry import ACTED_CAUSES, acted_cause
 from trainvitals.errors import UnauthorizedError, VitalsError
 from trainvitals.views import AlertView, CommandStatus, RunSummary
@@ -35,7 +35,14 @@ from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.interface import FULL, STORED_STREAMS, Reason, Span
 from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.storage.schema import alerts, decisions, findings, sources, streams
-from vitals_collector.storage.store import LOCKED, PARTS, REMOVAL_REASONS, Moment, Store
+from vitals_collector.storage.store import (
+    LOCKED,
+    PARTS,
+    REMOVAL_REASONS,
+    Moment,
+    SteadyClock,
+    Store,
+)
 from vitals_collector.storage.tokens import ENDED, LIMITED
 
 

@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trainvitals.clock import Clock, SteadyClock
+from trainvitals.clock import Clock
 from trainvitals.errors import (
     FormatError,
     StorageError,
@@ -49,7 +49,7 @@ from vitals_collector.api.auth import (
     read_body,
 )
 from vitals_collector.ingest.ingest import Stored, answer_of, store_bodies
-from vitals_collector.storage.store import Store
+from vitals_collector.storage.store import SteadyClock, Store
 from vitals_collector.storage.tokens import OWN, Principal
 
 _MAX_BYTES = 64 << 20

@@ -33,7 +33,7 @@ from trainvitals.alerting import (
     alerts_for_run_state,
     is_answered,
 )
-from trainvitals.clock import Clock, SteadyClock
+from trainvitals.clock import Clock
 from trainvitals.errors import UNREADABLE, VitalsError
 from trainvitals.records import (
     CheckpointChanged,
@@ -66,7 +66,7 @@ from vitals_collector.live.run_status import (
 )
 from vitals_collector.live.tail_reader import WATCHED
 from vitals_collector.storage.schema import decisions, engine_state, findings
-from vitals_collector.storage.store import Store
+from vitals_collector.storage.store import SteadyClock, Store
 
 _AT_ONCE = 500
 _NAMES_AT_ONCE = 10_000

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import asdict
 from sqlalchemy import bindparam, select
 
-from trainvitals.clock import Clock, SteadyClock
+from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.question import Question
 from trainvitals.views import (
@@ -100,7 +100,7 @@ from vitals_collector.queries.top_changes import movers
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.sizes import volume_of
 from vitals_collector.storage.schema import RANKS, runs
-from vitals_collector.storage.store import Moment, Store, unknown_run
+from vitals_collector.storage.store import Moment, SteadyClock, Store, unknown_run
 
 MAX_POINTS_AT_ONCE = 200_000
 MAX_MARKS = 20_000

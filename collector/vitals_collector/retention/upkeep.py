@@ -8,7 +8,7 @@ import msgspec
 from sqlalchemy import func, select, update
 
 from trainvitals.catalog import ROW_COLUMNS
-from trainvitals.clock import Clock, SteadyClock
+from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
 from trainvitals.records import Note
 from vitals_collector.live.run_status import Liveness
@@ -19,7 +19,7 @@ from vitals_collector.retention.histories import history
 from vitals_collector.retention.levels import RunHistory, When, level_run, thin_run
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.storage.schema import RANKS, events, measured_columns, runs, sources
-from vitals_collector.storage.store import Store, insert
+from vitals_collector.storage.store import SteadyClock, Store, insert
 
 INTERVAL_SECONDS = 60.0
 OVER_CAP = "over_cap"

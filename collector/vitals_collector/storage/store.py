@@ -124,6 +124,22 @@ class IngestCounters:
             self.num_deferred += 1
 
 
+class SteadyClock:
+    """Wall time that never jumps: the clock's at the start, counted on by its monotonic clock.
+
+    For what is compared with itself within one process: arrivals, silence, holds. An hour by which
+    somebody sets the clock is no silence of an hour.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._offset_ns = clock.time_ns() - clock.monotonic_ns()
+        self.monotonic_ns = clock.monotonic_ns
+
+    def time_ns(self) -> int:
+        """Nanoseconds since the Unix epoch, as far as the clock was right at the start."""
+        return self._offset_ns + self.monotonic_ns()
+
+
 class Hearing:
     """Since when a collector hears: what nobody could tell it is nobody's silence. For any thread.
 
