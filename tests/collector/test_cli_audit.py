@@ -303,8 +303,8 @@ ENDINGS = {
     ),
     "collapses": (LEARNED + [0.1] * 100, "collapse", "loss not back by the end, step 699"),
     "NaN from the start": ([float("nan")] * 100, "nonfinite", "not back by the end, step 99"),
-    "a last spike": (LEARNED + [9.0] * 4, "spike", "the log ends too soon to tell"),
-    "back for a few records": (LEARNED + [9.0] * 30 + [2.0] * 4, "spike", "ends too soon to tell"),
+    "a last spike": (LEARNED + [9.0] * 4, "spike", "the log ends too soon"),
+    "back for a few records": (LEARNED + [9.0] * 30 + [2.0] * 4, "spike", "ends too soon"),
 }
 
 

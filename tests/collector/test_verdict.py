@@ -244,7 +244,7 @@ def test_what_is_no_price_is_refused_with_the_way_out(text: str):
             "vitals resume '/my runs/X'",
         ),
         ({"run": run("halted")}, "Halted at step 560. Open: ", f"vitals resume {RUN}"),
-        ({"run": run("lost")}, "Lost after step 560: nothing reports", f"vitals tail {RUN}"),
+        ({"run": run("lost")}, "Lost after step 560: no process reports", f"vitals tail {RUN}"),
         (
             {"run": run(missing=("node-b",))},
             "Running at step 560; missing: node-b. Open: last bad step 542.",

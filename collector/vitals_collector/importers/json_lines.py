@@ -41,9 +41,10 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
         step = "epoch" if "epoch" in names else _NUMBER
         notes.append(f"it has no step: the {'epoch' if step == 'epoch' else step} is in its place")
         names = [name for name in names if plain(name) not in KNOWN["step"]]
-        columns = {"step": step, **_without_step(names, column_options, str(path))}
+        # A step of that name is there for the choice, and then what is in its place.
+        columns = choose(["step", *names], column_options, str(path)) | {"step": step}
     else:
-        columns = {**choose(names, column_options, str(path))}
+        columns = choose(names, column_options, str(path))
     rows = Rows(str(path), "line")
     epochs = _Epochs() if plain(columns["step"]) in _OF_EPOCH and "epoch" in names else None
     for row, cells in found:
@@ -72,11 +73,6 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
         notes=rows.notes() + notes,
         evaluations=rows.evaluations,
     )
-
-
-def _without_step(names: list[str], column_options: ColumnChoice, source: str) -> dict[str, str]:
-    columns = choose(["step", *names], column_options, source)
-    return {role: name for role, name in columns.items() if role != "step"}
 
 
 def _object(line: str) -> dict[str, object] | None:

@@ -298,15 +298,19 @@ def _returns(
     alarm: Alarm, log: Sequence[LoggedStep], onset: int
 ) -> Callable[[LoggedStep], bool] | None:
     """Return what says of a record that the trouble is over; None if the log cannot tell."""
+    before = log[max(0, onset - REFERENCE_ROWS) : onset]
     if alarm.is_flat:
         # A loss that did not fall has no level from before: it ends as the loss falls.
-        band = _band(log[onset : alarm.last_row + 1][-REFERENCE_ROWS:])
-        return None if band is None else lambda logged: _loss(logged) < band[0]
-    band = _band(log[max(0, onset - REFERENCE_ROWS) : onset])
-    if band is not None and _COLLAPSED in alarm.kinds:
-        return lambda logged: _loss(logged) >= band[0]
-    if band is not None:
-        return lambda logged: _loss(logged) <= band[1] and _is_finite(logged)
+        before = log[onset : alarm.last_row + 1][-REFERENCE_ROWS:]
+    if (band := _band(before)) is not None:
+        low, high = band
+        if alarm.is_flat:
+            return lambda logged: _loss(logged) < low
+        if _COLLAPSED in alarm.kinds:
+            return lambda logged: _loss(logged) >= low
+        return lambda logged: _loss(logged) <= high and _is_finite(logged)
+    if alarm.is_flat:
+        return None
     # From the first records on. That it stays non-finite needs nothing to compare with.
     lasts = not any(_is_finite(logged) for logged in log[onset:])
     return (lambda _: False) if lasts else None
