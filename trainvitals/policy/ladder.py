@@ -358,7 +358,7 @@ def _is_evidence(read: StateRead, since: int, state: LadderState, case: Case) ->
     now = math.inf if read.now is None or not math.isfinite(read.now) else read.now
     if math.isinf(read.ratio or 0.0) or now > _ABSURD * case.course().first:
         return True
-    is_fresh = 0 <= since and case.record.step - since <= _FRESH_STEPS
+    is_fresh = since >= 0 and case.record.step - since <= _FRESH_STEPS
     return is_fresh or is_near_jump(state, read.onset_step, case)
 
 
