@@ -325,8 +325,9 @@ def _look_at_findings(verdict: Verdict, findings: Sequence[Finding], case: Case)
     onset, clock = min(onsets), state.facts.clock
     since = onset
     if (group := outliers_around(state, step)) and trigger == "spike":
-        since = group[0].step  # what was applied since then may have been learned
-        onset = min(onset, since)
+        onset, since = min(onset, group[0].step), group[0].step
+        if not case.record.clips and any(not outlier.withheld for outlier in group):
+            since = -1  # one unclipped update on new data is enough to forget the old
     asked = within_window(state.asked, clock, config)
     is_near = is_near_jump(state, onset, case)
     if clock < (asked[-1] + _LEVEL_STEPS if is_near and asked else ask_from(state, config)):
@@ -357,7 +358,7 @@ def _is_evidence(read: StateRead, since: int, state: LadderState, case: Case) ->
     now = math.inf if read.now is None or not math.isfinite(read.now) else read.now
     if math.isinf(read.ratio or 0.0) or now > _ABSURD * case.course().first:
         return True
-    is_fresh = case.record.step - since <= _FRESH_STEPS
+    is_fresh = since >= 0 and case.record.step - since <= _FRESH_STEPS
     return is_fresh or is_near_jump(state, read.onset_step, case)
 
 
