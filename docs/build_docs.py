@@ -5,6 +5,7 @@ as `make docs`.
 """
 
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ def settings_page() -> str:
     ]
     for section, settings in SECTIONS.items():
         texts = meanings(settings)
-        lines += ["", f"## {section}", "", str(settings.__doc__).partition("\n")[0], ""]
+        lines += ["", f"## `[{section}]`", "", str(settings.__doc__).partition("\n")[0], ""]
         lines += ["| key | default | meaning |", "|---|---|---|"]
         lines += [
             f"| `{field.name}` | {field.default!r} | {texts[field.name]} |"
@@ -186,7 +187,7 @@ def settings_page() -> str:
 def _rules() -> Iterator[str]:
     """Yield the lines about a person's own rules: keys, functions and operators."""
     texts = meanings(Rule)
-    yield from ("", "## rules", "")
+    yield from ("", "## `[[rules]]`", "")
     yield "Custom alerts, one table `[[rules]]` for each ([guide](guides/alerts.md))."
     yield from ("", "| key | default | meaning |", "|---|---|---|")
     for field in msgspec.structs.fields(Rule):
@@ -242,6 +243,11 @@ def integrations_page() -> str:
         )
         for name in ("newest", "oldest")
     }
+    # The frameworks need a recent PyTorch; without one the lowest version is the package's own.
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    pins["oldest"]["torch"] = extras["torch"][0].partition(">=")[2]
     return render(NOTICE, pins)
 
 

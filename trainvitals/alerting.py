@@ -137,9 +137,9 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=True,
         did="stopped sending that stream; its rows stay in the node's spool.",
         help="Rows of one stream are not stored: the collector refuses them, the agent serves "
-        "another node than the ranks', or somebody else wrote to that stream, by mistake or with a "
+        "another node than the ranks', or another writer used that stream, by mistake or with a "
         "stolen token. Curves and detectors lack these rows.",
-        to_do="Read its message. If somebody else wrote to the stream, replace the ingest token "
+        to_do="Read its message. If another writer used the stream, replace the ingest token "
         "(`vitals token create`) and restart the job: each start has new streams.",
     ),
     AlertSpec(

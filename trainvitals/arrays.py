@@ -94,7 +94,7 @@ class Table(Mapping[str, npt.NDArray[Any]]):
     """Columns by name, all of one length: a mapping to numpy arrays.
 
     A column of numbers is ``int64``, or ``float64`` where some are not whole, not finite or missing
-    (NaN); of flags ``bool``; all else are objects, None where there is nothing.
+    (NaN). Flags are ``bool``. Other columns are objects, with None for a missing value.
     """
 
     def __init__(self, reply: TableReply) -> None:

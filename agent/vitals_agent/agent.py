@@ -460,8 +460,8 @@ class Agent:
         text = (
             f"the disk of {run.state_dir.path} is full: node {self.config.node} holds what its "
             f"ranks write in memory, at most {run.spool.max_bytes >> 20} MiB, and forwards it from "
-            "there; it goes back to the disk once that has room. What the collector acknowledged "
-            "is not kept meanwhile: one that is restored from a backup will lack it"
+            "there, until the disk has room again. Meanwhile acknowledged rows are not kept: a "
+            "collector that is restored from a backup will lack them"
         )
         run.report(Note(code="spool_in_memory", text=text, severity="warning"))
 

@@ -126,7 +126,7 @@ class HungJob:
     def _end(self, verdict: Verdict, processes: Collection[Process], now: float) -> None:
         if not all(process.is_rank for process in processes):
             text = (
-                "This hang is left to a person: the ranks run in containers whose process ids "
+                "Vitals does not restart this job: the ranks run in containers whose process ids "
                 f"their agent cannot see. {verdict.text}"
             )
             self._run.node_source.say(

@@ -351,7 +351,7 @@ class ServedRun:
                 continue
             self._of_other_nodes.clear()
             text = (
-                f"{identity.source} and others here are of node {identity.node}, and this agent is "
+                f"{identity.source} and others here report node {identity.node}, and this agent is "
                 f"node {self._facts.node}: their rows are not forwarded. Start the agent with "
                 f"--node {identity.node}, or set the same VITALS_NODE for ranks and agent"
             )

@@ -387,8 +387,8 @@ class Shipper:
         stream, newest = sent.key[2], spool.newest_seq(sent.key)
         text = (
             f"the collector acknowledges rows of {stream} up to {reply.durable_seq}, and there are "
-            f"none after {newest}: somebody else wrote to this stream. Its rows are kept and not "
-            "sent; other streams go on"
+            f"none after {newest}: another writer used this stream. Its rows are kept and not "
+            "sent; other streams continue"
         )
         refusal = IngestReply(
             durable_seq=-1, num_new=0, num_duplicate=0, code=ServerIdentityError.code, text=text

@@ -288,7 +288,7 @@ ENTRIES = (
         "while the loss falls is not reported.",
         good="Early warning of a spike, two or more steps before the loss moves; lost optimizer "
         "state, also in RL, GANs, curricula and with large learning rates.",
-        bad="Consecutive hard batches: reported five times, then no more. Unannounced curriculum "
+        bad="Consecutive hard batches: reported at most five times. Unannounced curriculum "
         "changes and the largest optimizer spikes: each reported once.",
         examples=grad_norm_burst,
         config=spike.BurstConfig,

@@ -80,7 +80,7 @@ def gpu_lost() -> list[Panel]:
     short = [_power(i, lost=i in (50, 51)) for i in range(90)]
     lines = {"GPU 3": of_gpu("3", "power_watts"), "GPU 4": of_gpu("4", "power_watts")}
     return [
-        sampled("GPU 3 answers no more", samples(lost), "gpu_lost", lines=lines, y_label="W"),
+        sampled("GPU 3 no longer responds", samples(lost), "gpu_lost", lines=lines, y_label="W"),
         sampled("silent: two samples without it", samples(short), lines=lines, y_label="W"),
     ]
 

@@ -60,7 +60,7 @@ def learning_rate() -> list[Panel]:
     decay = [3e-4 * 0.1 ** (i // 80) * min(1.0, (i + 1) / 20) for i in range(240)]
     return [
         _rates("four times as high from step 150 on", jump, "learning_rate"),
-        _rates("resumed at step 150, the schedule begins anew", resumed, "learning_rate", 150),
+        _rates("resumed at step 150, the schedule starts again", resumed, "learning_rate", 150),
         _rates("silent: warm restarts", restarts),
         _rates("silent: a step decay", decay),
     ]
@@ -230,7 +230,7 @@ def rank_loss() -> list[Panel]:
             losses[rng.randrange(RANKS)] *= 1.0 + rng.expovariate(8.0)
         heavy.append(_ranks_row(i, losses))
     return [
-        _rank_panel("rank 0 lies above the others from step 80 on", broken, "rank_loss"),
+        _rank_panel("rank 0 is above the others from step 80", broken, "rank_loss"),
         _rank_panel("silent: outliers that are not always the same rank's", heavy),
     ]
 

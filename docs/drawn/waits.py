@@ -86,7 +86,7 @@ def straggler() -> list[Panel]:
         by_turns.append(_late_in_backward(i, rng.randrange(4), rng))
     return [
         _gradient_waits("rank 0 is slow in backward from step 60 on", lasting, "straggler"),
-        _gradient_waits("silent: a late rank in each step, by turns", by_turns),
+        _gradient_waits("silent: another late rank in each step", by_turns),
     ]
 
 
@@ -196,7 +196,7 @@ ENTRIES = (
         title="Straggling rank",
         owner=straggling.StragglerWatcher,
         needs="`step_duration_seconds`, and of two ranks or more `gradient_wait_seconds` and the "
-        "parts of the step beside it, as DDP and FSDP2 give them. Elsewhere "
+        "other parts of the step, which DDP and FSDP2 provide. Otherwise "
         "`communication_seconds` or `data_wait_seconds`: then no cause within the step is named.",
         examples=straggler,
         config=straggling.StragglerConfig,

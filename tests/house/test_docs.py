@@ -69,7 +69,7 @@ def test_every_code_in_the_source_is_described():
 
 def test_every_setting_is_described():
     page = build_docs.settings_page()
-    assert [] == [name for name in SECTIONS if f"## {name}" not in page]
+    assert [] == [name for name in SECTIONS if f"## `[{name}]`" not in page]
     assert "| `progress` | 25.0 | Multiple of the run's progress " in page
     assert "| `grad_norm_ratio` | 100.0 | Multiple of the median gradient norm; " in page
     assert "|  |" not in page

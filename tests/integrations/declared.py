@@ -93,7 +93,7 @@ _NO_FSDP = "on CPU ranks Accelerate wraps in DDP without a word, whatever the pl
 _ENGINE_SKIPPED = "Accelerate keeps a schedule where DeepSpeed's engine made no update"
 _ACCELERATE_REFUSES = {
     "Megatron-LM and XLA": "Accelerate does not make the update by optimizer.step()",
-    "LOMO and layer-wise optimizers": "they update within backward, before anybody could judge",
+    "LOMO and layer-wise optimizers": "they update inside backward, before the verdict",
 }
 
 _ENGINE_WAITS = "the engine does not step the schedule where it skips"
@@ -152,7 +152,7 @@ FRAMEWORKS = (
         },
         refused=_ACCELERATE_REFUSES
         | {
-            "restore_callback_states_from_checkpoint": "it makes the callback anew, without its "
+            "restore_callback_states_from_checkpoint": "it creates a new callback without its "
             "trainer; the state is restored without it",
             "DeepSpeed without the trainer": "only the trainer knows the engine",
         },
@@ -206,12 +206,12 @@ FRAMEWORKS = (
             ),
         },
         refused={
-            "DeepSpeedStrategy": "its engine makes the update, and keeps no step back",
-            "several optimizers in one callback": "they are stepped in turns; one callback each",
-            "BaseFinetuning": "it adds parameter groups as training goes on",
+            "DeepSpeedStrategy": "its engine makes the update, and cannot skip a step",
+            "several optimizers in one callback": "they alternate; use one callback each",
+            "BaseFinetuning": "it adds parameter groups during training",
         },
         not_run={
-            "FSDPStrategy": "it wants a GPU",
+            "FSDPStrategy": "it needs a GPU",
         },
     ),
     Framework(
@@ -234,11 +234,11 @@ FRAMEWORKS = (
             "FSDP2": Variant(),
         },
         refused={
-            "DeepSpeedStrategy": "its engine makes the update, and keeps no step back",
-            "two guards on one Fabric": "it cannot tell whose loss it is that backward is given",
+            "DeepSpeedStrategy": "its engine makes the update, and cannot skip a step",
+            "two guards on one Fabric": "it cannot assign the loss of backward",
         },
         not_run={
-            "FSDPStrategy": "it wants a GPU",
+            "FSDPStrategy": "it needs a GPU",
         },
     ),
     Framework(
@@ -253,14 +253,14 @@ FRAMEWORKS = (
             "Trainer, FSDP2, not fused": Variant(),
         },
         refused={
-            "pipeline parallelism": "its ranks hold other layers, and most of them no loss",
+            "pipeline parallelism": "its ranks hold different layers, most have no loss",
             "optimizers in backward": "they step before there is a norm to judge",
-            "fault_tolerance (torchft)": "it decides by itself whether a step is made",
+            "fault_tolerance (torchft)": "it decides itself whether a step is made",
         },
         not_run={
-            "context and expert parallelism": "their kernels want a GPU",
-            "float8 and CUDA graphs": "they want a GPU",
-            "torchtitan 0.3.0": "not in the suite; by hand it went through the same faults",
+            "context and expert parallelism": "their kernels need a GPU",
+            "float8 and CUDA graphs": "they need a GPU",
+            "torchtitan 0.3.0": "not in the suite; it was run manually through the same faults",
         },
     ),
     Framework(
@@ -310,8 +310,8 @@ FRAMEWORKS = (
             "legacy fusion": _UNPROVEN,
         },
         not_run={
-            "FusedAdam and FP16_Optimizer": "they want CUDA",
-            "overlapping communication": "it wants CUDA streams",
+            "FusedAdam and FP16_Optimizer": "they need CUDA",
+            "overlapping communication": "it needs CUDA streams",
         },
     ),
 )

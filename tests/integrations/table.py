@@ -9,32 +9,31 @@ HEAD = """\
 
 NOTICE
 What each adapter guarantees, and what it cannot see. `make test-integrations` trains with every one
-of them on two ranks and holds it to this page: a fault on rank 1 alone, 12 kinds of it, and the
-signals of each step against a computation without any framework.
+of them on two ranks and compares the result with this page: a fault on rank 1 only, 12 kinds of it,
+and the signals of each step, compared with a computation without any framework.
 
-- *exact*: the verdict says what it was and, where it is not finite, which rank; an update that is
-  held back is so on all ranks and leaves no trace (parameters, moments, buffers, bit for bit); a
-  signal is the true number. What is not finite is held back at once. Finite
-  outliers, judged once the run is known (50 trained steps), are held back if they are beyond all
-  that the run has been through ([what is done about a bad step](guides/bad-steps.md)).
-- *abstains*: out of reach there, and not guessed: the signal is missing, the rule says nothing.
+- *exact*: the verdict names the fault and, if non-finite, the rank; a skipped update is skipped on
+  all ranks and leaves parameters, optimizer state and buffers bitwise unchanged; a signal is the
+  true number. Finite outliers follow [the rules](guides/bad-steps.md).
+- *abstains*: not available there, and not guessed: the signal is missing, the rule is silent.
 - *its own*: the framework's own skip, counted as such and not as a fault.
-- *no clip*: nothing is clipped, or nobody knows to what; the state then counts as damaged later.
+- *held back*: the loop does not clip the norm, or its limit is unknown, so it counts as a loop
+  without a clip.
 
 Vitals stores guarded runs in `./vitals_runs` (or `VITALS_DIR`): `vitals runs vitals_runs` lists
 them, `vitals show` has a run's curves and decisions, `vitals why vitals_runs STEP` explains one
-step, and `VITALS_MODE=observe` or `off` lowers the mode without touching the code.
+step, and `VITALS_MODE=observe` or `off` lowers the mode without a code change.
 
 | framework | guide | adapter | tested with | from |
 |---|---|---|---|---|
 """
 
 ASKED = """\
-## Whether the state is asked
+## Probe
 
-The probe says whether the weights are damaged. Under an adapter, which cannot roll back, its answer
-pages. *By the loop*: `attached.keep_batch(batch, loss_of)` before each forward, on all ranks, with
-the `Attached` that the adapter gives; without it a run says so once (`no_probe`).
+The probe finds out whether the weights are damaged. An adapter cannot roll back, so the result
+pages. *By the loop*: call `attached.keep_batch(batch, loss_of)` before each forward, on all ranks,
+with the `Attached` of the adapter; without it the event `no_probe` reports it once.
 
 | framework | the probe is set |
 |---|---|
@@ -69,15 +68,15 @@ def render(notice: str, versions: dict[str, dict[str, str]]) -> str:
     lines += [_framework(f, versions) for f in FRAMEWORKS]
     notes: list[str] = []
     lines += ["", "## Faults", ""]
-    lines += _table("a fault on rank 1 alone", [*FAULTS, "clip"], _faults, notes)
+    lines += _table("a fault on rank 1 alone", [*FAULTS, "first of a row"], _faults, notes)
     lines += ["", "## Signals", ""]
     lines += _table("signal", [WORDS[s] for s in SIGNALS], _signals, notes)
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
     lines += ASKED.splitlines()
     lines += [f"| {f.title} | {f.asked} |" for f in FRAMEWORKS]
-    lines += ["", "## Refused in words, or not run", ""]
+    lines += ["", "## Unsupported, or not run", ""]
     for framework in FRAMEWORKS:
-        for verb, what in (("refused", framework.refused), ("not run", framework.not_run)):
+        for verb, what in (("error", framework.refused), ("not run", framework.not_run)):
             lines += [f"- {framework.title}, {name}: {verb}; {why}." for name, why in what.items()]
     return "\n".join(lines) + "\n"
 
@@ -114,10 +113,10 @@ def _faults(variant: Variant, notes: list[str]) -> Iterator[str]:
         yield _fault(variant, kind, place, notes)
     if not (variant.owes("loss") or variant.owes("grad_norm")):
         yield "abstains"
-    elif variant.has_no_clip:
-        yield _noted("no clip", variant.has_no_clip, notes)
+    elif variant.withholds_first:
+        yield _noted("held back", variant.withholds_first, notes)
     else:
-        yield "known"
+        yield "left to the clip"
 
 
 def _fault(variant: Variant, kind: str, place: str, notes: list[str]) -> str:

@@ -113,7 +113,7 @@ def parameters_left_out(model: nn.Module, optimizers: Sequence[Optimizer]) -> li
     names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if not held or not names:
         return []
-    more = f" and {len(names) - 1} more of the model are" if len(names) > 1 else " of the model is"
+    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
     return [
         f"parameter {names[0]!r}{more} in no optimizer, so not trained: add them, or freeze them "
         "with requires_grad_(False), which also saves computing their gradients"

@@ -79,7 +79,7 @@ LEVEL_DEFAULTS = LevelConfig()
 
 
 class LevelDetector(Detector):
-    """Tells of a divergence once per rise, and of a plateau above the lowest level once.
+    """Reports a divergence once per rise, and a plateau above the lowest level once.
 
     During a change that was announced with ``expect``, that rise is not reported.
     """
@@ -513,7 +513,7 @@ PROGRESS_DEFAULTS = ProgressConfig()
 
 
 class ProgressDetector(Detector):
-    """Tells of lost progress, of a loss that never learns or is stuck, and of a collapse.
+    """Reports lost progress, a loss that never learns or is stuck, and a collapse.
 
     A loss that never falls, that returns to its initial value, or that suddenly drops to almost
     zero is a fault too, and no upper limit catches it.

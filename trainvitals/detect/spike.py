@@ -152,7 +152,7 @@ class GradNormConfig(CourseConfig, frozen=True, kw_only=True):
 LOSS_DEFAULTS = SpikeConfig()
 GRAD_NORM_DEFAULTS = GradNormConfig()
 """Clean runs show single steps at 5 to 15 times the median gradient norm, rarely up to 35 times,
-while the loss moves by less than 3 %. BLOOM-176B's spike went .242 .947 2.39 15.9 145 960: it
+while the loss moves by less than 3 %. BLOOM-176B's spike went 0.242 0.947 2.39 15.9 145 960: it
 exceeds 40 times the median (9.7) at the same step as 10 times (2.4), two steps before the loss
 shows anything. ``grad_norm_burst`` reports a rise over several steps earlier."""
 
@@ -642,11 +642,11 @@ BURST_DEFAULTS = BurstConfig()
 
 
 class BurstDetector(Detector):
-    """Tells, once per burst, of a gradient norm that rises over several steps.
+    """Reports, once per burst, a gradient norm that rises over several steps.
 
     Clean runs show single steps at 5 to 15 times the usual norm while the loss does not move. A
-    real spike builds up over several steps: BLOOM-176B's norm went .242 .947 2.39 15.9 145 960.
-    Neither .947 nor 2.39 is an outlier by itself; in a row they are. So evidence is added up as in
+    real spike builds up over several steps: BLOOM-176B's norm went 0.242 0.947 2.39 15.9 145 960.
+    Neither 0.947 nor 2.39 is an outlier; in a row they are. So evidence is summed as in
     a CUSUM chart (Page, 1954), with each step's share bounded, so that one step is never enough.
 
     The loss counts too: while it falls, a growing norm means that the run is starting to learn, and

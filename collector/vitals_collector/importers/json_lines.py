@@ -57,13 +57,13 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
             cells[columns["step"]] = epochs.step(cells.get("epoch"), cells.get(columns["step"]))
         take_row(rows, row, cells, columns)
     if epochs is not None and epochs.num_resets:
-        notes.append("its iterations begin anew in each epoch: they were counted on")
+        notes.append("its iterations restart in each epoch: steps are numbered continuously")
     if torn := [row for row, line in enumerate(lines) if _object(line) is None]:
         last = torn == [len(lines) - 1]
         notes.append(
             "its last line is cut off"
             if last
-            else f"{len(torn)} lines are no JSON objects, and were skipped"
+            else f"{len(torn)} lines are not JSON objects, and were skipped"
         )
     return History(
         source=str(path),

@@ -588,11 +588,10 @@ def _saved(made: Audit) -> list[Block]:
         "steps from then to the log's end",
     )
     words = (
-        "In steps. Lost as it was: from the onset, or from the step that somebody went back to, to "
-        "where the loss was back, somebody started again, or the log ends. Lost with Vitals: from "
-        "the checkpoint that it would have gone back to. That a rollback would have cured it, and "
-        "that nobody would have acted on a page, is assumed; what a page alone would have saved "
-        "depends on who reads it, so it is not counted."
+        "In steps. Lost as it was: from the onset, or from the step that the run restarted from, to "
+        "where the loss recovered, the run restarted, or the log ends. Lost with Vitals: from the "
+        "checkpoint of the rollback. Assumptions: the rollback cures the problem, and no operator "
+        "acts on a page. The effect of a page depends on its reader, so it is not counted."
     )
     if made.step_seconds is None:
         words += " The log has no times, so there are no hours."

@@ -174,7 +174,7 @@ class RankLossConfig(Settings, frozen=True, kw_only=True):
 class RankLossWatcher(Watcher):
     """Finds a rank whose loss stays above, or below, the other ranks'.
 
-    It counts only on which side a rank lies, so one extreme value weighs no more than any other.
+    It counts only the side on which a rank is, so one extreme value weighs no more than any other.
     """
 
     name = "rank_loss"

@@ -43,14 +43,14 @@ class StragglerConfig(Settings, frozen=True, kw_only=True):
     """Steps that are looked at together."""
     sigmas: Annotated[float, Meta(ge=1.0, le=100.0)] = 6.0
     """Standard errors by which the mean lateness must be above 0, where steps in which another
-    rank is late count against it: ranks that are late by turns never come to that."""
+    rank is late count against it: ranks that are late alternately never reach it."""
     diffuse_steps: Annotated[int, Meta(ge=0, le=100_000)] = 200
     """Steps for which it must stay late where no part of the step explains half of it, or where it
     waits for a core: then its processor is busy with something else, and that mostly passes."""
     changed_steps: Annotated[int, Meta(ge=1, le=1_000)] = 5
-    """Steps for which a rank that was told must be late by another cause to be told anew."""
+    """Steps for which a reported rank must be late by another cause to be reported again."""
     hits: Annotated[int, Meta(ge=3, le=1_000)] = 6
-    """Late steps at one distance, of 2 to 5 steps, that are told as well: every n-th step. What
+    """Late steps at one distance, of 2 to 5 steps, that are reported too: every n-th step. What
     comes more rarely, such as an evaluation, is not."""
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class StragglerWatcher(Watcher):
     longer than the others') and in the exchange. The part that is longest beyond the others'
     median is the cause; where none is, and it had the gradients later than the others, its link.
 
-    Silent where ranks are late by turns, and where one is late rarely, as by an evaluation.
+    Silent if ranks are late alternately, or one is late rarely, for example by an evaluation.
     """
 
     name = "straggler"
