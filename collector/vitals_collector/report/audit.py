@@ -590,8 +590,8 @@ def _saved(made: Audit) -> list[Block]:
     words = (
         "In steps. Lost as it was: from the onset, or from the step that the run restarted from, "
         "to where the loss recovered, the run restarted, or the log ends. Lost with Vitals: from "
-        "the checkpoint of the rollback. Assumptions: the rollback cures the problem, and no operator "
-        "acts on a page. The effect of a page depends on its reader, so it is not counted."
+        "the checkpoint of the rollback. Assumptions: the rollback cures the problem, and no "
+        "operator acts on a page. The effect of a page depends on its reader, so it is not counted."
     )
     if made.step_seconds is None:
         words += " The log has no times, so there are no hours."
