@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -364,10 +365,10 @@ class Monitor(Loop):
             backwards.close()
             self._backwards = None
 
-    def _look_for_scaler(self, grad_norm: float) -> None:
+    def _look_for_scaler(self, grad_norm: float, loss: float | None) -> None:
         """After the first step, warn about a gradient scaler that was not given to ``watch``."""
         with self._controller.faults.fail_open("scaler"):
-            scale = scale_of_unknown_scaler(grad_norm)
+            scale = scale_of_unknown_scaler(grad_norm, loss)
             if scale is None or self._device.scaler is not None or not self._controller.is_rank0:
                 return
             text = (
@@ -479,9 +480,10 @@ class Monitor(Loop):
         while ready is not None or (ready := self._parts.waited_for()) is not None:
             judgement = self._controller.handle(*ready, now_step=attempted)
             self._feed.judged(ready[1].step, judgement)
-            if (norm := self._controller.first_norm) is not None:
-                self._controller.first_norm = None
-                self._look_for_scaler(norm)
+            if (record := self._controller.first_record) is not None:
+                self._controller.first_record = None
+                norm = math.nan if record.grad_norm is None else record.grad_norm
+                self._look_for_scaler(norm, record.loss)
             decision = judgement.decision or decision
             window = self._feed.window_of(judgement.decision)
             restored = self._controller.carry_out(judgement, now_step=attempted, window=window)

@@ -324,7 +324,7 @@ def test_a_collector_older_than_its_clients_is_refused_in_words(tmp_path: Path):
     assert found is not None
     with pytest.raises(UsageError, match="plain HTTP") as caught:
         CollectorClient(found.url, "token")
-    assert "an older version of the collector" in caught.value.hint
+    assert "An older version of the collector has none: update it." in caught.value.hint
 
 
 @pytest.mark.parametrize("option", ["--tls-key", "--tls-ca"])

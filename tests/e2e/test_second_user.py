@@ -398,7 +398,7 @@ def test_what_is_not_signed_is_loaded_from_a_folder_that_only_we_may_write_and_f
     with pytest.raises(InsecurePathError, match="not signed with this run's key") as caught:
         load_newest(a_run(other).store)
     assert f"{folder} has mode 2775; other users can write there" in caught.value.text
-    assert f"chmod go-w {folder}, or move {name} to a folder of your own" in caught.value.hint
+    assert f"chmod go-w {folder}, or move {name} to a directory that you own" in caught.value.hint
     folder.chmod(0o755)
     assert name == load_newest(a_run(other).store).id
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.lab import Lab, free_port, open_lab, until
 from tests.support.receivers import receiver
+from trainer_hooks.step.user_alerts import MISSING_AFTER
 from trainvitals.io.client import read_tokens
 from trainvitals.io.server_identity import tls_context
 from trainvitals.views import AlertsQuestion, RunQuestion, RunsQuestion
@@ -132,6 +133,7 @@ def seen(tmp_path_factory):
             question = AlertsQuestion(run_id=lab.run_id(), state="firing")
             until(lambda: not _own(client.ask(question)), "nothing of ours fires any more")
             seen["alerts"] = _own(client.ask(AlertsQuestion(run_id=lab.run_id())))
+        watched.wait_steps(max(0, MISSING_AFTER + 50 - watched.last_step()))
         watched.phase.write_text("stop")
         assert 0 == training.wait(60), lab.log("training").read_text()
         seen["posts"] = watched.posts()

@@ -22,6 +22,7 @@ NAMES = [f"{kind} in {place}" for place, kind in CASES]
 WARM_UP = 17
 SETTINGS = {
     "VITALS_OUTLIER_WARM_UP": "12",
+    "VITALS_OUTLIER_FIRST": "4",
     "VITALS_OUTLIER_PROGRESS": "1e-9",
     "VITALS_OUTLIER_GRAD_NORM_RATIO": "10",
     "VITALS_OUTLIER_GRAD_NORM_FIRST": "2",

@@ -22,6 +22,7 @@ from trainvitals.records import (
     BAD_LOSS,
     CLIPS,
     LOSS_OUTLIER,
+    NO_GRADIENT,
     NORM_OUTLIER,
     OVERFLOW,
     WITHHELD,
@@ -65,6 +66,8 @@ def expected_facts(variant, fault):
 def expected_verdicts(variant, fault):
     """Return the verdict's bits of each step that has the fault."""
     facts = expected_facts(variant, fault)
+    if not facts and fault == "1e30 in loss":
+        facts = NO_GRADIENT  # the loop's own clip divided by a norm that float32 cannot hold
     clips = 0 if variant.has_no_clip else CLIPS
     withheld = WITHHELD if facts & (LOSS_OUTLIER | NORM_OUTLIER) else 0
     return [facts | clips | withheld for _ in fault_steps(fault)]
@@ -108,7 +111,7 @@ def test_what_was_skipped_is_in_the_ledger_once_and_an_overflow_is_not(
     expected = [
         step
         for step, bits in zip(fault_steps(fault), verdicts, strict=True)
-        if bits & HOLDS_BACK & ~OVERFLOW
+        if bits & HOLDS_BACK & ~(OVERFLOW | WITHHELD) or (bits & WITHHELD and not bits & OVERFLOW)
     ]
     events = played(framework, name).journals[0].events
     made = [e.decision for e in events if isinstance(e, DecisionMade)]

@@ -23,8 +23,8 @@ MICRO_STEPS = {"imagenet": 1, "litgpt": 2}
 LEFT_OUT = {
     ("imagenet", "nan"): {12, 25},
     ("litgpt", "nan"): {12, 25},
-    ("imagenet", "spike"): {70, 71},  # nothing clips there, so the first is withheld as well
-    ("litgpt", "spike"): {71},
+    ("imagenet", "spike"): {70, 71},
+    ("litgpt", "spike"): {70, 71},
 }
 POISONED = frozenset({3, 40})
 """Images that are NaN: in each epoch the batches with them are bad, wherever they come."""

@@ -26,14 +26,13 @@ class Program:
 
     micro_steps: int = 1
     has_scaler: bool = False
-    clips: bool = True
 
 
 PROGRAMS = {
     "nanogpt": Program(micro_steps=2, has_scaler=True),
     "mingpt": Program(),
     "word_language_model": Program(),
-    "detection": Program(clips=False),
+    "detection": Program(),
     "ppo": Program(),
     "timm_train": Program(micro_steps=2, has_scaler=True),
 }
@@ -86,13 +85,11 @@ def test_an_update_with_nan_is_as_if_it_had_been_left_out(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", one_in(3, reversed(PROGRAMS)))
-def test_spikes_are_clipped_or_left_out_as_the_guide_says(name, tmp_path):
-    """The first of a row is left to the clip, if there is one; the one behind it is withheld."""
+def test_two_spikes_in_a_row_are_withheld_as_the_guide_says(name, tmp_path):
     bad = {update * PROGRAMS[name].micro_steps: 1e4 for update in SPIKE_AT}
     ours, skipped = watched(name, tmp_path, bad=bad)
-    withheld = SPIKE_AT[1:] if PROGRAMS[name].clips else SPIKE_AT
-    assert_same(plain(name, bad, withheld), ours)
-    assert list(withheld) == skipped
+    assert_same(plain(name, bad, SPIKE_AT), ours)
+    assert list(SPIKE_AT) == skipped
 
 
 def test_a_program_that_would_exit_at_nan_goes_on(tmp_path, monkeypatch):

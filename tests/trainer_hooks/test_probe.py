@@ -16,7 +16,7 @@ from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.probing import MoCo, ask, batches, notes, seeded, trained
 from trainer_hooks.probe.untouched import untouched
 from trainvitals.errors import UsageError
-from trainvitals.policy.evidence import NO_GRADIENT
+from trainvitals.policy.evidence import NONFINITE_GRADIENT
 
 NAN = float("nan")
 
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_not_finite_is_read_though_the_loss_is_as_before():
     assert sound.now == damaged.now
     assert (True, False) == (sound.has_gradient, damaged.has_gradient)
     assert math.inf == damaged.ratio(0.01) > (sound.ratio(0.01) or 0.0)
-    assert damaged.detail.startswith(f"{NO_GRADIENT} (rank 0)")
+    assert damaged.detail.startswith(f"{NONFINITE_GRADIENT} (rank 0)")
     assert {} == dict(loop.monitor.swallowed_errors)
 
 

@@ -315,7 +315,7 @@ def test_hardware_is_not_blamed_for_what_another_rank_may_have_made(tmp_path, ru
         kept_step, model, loss_of, weights, kept_step.batches, try_machine=lambda device: ""
     )
     assert ("not_reproduced", True) == (said.verdict, said.is_bit_equal)
-    assert "play theirs with --rank" in said.sentence
+    assert "re-run theirs with --rank" in said.sentence
 
 
 def test_a_batch_that_was_not_kept_comes_from_the_loader_by_its_samples(
@@ -455,7 +455,7 @@ def test_hardware_is_blamed_for_what_was_played_alone(tmp_path):
     model = nn.Linear(4, 1)
     said = judged(tmp_path, model, lambda batch: model(batch).mean(), torch.ones(8, 4))
     assert "hardware" == said.verdict
-    assert "What the loop does outside of loss_of is not played" in said.sentence
+    assert "Code of the loop outside loss_of is not re-run" in said.sentence
 
 
 class Encoding(UserDict):
@@ -690,7 +690,7 @@ ENTRIES = {
         ((RUN, 10, "two numbers"), 2, ["returned a Tensor of shape (8, 1), not a tensor of one"]),
         ((RUN, 10, "broken"), 2, ["cannot be imported: ModuleNotFoundError", "__main__"]),
         ((RUN, 10, "train.py"), 2, ["--entry is", "must be FILE:FUNCTION"]),
-        ((RUN, 10, "nowhere.py:build"), 2, ["nowhere.py is no file"]),
+        ((RUN, 10, "nowhere.py:build"), 2, ["nowhere.py is not a file"]),
         ((RUN, 10, "nowhere.at.all:build"), 2, ["nowhere.at.all cannot be imported"]),
         ((RUN, 10, "json:build"), 2, ["json has no function build"]),
         ((RUN, "ten", "good"), 2, ["Invalid value for 'step'"]),
@@ -715,7 +715,7 @@ def test_what_cannot_be_played_says_why_and_what_to_do(
 def test_a_run_that_kept_no_step_says_how_it_would_have(tmp_path, capsys):
     train(keep_batches=False, steps=12)
     code, _, err = vitals(capsys, RUN, BAD, "--entry", ENTRY)
-    assert (2, True, True) == (code, "holds no capsules" in err, "keep_batches=True" in err)
+    assert (2, True, True) == (code, "has no capsules" in err, "keep_batches=True" in err)
 
 
 @pytest.mark.parametrize("how", ["cut", "other bytes", "pickled"])

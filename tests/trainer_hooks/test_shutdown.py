@@ -125,6 +125,7 @@ assert seen == [1, 1]
 INTERRUPTED = """
 monitor.close()
 from pathlib import Path
+from tests.support.inside import store_of
 from trainer_hooks import CheckpointSettings
 settings = CheckpointSettings(
     directory=Path(os.environ["VITALS_DIR"]) / "checkpoints", healthy_after=20, save_every=40

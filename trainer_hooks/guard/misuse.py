@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 _SUSPICIOUS_NORM = 100.0
 """A first gradient norm beyond it is worth a look through the process for who scales the loss."""
 _SCALED_NORM = 0.05
-"""Part of a scale that the norm must reach where the scaler itself has scaled nothing: a loss times
-``scaler.get_scale()`` leaves no other trace."""
+"""Part of a scale that the norm must reach, per unit of a loss above 1, if the scaler itself has
+scaled nothing: a loss times ``scaler.get_scale()`` leaves no other trace. A norm that is large
+because the loss is large is normal."""
 GIVEN_SCALERS: WeakSet[torch.amp.GradScaler] = WeakSet()
 """Those that a monitor of this process was given."""
 
@@ -61,7 +62,7 @@ def is_of_one_backward(loss: object) -> bool:
     return node is not None and not node.name().startswith(("Add", "Stack", "Cat"))
 
 
-def scale_of_unknown_scaler(grad_norm: float) -> float | None:
+def scale_of_unknown_scaler(grad_norm: float, loss: float | None) -> float | None:
     """Return the initial scale of a gradient scaler that scales losses and that nobody was given.
 
     Looks through all objects of the process, and so only where the norm is a reason to.
@@ -73,7 +74,8 @@ def scale_of_unknown_scaler(grad_norm: float) -> float | None:
         is_scaler = issubclass(type(candidate), torch.amp.GradScaler)
         if not is_scaler or candidate in GIVEN_SCALERS or not candidate._enabled:
             continue
-        by_hand = candidate._scale is None and grad_norm >= _SCALED_NORM * candidate._init_scale
+        scaled = _SCALED_NORM * candidate._init_scale * max(1.0, abs(loss or 0.0))
+        by_hand = candidate._scale is None and grad_norm >= scaled
         if by_hand or _is_never_updated(candidate):
             return float(candidate._init_scale)
     return None

@@ -300,9 +300,9 @@ def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], 
     why += _differences(case.capsule, device)
     if why:
         return "not_reproduced", f"the step is fine here; {'; '.join(why)}.", "", ()
-    words = "with the same weights, batch and random state the step is fine, twice bit-equal. What "
-    words += "the loop does outside loss_of is not re-run; if that is not the cause, test "
-    words += "the node where it ran: `vitals doctor --burn-in 60`."
+    words = "with the same weights, batch and random state the step is fine, twice bit-equal. "
+    words += "Code of the loop outside loss_of is not re-run; if it is not the cause, test the "
+    words += "node where it ran: `vitals doctor --burn-in 60`."
     return "hardware", words, "", ()
 
 

@@ -7,7 +7,6 @@ what is equal on all. Nothing here enters a collective.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
@@ -138,8 +137,8 @@ class StepController:
     """The newest step that was judged."""
     _next_attempt: int = 0
     """Id for the branch that a rollback would open."""
-    first_norm: float | None = None
-    """The first step's gradient norm, until somebody has looked at it."""
+    first_record: StepRecord | None = None
+    """The first step, until the monitor has looked at it."""
     judged: tuple[StepRecord, Reduced] | None = None
     """The newest step that was judged."""
     data_order: Callable[[], tuple[int, int]] | None = None
@@ -386,7 +385,7 @@ class StepController:
                 hint="take scheduler.step() out of the loop",
             )
         if measured.step == self.first_step:
-            self.first_norm = math.nan if record.grad_norm is None else record.grad_norm
+            self.first_record = record
             if self.starts_again and not measured.step:
                 self._tell_second_start()
         self.first_step = -1

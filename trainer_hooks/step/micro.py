@@ -138,17 +138,19 @@ class MicroLosses:
             if param.requires_grad and param.is_leaf and not hasattr(param, "to_local"):
                 self._ran = param.grad is not None
                 self._gradient = _reference(param)
-                self._undo.append(param.register_post_accumulate_grad_hook(self._seen).remove)
+                hook = _weakly(self._seen)
+                self._undo.append(param.register_post_accumulate_grad_hook(hook).remove)
                 break
         for optimizer in self._optimizers:
             self._watch_clearing(optimizer)
 
     def _watch_clearing(self, optimizer: Optimizer) -> None:
         """Have ``zero_grad`` noted: in place, or under DDP's views, the gradient stays the same."""
-        real = optimizer.zero_grad
+        real, reference = optimizer.zero_grad, weakref.ref(self)
 
         def zero_grad(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self._is_cleared = True
+            if (losses := reference()) is not None:
+                losses._is_cleared = True
             real(*args, **kwargs)
 
         ours = MethodType(zero_grad, optimizer)
@@ -175,6 +177,21 @@ class MicroLosses:
                 self._own_ran |= loss.ran is not None
             else:
                 self._fresh.append(loss)
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Return a hook that calls the method as long as its object exists.
+
+    A parameter that a live graph holds hides its hooks from the garbage collector: a strong hook
+    would keep the monitor of a loop that dropped it.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(param: Tensor) -> None:
+        if (method := reference()) is not None:
+            method(param)
+
+    return hook
 
 
 def _reference(param: Tensor) -> Callable[[], object]:
