@@ -125,9 +125,7 @@ KINDS: Mapping[str, Kind] = {
         ),
         Kind(name="stalled", alert="TrainingStalled", domain="speed", subject="machine"),
         Kind(name="waiting", domain="speed", subject="machine"),
-        Kind(
-            name="hang", alert="RankHung", has_one_alert=True, domain="speed", subject="machine"
-        ),
+        Kind(name="hang", alert="RankHung", has_one_alert=True, domain="speed", subject="machine"),
         Kind(name="memory_creep", alert="MemoryCreep", domain="memory", subject="machine"),
         Kind(name="rank_loss", alert="RankLossApart", subject="machine"),
         Kind(name="reduction", alert="ReductionWrong", subject="machine"),
