@@ -623,7 +623,8 @@ def alerts_for_finding(
     name = alert_of(finding.kind, cause)
     if not name:
         return ()
-    alert = _raise(name, run_id, finding.reason, finding.step, cause)
+    label = finding.kind if KINDS[finding.kind].has_one_alert else cause
+    alert = _raise(name, run_id, finding.reason, finding.step, label)
     if finding.severity:
         alert = msgspec.structs.replace(alert, severity=finding.severity, rank=finding.rank)
     if loss_kind != "minimize" and KINDS[finding.kind].is_of_the_level:

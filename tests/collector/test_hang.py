@@ -67,6 +67,18 @@ def test_who_is_waited_for_on_another_node_is_told_and_then_pages(job: Job):
     assert [("waiting", 5), ("hang", 5)] == nodes.say(still(0, 8.0), still(1, 8.0, 19))
 
 
+def test_a_hang_whose_cause_changes_is_one_alert_and_pages_once(job: Job):
+    nodes = Nodes(job)
+    nodes.say(still(0, 6.0), still(1, 6.0, 19))
+    changes: list[dict[str, Any]] = [{"is_mute": True}, {"process": "stopped"}, {"process": "gone"}]
+    for change in changes:
+        nodes.say(still(0, 8.0), still(1, 8.0, 19, **change))
+    assert 4 == [kind for kind, _ in job.found()].count("hang"), "each cause is recorded"
+    assert ["RankHung firing"] == job.look()
+    (alert,) = job.place.alerts()
+    assert "Rank 1 ended without" in alert.summary
+
+
 def test_what_moves_again_is_forgotten(job: Job):
     nodes = Nodes(job)
     moved = RanksStill(world_size=2, ranks=(), limits=LIMITS)

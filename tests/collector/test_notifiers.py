@@ -747,7 +747,7 @@ def test_a_shown_address_has_no_part_of_a_password_wherever_marks_are(url: str):
 def test_the_refusal_of_an_address_has_no_part_of_its_password():
     with pytest.raises(ConfigError) as caught:
         check_url("https://user:pa/ss@host")
-    assert "'https://...' is no URL" in str(caught.value)
+    assert "'https://...'" in str(caught.value)
     assert ":pa" not in str(caught.value) and "'pa'" not in str(caught.value)
 
 

@@ -164,7 +164,7 @@ def test_a_process_series_is_picked_out_of_its_agents_rows(store: Store):
         ingest(store, agent.process_rows(second, {0: (100, 1), 1: (101, 0)}))
     found = query(store).ask(SeriesQuestion(run_id=RUN, metric="process.alive", source="rank:1"))
     assert (0, 0, 0) == found.value
-    with pytest.raises(UsageError, match="is of a rank"):
+    with pytest.raises(UsageError, match="source is 'node:a'; a process series needs a rank"):
         query(store).ask(SeriesQuestion(run_id=RUN, metric="process.alive", source="node:a"))
 
 

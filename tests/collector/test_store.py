@@ -139,7 +139,7 @@ def test_a_database_of_before_the_baseline_is_left_alone(store: Store, version: 
     with store.write() as connection:
         connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{version}'")
     url = store.engine.url.render_as_string(hide_password=False)
-    with pytest.raises(StorageError, match=f"has version {version}, of before v3; ") as caught:
+    with pytest.raises(StorageError, match=f"has version {version}, older than v3; ") as caught:
         open_store(url)
     assert "--folder" in caught.value.hint
     with store.read() as connection:

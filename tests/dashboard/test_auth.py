@@ -470,14 +470,14 @@ def test_a_code_is_of_use_only_to_the_browser_that_asked_for_it(sessions, sessio
 
 @pytest.mark.parametrize("host", auth.LOOK_HOSTS)
 def test_a_name_that_others_share_never_gets_a_code(sessions, shown, host):
-    assert "only look" in sessions.send_code(sessions.open(host))
+    assert "read-only" in sessions.send_code(sessions.open(host))
     assert [] == shown
 
 
 def test_a_dashboard_that_was_not_started_with_control_gives_no_code():
     plain = Sessions()
     session = plain.open(OWN)
-    assert "only look" in plain.send_code(session)
+    assert "read-only" in plain.send_code(session)
     assert not plain.redeem(session, "")
 
 

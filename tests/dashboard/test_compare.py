@@ -86,7 +86,7 @@ def test_the_address_names_runs_metric_and_alignment(stub: Stub, open_page: Open
         "compare", runs=runs(1, 2, 3), metric="steps.grad_norm", along="tokens", log="true",
         smooth="0.5", live="false",
     )  # fmt: skip
-    assert "no tokens to draw by: r3" in shown(app)
+    assert "Left out (no tokens to draw by): r3" in shown(app)
     curves, _ = drawn(app).values()
     assert (True, "billion tokens") == (curves.wire["log"], curves.wire["unit"])
     assert 2 * curves.curve("r1")[-1][0] == curves.curve("r2")[-1][0], "aligned by tokens"
@@ -131,7 +131,7 @@ def test_what_cannot_be_compared_is_said(stub: Stub, open_page: Open) -> None:
     stub.add(empty)
     said = shown(open_page("compare", runs=f"{runs(1, 3)},nowhere<b>"))
     assert "Not here: nowhere<b>" in said
-    assert "no steps.loss: empty" in said
+    assert "Left out (no steps.loss): empty" in said
     assert "the collector" not in said
     gone = Stub()
     StubServer(gone).close()

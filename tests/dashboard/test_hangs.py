@@ -120,7 +120,7 @@ def test_the_ranks_page_says_who_waits_for_whom_by_the_best_column_there_is(
     app.segmented_control(key="ranks_metric").set_value("wait for others")
     said = shown(app.run())
     assert "The others wait for rank 3 in 100% of the columns" in said
-    assert "about 62 ms a step" in said
+    assert "about 62 ms per step" in said
 
 
 def test_a_wait_that_goes_round_is_nobody_s() -> None:

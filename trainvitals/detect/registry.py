@@ -33,6 +33,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """Further causes that stand for this kind in decisions and in the grouping of incidents."""
     domain: Domain = "numbers"
     subject: Subject = "training"
+    has_one_alert: bool = False
+    """All causes raise the same alert, because the cause may change while the problem lasts."""
     is_of_the_level: bool = False
     """Whether it judges where the loss lies: only logged where that means little."""
     may_be_accepted: bool = False
@@ -123,7 +125,7 @@ KINDS: Mapping[str, Kind] = {
         ),
         Kind(name="stalled", alert="TrainingStalled", domain="speed", subject="machine"),
         Kind(name="waiting", domain="speed", subject="machine"),
-        Kind(name="hang", alert="RankHung", domain="speed", subject="machine"),
+        Kind(name="hang", alert="RankHung", has_one_alert=True, domain="speed", subject="machine"),
         Kind(name="memory_creep", alert="MemoryCreep", domain="memory", subject="machine"),
         Kind(name="rank_loss", alert="RankLossApart", subject="machine"),
         Kind(name="reduction", alert="ReductionWrong", subject="machine"),
