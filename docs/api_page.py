@@ -197,7 +197,7 @@ def _signature(name: str, target: Callable[..., Any]) -> Iterator[str]:
             part += f": {_annotation(parameter.annotation)}"
         if parameter.default is not parameter.empty:
             part += f" = {parameter.default!r}"
-        parts.append(part)
+        parts.append(part.replace("'", '"'))  # `ruff format` also formats Python in Markdown
     returned = signature.return_annotation
     is_shown = returned is not signature.empty and not isinstance(target, type)
     result = f" -> {_annotation(returned)}" if is_shown else ""

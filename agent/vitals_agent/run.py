@@ -63,7 +63,7 @@ class OpenJournals:
             self._write()
 
     def take_missing(self, memory: Path) -> list[OpenJournal]:
-        """Take those off the list that are not in the node's memory any more; return them."""
+        """Remove journals that are no longer in the node's memory from the list; return them."""
         missing = [each for each in self._listed.values() if not (memory / each.folder).is_dir()]
         for each in missing:
             del self._listed[each.folder]
@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, OpenJournal]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """Who the agent is: the same for all its runs."""
+    """Identity of the agent: the same for all its runs."""
 
     node: str
     pid: int
@@ -130,7 +130,7 @@ class ServedRun:
         self.is_disk_full = False
         """Whether the spool's disk was full when something was last to be added."""
         self.stacks_wanted: deque[int] = deque(maxlen=8)
-        """Numbers of a person's commands to say where the ranks stand; any thread may add."""
+        """Numbers of manual commands that request the ranks' stacks; any thread may add."""
         self._lock = threading.Lock()
         self._num_copied = 0
         self._dirty = False
@@ -140,7 +140,7 @@ class ServedRun:
         self._own: dict[str, OwnSource] = {}
         self._strangers: set[Path] = set()
         self._of_other_nodes: dict[Path, tuple[Identity, float | None]] = {}
-        """Journals of nodes that this agent does not serve, and since when each is looked at."""
+        """Journals of nodes that this agent does not serve, and when each was first seen."""
         self._overflowed: dict[Path, int] = {}
         self.node_source = self._source(Source("node", facts.node))
         """The source ``node:ID``: samples of the node and its ranks, and what the agent says."""
@@ -427,7 +427,7 @@ class ServedRun:
 
     @property
     def holds_mailbox(self) -> bool:
-        """Whether rank 0 lives here: a mailbox that it left behind elsewhere delivers nothing."""
+        """Whether rank 0 runs here: an old mailbox on another node delivers nothing."""
         return bool(self.rank0_incarnation)
 
     @property

@@ -9,7 +9,7 @@ Interrupted, that goes on where it was, if the collector still has what it was s
 A batch that is refused stops its own stream: sent again it may arrive whole. The other streams go
 on. One that was only damaged on its way is tried for ever, any other ``MAX_TRIES`` times.
 
-An acknowledgement beyond all rows that were ever spooled means that somebody else wrote to the
+An acknowledgement beyond all rows that were ever spooled means that another writer used the
 stream. That stream stops as well, and none of its batches is let go. Whoever forges one row must
 not keep back the rows and commands of others.
 """
@@ -40,7 +40,7 @@ MAX_REQUEST_BYTES = 1_000_000
 """A batch alone may be larger. Proxies mostly take up to 1 MiB unless they are told otherwise."""
 REFRESH_SECONDS = 1.0
 MAX_TRIES = 5
-"""Of a batch that is refused for what it holds; then it is set aside."""
+"""Attempts to send a batch whose content is refused; then it is quarantined."""
 MAX_RETRY_SECONDS = 60.0
 MIN_TOLD_TRIES = 8
 """Refusals of one batch, about two minutes, before they are reported: most pass sooner."""
@@ -49,7 +49,7 @@ Key = tuple[str, str, str]
 
 
 class Ingests(Protocol):
-    """What the shipper needs of a collector."""
+    """Interface of a collector for the shipper."""
 
     def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> Sequence[IngestReply]:
         """Store batches and answer each; raise a VitalsError where none was taken.
@@ -64,7 +64,7 @@ class Ingests(Protocol):
 
 
 class Ships(Protocol):
-    """What the shipper needs of a spool."""
+    """Interface of a spool for the shipper."""
 
     @property
     def acked(self) -> Position:
@@ -93,7 +93,7 @@ class Ships(Protocol):
         ...
 
     def ack(self, position: Position) -> None:
-        """Let go of everything before ``position``."""
+        """Release everything before ``position``."""
         ...
 
 
@@ -118,7 +118,7 @@ class _Stopped:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one spool is sent, and how far the collector has made it durable."""
+    """Position up to which one spool is sent, and up to which the collector stored it."""
 
     cursor: Position
     pace: Pace
@@ -128,11 +128,11 @@ class _Progress:
     heard_at: float = 0.0
     stopped: dict[Key, _Stopped] = field(default_factory=dict)
     set_aside: set[Position] = field(default_factory=set)
-    """Where batches end that are given up; of one process, and so few."""
+    """Ends of the batches that are given up: few, as they belong to one process."""
     searched: dict[Key, int] = field(default_factory=dict)
     """Where the hole began for which a stream's batches were looked through last."""
     looks_back: bool = False
-    """Whether the cursor goes through all that is still there."""
+    """Whether the cursor goes through all batches again."""
     looked_from: Position | None = None
     looked: _Waiting | None = None
     """The last batch up to which the collector has all that was gone through."""
@@ -181,7 +181,7 @@ class _Progress:
             self.unacked.pop()
 
     def look_back(self, spool: Ships) -> None:
-        """Go through all that is still there."""
+        """Go through all batches again."""
         self.looks_back, self.looked, self.is_resumed = True, None, False
         self.looked_from = spool.kept_from
         self.durable.clear()

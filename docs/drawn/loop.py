@@ -235,8 +235,9 @@ ENTRIES = (
         owner=guard.GuardDetector,
         needs="Nothing but the step itself. `unguarded` reports steps that could not be measured, "
         "so their updates were not checked; `zero_gradient` reports updates that train nothing.",
-        good="Every kind of training. If the loss is not minimized, or is exactly 0 as well, "
-        "gradients of 0 may be normal, so 50 steps in a row are needed.",
+        good="Every kind of training, including curricula and large learning rates: it compares "
+        "with no reference. In RL and GANs, and if the loss is exactly 0 as well, gradients of 0 "
+        "may be normal, so 50 steps in a row are needed.",
         bad="A part of the model that is not trained, while another part is.",
         examples=in_force,
         notes=("UNMEASURED", "AGAIN", "ZERO", "ZERO_IS_USUAL"),

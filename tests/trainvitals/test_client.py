@@ -214,7 +214,7 @@ def test_an_annotation_is_written_with_the_token_that_may_control(
 
 
 def test_an_annotation_needs_a_collector(folder: Path):
-    with Client(folder) as client, pytest.raises(UsageError, match="only read"):
+    with Client(folder) as client, pytest.raises(UsageError, match="read-only"):
         client.run().annotate(40, "a bad disk")
 
 

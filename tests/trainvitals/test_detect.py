@@ -421,12 +421,12 @@ def test_outliers_that_are_not_alike_are_never_a_level(wild: str) -> None:
     assert all(each == ["spike"] for each in by_step.values())
 
 
-def test_what_the_policy_accepted_is_not_told_again() -> None:
+def test_an_accepted_level_is_not_reported_again() -> None:
     calm, high = noisy([2.1] * 300, 0.05), noisy([5.0] * 400, 0.05, 1)
     detectors = DetectorSet()
     feed(detectors, losses(calm))
     assert ["spike"] * 32 == [f.kind for f in feed(detectors, losses(high[:32], first_step=300))]
-    detectors.accept(high[:32], [])
+    detectors.accept_level()
     assert [] == feed(detectors, losses(high[32:], first_step=332))
 
 

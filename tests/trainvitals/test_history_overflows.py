@@ -77,6 +77,8 @@ def test_what_is_no_overflow_is_a_fault_as_ever():
 
 
 def test_an_overflow_between_two_outliers_neither_counts_in_their_row_nor_ends_it():
-    course = "loss 2x100 30 2 30 2x20; grad_norm 1x101 inf 1x21"
+    course = "loss 3x20 2.5x20 2x60 90 2 90 90 2x20; grad_norm 1x101 inf 1x22"
     made = [j.judgement.decision for j in judge_history(log(course)) if j.judgement.decision]
-    assert [("skip_step", 102, 2.0)] == [(d.action, d.step, d.evidence["in_a_row"]) for d in made]
+    assert [("skip_step", 100, 1.0), ("skip_step", 102, 2.0)] == [
+        (d.action, d.step, d.evidence["in_a_row"]) for d in made
+    ], "two in a row are withheld, the third is applied"

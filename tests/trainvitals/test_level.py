@@ -102,19 +102,12 @@ def test_a_constant_loss_and_a_first_change_of_it_are_nothing() -> None:
     assert [] == told([1.0] * 500 + [1.5] * 20)
 
 
-def test_nothing_is_told_about_the_rise_to_an_accepted_level() -> None:
-    detector = LevelDetector()
-    told(noisy([3.0] * 300), detector)
-    detector.accept(noisy([9.0] * 32))
-    assert [] == told(noisy([9.0] * 300), detector)
-    assert "divergence" in {kind for _, kind in told(noisy([12.0] * 300), detector)}
-
-
-def test_after_an_announced_change_the_level_starts_anew() -> None:
+def test_after_an_announced_or_accepted_change_only_a_further_rise_is_reported() -> None:
     detector = LevelDetector()
     told(noisy([3.0] * 300), detector)
     detector.rebaseline()
-    assert [] == told(noisy([6.0] * 300), detector)
+    assert [] == told(noisy([9.0] * 300), detector)
+    assert "divergence" in {kind for _, kind in told(noisy([12.0] * 300), detector)}
 
 
 def test_what_is_not_finite_is_left_out() -> None:
@@ -174,10 +167,10 @@ def test_after_a_sudden_fall_the_level_is_learned_anew() -> None:
     assert [] == told(noisy(course, noise=0.05), DriftDetector())
 
 
-def test_a_drift_measures_anew_from_an_accepted_level() -> None:
+def test_a_drift_is_measured_from_an_accepted_level() -> None:
     detector = DriftDetector()
     told(noisy([2.0] * 1200, noise=0.05), detector)
-    detector.accept()
+    detector.rebaseline()
     assert [] == told(noisy([2.6] * 1200, noise=0.05), detector)
 
 

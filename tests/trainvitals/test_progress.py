@@ -10,6 +10,7 @@ import pytest
 from tests.support.examples import one_in
 from trainvitals.detect import ProgressConfig, ProgressDetector
 from trainvitals.errors import ConfigError
+from trainvitals.policy import Judge, Proposal
 from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding, StepRecord
 
@@ -160,8 +161,21 @@ def test_an_easy_task_that_comes_back_is_no_collapse() -> None:
 def test_an_accepted_level_is_where_progress_is_measured_from() -> None:
     detector = ProgressDetector()
     causes(noisy(learned(800)), detector)
-    detector.accept(noisy([7.0] * 32))
+    detector.accept_level()
     assert [] == causes(noisy([7.0] * 1500), detector)
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_plateau_is_reported_unless_an_operator_accepted_its_level(accepts: bool) -> None:
+    judge, accept, reported = Judge(), Proposal(number=1, action="accept", argument=900.0), set()
+    for step, loss in enumerate(noisy(learned(800) + [5.5] * 1500)):
+        if step == 900:
+            judge.rebaseline(0)  # `stuck_after_restart` is what an announced change leads to
+        record = StepRecord(step=step, attempt=1, loss=loss, learning_rate=0.1)
+        command = accept if accepts and step == 901 else None
+        judged = judge.judge(record, decided_at_step=step, command=command)
+        reported |= {f.kind for f in judged.findings if step > 901}
+    assert (set() if accepts else {"plateau"}) == reported
 
 
 @pytest.mark.parametrize("kind", ["rl", "adversarial"])

@@ -45,7 +45,7 @@ def test_every_detector_has_its_row_those_of_the_loop_in_their_order() -> None:
     watchers = set(FleetDetectors().state_dict()["watchers"]) | {"stalled", "checkpoint_overdue"}
     assert watchers <= set(DETECTORS)
     of_others = {"hang", "outlier", "probe", "evaluation", "snapshots", "policy", "rule", "loop"}
-    of_others |= {"replicas", "schedule"}
+    of_others |= {"replicas", "schedule", "shipper"}
     assert set(DETECTORS) == {*fed, *watchers, *of_others}
 
 

@@ -35,11 +35,13 @@ def test_an_unknown_column_is_an_error_that_names_it() -> None:
 
 
 def test_limits_are_in_force_one_step_after_the_lag() -> None:
-    # 50 records are the warm-up; the 50th is judged in step 50, its limit is in force from 51.
-    limits = [record.loss_limit for record, _ in judgements(Judge(), "loss 2x54")]
-    assert 52 == next(step for step, limit in enumerate(limits) if limit == 6.0) + 1
-    limits = [record.loss_limit for record, _ in judgements(Judge(), "loss 2x54", lag=0)]
-    assert 51 == next(step for step, limit in enumerate(limits) if limit == 6.0) + 1
+    # 50 records are the warm-up; step 50 judges the last of them (step 49), so its limit is in
+    # force from step 51. Without a lag step 49 judges it. The limit: 2 + 25 x (3 - 2).
+    course = "loss 3x20 2x34"
+    limits = [record.loss_limit for record, _ in judgements(Judge(), course)]
+    assert 51 == limits.index(27.0)
+    limits = [record.loss_limit for record, _ in judgements(Judge(), course, lag=0)]
+    assert 50 == limits.index(27.0)
 
 
 def test_a_detector_sees_the_records_as_they_are() -> None:

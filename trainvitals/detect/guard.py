@@ -48,7 +48,7 @@ class GuardDetector(Detector):
         self._zero_told = False
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it."""
+        """Take one step in and return the findings about it."""
         if not (record.failed_ranks or record.no_gradient or self._weight or self._zero):
             return ()
         findings = [*self._unmeasured(record), *self._zero_gradient(record)]
@@ -56,9 +56,6 @@ class GuardDetector(Detector):
 
     def rebaseline(self, steps: int = 0) -> None:
         """Do nothing: no planned change explains either."""
-
-    def accept(self, losses: object, grad_norms: object) -> None:
-        """Do nothing: it compares with nothing."""
 
     def _unmeasured(self, record: StepRecord) -> list[Finding]:
         if not record.failed_ranks:
@@ -91,7 +88,7 @@ class GuardDetector(Detector):
 
     def _zero_gradient(self, record: StepRecord) -> list[Finding]:
         if not record.no_gradient:
-            if not record.failed_ranks:  # of an unmeasured step nobody knows
+            if not record.failed_ranks:  # an unmeasured step shows nothing
                 self._zero, self._zero_told = 0, False
             return []
         if not self._zero:

@@ -726,3 +726,8 @@ class ProgressDetector(Detector):
         self._before = lowest
         self._losses.clear()
         self._forget()
+
+    def accept_level(self) -> None:
+        """Measure progress from the accepted level: a run that is healthy there is not stuck."""
+        self.rebaseline()
+        self._learning = -1

@@ -84,7 +84,6 @@ KINDS: Mapping[str, Kind] = {
         _numbers("plateau", "LossPlateau", level=True),
         _numbers("collapse", "LossCollapsed", level=True),
         _numbers("lost_progress", "ProgressLost", level=True),
-        _numbers("withholding_spent"),  # in runs of older versions
         _numbers("state_damaged", "StateDamaged"),
         _numbers("lr_jump", "LearningRateAnomaly"),
         Kind(name="learning_rate", alert="LearningRateAnomaly"),

@@ -155,6 +155,11 @@ class DetectorSet(Stateful):
             part.rebaseline(steps)
         self._suspended = max(self._suspended, steps)
 
+    def accept_level(self) -> None:
+        """Start all references again at the current level, which an operator called healthy."""
+        self.rebaseline(0)
+        self._loss_progress.accept_level()
+
     def limits(self) -> Limits:
         """Return the values above which one step is reported."""
         return Limits(self._loss_spike.limit(), self._grad_norm_spike.limit())
@@ -359,7 +364,7 @@ class Judge:
         )
         self._ladder, self._last_step = verdict.state, record.step
         if verdict.decision is not None and verdict.decision.rule == "operator_accepted":
-            own.detectors.rebaseline(0)
+            own.detectors.accept_level()
         elif is_restart(record, before, self.config.ladder):
             # A warm restart: the loss rises, as it should, and nothing is withheld for it.
             own.outliers.suspend(self.config.ladder.lr_jump_steps)

@@ -684,7 +684,7 @@ def _wait(
             return halt(state, text, "stuck", waiting.finding, case)
         if not record.skipped or record.overflow:
             return Verdict(state)
-        held = "was vetoed" if asked.vetoed else f"{asked.number} waits for a yes"
+        held = "was vetoed" if asked.vetoed else f"{asked.number} waits for approval"
         return skip(
             state, waiting.finding, f"{waiting.finding.reason}; the rollback {held}",
             waiting.finding.detector, case,

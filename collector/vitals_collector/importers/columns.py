@@ -56,8 +56,8 @@ KNOWN: dict[Role, tuple[str, ...]] = {
     "time": ("timestamp", "wall_time", "walltime", "unix_time", "time_unix", "datetime", "time"),
     "evaluation_seconds": ("eval_runtime", "evaluation_seconds", "eval_seconds"),
 }  # fmt: skip
-"""Names by role, in small letters and with ``_`` for all that is no letter or digit; the first that
-a log has is taken."""
+"""Names by role, in lower case, with ``_`` for every run of characters that are not letters or
+digits. The first one that a log has is used."""
 
 _USUAL = frozenset(name for names in KNOWN.values() for name in names)
 
@@ -66,16 +66,16 @@ MISSING = frozenset({"", "none", "null", "na", "n/a", "-", "--"})
 
 LARGEST_STEP = 1 << 53
 _EARLIEST, _LATEST = 1e8, 1e10
-"""Of a time in seconds: 1973 to 2286."""
+"""Range of a time in seconds: 1973 to 2286."""
 _SHOWN_CHARACTERS = 2_000
-"""Of the names that a hint lists: whole names, as one is to be copied from it."""
+"""Characters of the names that a hint lists. Names are complete, so that one can be copied."""
 _ASKED = tuple(role for role in KNOWN if role not in ("time", "evaluation_seconds"))
-"""Roles whose cells must be numbers; a time that is none is no time."""
+"""Roles whose cells must be numbers. A time that is not a number is ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnChoice:
-    """Columns that a person named; None is found by its usual names."""
+    """Columns set by options. None: found by the usual names."""
 
     step: str | None = None
     loss: str | None = None
@@ -108,16 +108,16 @@ class History:
     source: str
     """The file, or the folder."""
     form: str
-    """What it is, in words."""
+    """Name of the log format."""
     steps: list[LoggedStep]
     columns: Mapping[Role, str]
     """Which column was taken for what; a role that the log does not have is absent."""
     notes: list[str] = field(default_factory=list)
-    """What a reader should know: one sentence each."""
+    """Notes for the reader, one sentence each."""
     evaluations: Mapping[int, float] = field(default_factory=dict)
     """Seconds of evaluations before the step at this place of ``steps``, or behind the last."""
     total_seconds: float | None = None
-    """Of the whole training, where the log says that and not when its steps were."""
+    """Seconds of the whole training, if the log has them but no times of steps."""
 
 
 def choose(names: Sequence[str], column_options: ColumnChoice, source: str) -> dict[Role, str]:
@@ -161,7 +161,7 @@ def _usual(names: Sequence[str], role: Role, usual_names: Sequence[str], source:
         by_plain.setdefault(plain(name), []).append(name)
     for usual in usual_names:
         matches = by_plain.get(usual, [])
-        if len(matches) > 1 and role in _ASKED:  # of two times either will do
+        if len(matches) > 1 and role in _ASKED:  # either of two times is right
             raise _ambiguous(role, matches, source)
         if matches:
             return matches[0]
@@ -178,7 +178,7 @@ def _ambiguous(role: Role, matches: Sequence[str], source: str) -> UsageError:
 def _not_found(
     role: Role, looked_for: Sequence[str], names: Sequence[str], source: str, *, what: str = ""
 ) -> UsageError:
-    # Those that may be meant come first.
+    # Likely names come first.
     words = ("step", "iter", "update", "epoch") if role == "step" else ("loss", "grad", "norm")
     listed = sorted(names, key=lambda name: not any(word in name.lower() for word in words))
     return UsageError(
@@ -204,7 +204,7 @@ def _option(role: Role) -> str:
 
 @lru_cache(maxsize=4096)
 def plain(name: str) -> str:
-    """Return the name in small letters, with ``_`` for all that is no letter or digit."""
+    """Return the name in lower case, with ``_`` instead of other characters."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
@@ -215,7 +215,7 @@ def number(value: object) -> float | None:
     """Return what a cell holds; None where nothing was measured.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: the value is not a number.
     """
     if isinstance(value, float):
         return value
@@ -240,7 +240,7 @@ def step_number(value: object) -> int | None:
     """Return the step a cell holds; None where it holds none.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: the value is not a whole number.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         step = value
@@ -280,7 +280,7 @@ def moment(value: object) -> float | None:
 
 
 class Rows:
-    """Collects records; counts what cannot be one, and says where a cell is no number."""
+    """Collects records, counts invalid rows, and names cells that are not numbers."""
 
     def __init__(self, source: str, where: str) -> None:
         self.steps: list[LoggedStep] = []
@@ -304,10 +304,10 @@ class Rows:
         time: object = None,
         evaluation_seconds: object = None,
     ) -> None:
-        """Take one record in, in the order of the log; one that says nothing is passed over.
+        """Add one record, in the order of the log. A record without values is skipped.
 
         Raises:
-            FormatError: a cell is no number.
+            FormatError: a cell is not a number.
         """
         self._add(row, step, loss, grad_norm, lr, loss_scale, step_seconds, tokens_per_second,
                   data_seconds, time)  # fmt: skip
@@ -362,11 +362,11 @@ class Rows:
         self.steps.append(LoggedStep(row, found_step, *numbers))
 
     def pass_over(self, why: str) -> None:
-        """Count a row that is no record."""
+        """Count an invalid row."""
         self._dropped[why] += 1
 
     def notes(self) -> list[str]:
-        """Return what was passed over, in words."""
+        """Return one sentence per reason for which rows were skipped."""
         return [f"{times} rows {why} were skipped" for why, times in self._dropped.items()]
 
 

@@ -12,9 +12,9 @@ from trainvitals.errors import FormatError, StorageError
 
 GZIP = b"\x1f\x8b"
 MAX_BYTES = 1 << 30
-"""Of a log that is read whole: a few kilobytes of gzip may hold any number."""
+"""Largest log that is read in full: a few kilobytes of gzip may expand to any size."""
 MAX_RATIO, MIN_UNPACKED_BYTES = 200, 16 << 20
-"""Of a compressed log: no log is packed so tightly that it unpacks to more."""
+"""Bounds of a compressed log: no log compresses better."""
 MAX_LINE = 1 << 20
 _CHUNK = 1 << 20
 

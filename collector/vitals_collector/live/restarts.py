@@ -1,4 +1,4 @@
-"""Restarts of a run: what each of them went back over, and from which step it went on.
+"""Restarts of a run: the steps that each of them repeats, and its first step.
 
 A restart is an attempt that no rollback began. Its lost steps are those of the lineage before it
 that are not in the lineage after it, so they are the steps that ``goodput`` counts as undone.
@@ -37,11 +37,11 @@ class Restart(NamedTuple):
     """When the last step before it ended."""
     started_unix_ns: int
     is_planned: bool
-    """Whether it followed a start that had finished or was interrupted, and so is no failure."""
+    """Whether the start before it finished or was interrupted, which is not a failure."""
 
     @property
     def lost_steps(self) -> int:
-        """Steps that were trained in vain."""
+        """Number of wasted steps."""
         return sum(high - low + 1 for _, low, high in self.lost)
 
 
