@@ -77,7 +77,7 @@ class Averages:
                 ema.follow(names)
 
     def rolled_back(self) -> None:
-        """The averages are the checkpoint's: what the loop adds before the next step is void."""
+        """Ignore updates by the loop until the next step: the averages have been restored."""
         for update in self._updates:
             update.rolled_back()
         for ema in self._emas:
