@@ -1,1 +1,1 @@
-"""Updates that may be held back without a trace, and what cannot be guarded."""
+"""Updates that can be skipped with the state bitwise unchanged, and setups that are refused."""

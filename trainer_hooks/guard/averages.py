@@ -1,6 +1,6 @@
-"""Averages of the weights under the verdict: a skipped step leaves no trace in them.
+"""Averages of the weights that follow the verdict: a skipped step does not change them.
 
-``EMA`` is updated with each step; torch's ``AveragedModel`` by the loop.
+Each step updates ``EMA``; the loop updates torch's ``AveragedModel``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trainvitals.errors import UsageError
 class Averages:
     """The registered averages: each follows the verdict of the step.
 
-    An ``AveragedModel`` costs one more copy of the average while it is updated, and one pass over
-    it; an ``EMA`` nothing.
+    During its update, an ``AveragedModel`` costs one more copy of the average and one pass over it;
+    an ``EMA`` costs nothing.
     """
 
     def __init__(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
@@ -45,24 +45,24 @@ class Averages:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether averages are in the weights' place."""
+        """Whether averages currently replace the weights."""
         return any(ema.is_swapped for ema in self._emas)
 
     def refuse_swapped(self) -> None:
-        """Refuse a step while averages are in the weights' place.
+        """Refuse a step while averages replace the weights.
 
         Raises:
-            UsageError: they are.
+            UsageError: averages replace the weights.
         """
         for ema in self._emas:
             ema.refuse_swapped()
 
     def judged(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
-        """Take a step's verdict, 0.0 or 1.0 on the device; call before its update.
+        """Apply a step's verdict, 0.0 or 1.0 on the device; call before its update.
 
         Args:
             bad: the verdict.
-            optimizers: those that the step moves.
+            optimizers: the optimizers that the step moves.
         """
         for update in self._updates:
             update.judged(bad, optimizers)
@@ -71,20 +71,20 @@ class Averages:
                 ema.begin(bad)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Average in what an optimizer holds; call right after its step, applied or held back."""
+        """Average in an optimizer's parameters; call directly after its step, even if skipped."""
         for ema, names in zip(self._emas, self._names[id(optimizer)], strict=True):
             if names:
                 ema.follow(names)
 
     def rolled_back(self) -> None:
-        """The averages are the checkpoint's: what the loop adds before the next step is void."""
+        """Ignore updates by the loop until the next step: the averages have been restored."""
         for update in self._updates:
             update.rolled_back()
         for ema in self._emas:
             ema.forget()
 
     def release(self) -> None:
-        """Leave the averages as they were found."""
+        """Restore the averages to their original methods."""
         for update in self._updates:
             update.release()
         for ema in self._emas:
@@ -92,7 +92,7 @@ class Averages:
 
 
 def averages_in(state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> Averages | None:
-    """Return the averages that were registered; None where there are none."""
+    """Return the registered averages; None if there are none."""
     is_any = any(isinstance(value, EMA | AveragedModel) for value in state.values())
     return Averages(state, optimizers) if is_any else None
 
@@ -100,10 +100,10 @@ def averages_in(state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> Av
 def refuse_averages(
     state: Mapping[str, Any], optimizers: Sequence[Optimizer], *, has_engine: bool
 ) -> None:
-    """Refuse an ``EMA`` that the steps to come would not move, or would move twice.
+    """Refuse an ``EMA`` that later steps would not update, or would update twice.
 
     Raises:
-        UsageError: there is one.
+        UsageError: there is such an ``EMA``.
     """
     for ema in emas_in(state):
         if has_engine:
@@ -116,7 +116,7 @@ def refuse_averages(
 
 
 def emas_in(state: Mapping[str, Any]) -> list[EMA]:
-    """Return each of them once, under however many names it was registered."""
+    """Return each of them once, even if it was registered under several names."""
     return [*{id(ema): ema for ema in state.values() if isinstance(ema, EMA)}.values()]
 
 
@@ -125,28 +125,28 @@ def _held_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 
 
 _ENGINE = 0
-"""Stands for the optimizers of a framework's engine, which we do not hold."""
+"""Key for the optimizers of a framework's engine, which are not accessible."""
 
 
 class _GuardedUpdate:
-    """Stands in for one average's ``update_parameters``."""
+    """Replaces one average's ``update_parameters``."""
 
     def __init__(self, average: AveragedModel, optimizers: Sequence[Optimizer]) -> None:
         self._average = average
         self._held = {id(o): {*map(id, _held_by([o]))} for o in optimizers} or {_ENGINE: set()}
         self._bad: dict[int, Tensor] = {}
-        """The verdict of each optimizer's last step, the newest last."""
+        """Verdict of each optimizer's last step, the latest last."""
         self._owners: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
         self._late: AsyncCopy[tuple[Tensor, Tensor]] | None = None
         self._waits = False
         average.update_parameters = self  # type: ignore[method-assign]
 
     def __reduce__(self) -> Any:
-        """Copy and pickle as the plain method of the average's copy."""
+        """Copy and pickle as the original method of the average's copy."""
         return partial, (type(self._average).update_parameters, self._average)
 
     def __call__(self, model: nn.Module) -> None:
-        """Average the model in, unless its last step was skipped; waits for nothing."""
+        """Average the model in, unless its last step was skipped; never waits."""
         plain = type(self._average).update_parameters
         verdict = self._verdict_of(model)
         wait_for_copies()
@@ -165,9 +165,9 @@ class _GuardedUpdate:
                     tensor.copy_(torch.where(bad, before, tensor))
 
     def _verdict_of(self, model: nn.Module) -> Tensor | None:
-        """Return the verdict of the newest step that moved the model; None before the first.
+        """Return the verdict of the latest step that moved the model; None before the first.
 
-        Of optimizers that take turns, the last one's may be of another model.
+        If optimizers alternate, the last verdict may belong to another model.
         """
         if model not in self._owners:
             params = {id(param) for param in model.parameters()}
@@ -177,7 +177,7 @@ class _GuardedUpdate:
         return next((bad for one, bad in reversed(self._bad.items()) if one in owners), None)
 
     def _settle_later(self, counter: Tensor, before: Tensor, bad: Tensor) -> None:
-        """Torch keeps ``n_averaged`` on the host: it is put right when the verdict is there."""
+        """Correct ``n_averaged``, which torch keeps on the host, once the verdict has arrived."""
         if self._late is None:
             self._late = AsyncCopy(lag=1, size=1, device=bad.device)
         if not self._waits:  # a second update in one step has the same verdict
@@ -185,21 +185,21 @@ class _GuardedUpdate:
             self._waits = True
 
     def judged(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
-        """Put right what waited for the verdict before this one, and take this one."""
+        """Correct the counter for the previous verdict, and store this one."""
         self._settle()
         for one in [*map(id, optimizers)] or [_ENGINE]:
             self._bad.pop(one, None)
             self._bad[one] = bad
 
     def rolled_back(self) -> None:
-        """Drop what waited for a verdict, and let nothing in until the next one."""
+        """Discard pending corrections, and block updates until the next verdict."""
         if self._late is not None:
             self._late.pop()
             self._waits = False
         self._bad = {one: torch.ones_like(bad) for one, bad in self._bad.items()}
 
     def _settle(self, patience_seconds: float | None = None) -> None:
-        """Take back the counter of a step that was skipped; waits for that step alone, not this."""
+        """Restore the counter after a skipped step; waits only for that step, not for this one."""
         if self._late is None:
             return
         ready, self._waits = self._late.pop(patience_seconds=patience_seconds), False
@@ -208,7 +208,7 @@ class _GuardedUpdate:
             counter.copy_(before)
 
     def release(self) -> None:
-        """Give the average its own method back."""
+        """Restore the average's own method."""
         self._settle(patience_seconds=2.0)
         vars(self._average).pop("update_parameters", None)
 
@@ -218,5 +218,5 @@ def _tensors_of(average: AveragedModel) -> tuple[Tensor, ...]:
 
 
 def is_far_counter(tensor: Tensor, bad: Tensor) -> bool:
-    """Whether it is a counter on the host under a verdict on a device: reading that would wait."""
+    """Whether it is a host counter with a verdict on a device: reading the verdict would wait."""
     return tensor.dim() == 0 and tensor.device != bad.device

@@ -1,8 +1,8 @@
-"""The schedule that a run declared, played beside the training: what each group's rate should be.
+"""The schedule that a run declared, simulated during training: the expected rate of each group.
 
-A scheduler is copied and stepped in step with the training; its copy sets the rates of groups that
-hold no parameters. Nothing of the user's is touched, and nothing is computed ahead: a million steps
-would take seconds, and a step costs what the user's own scheduler does.
+A scheduler is copied, and the copy is stepped together with the training; it sets the rates of
+groups without parameters. The user's objects are not changed, and nothing is computed ahead: a
+million steps would take seconds, while a step costs as much as a step of the user's scheduler.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from trainvitals.records import Finding
 Declared = LRScheduler | LRSchedule | str | Sequence[LRScheduler]
 
 _KEPT = 4_096
-"""Counts whose rates are kept: a rollback goes back by less, mostly."""
+"""Counts whose rates are kept: most rollbacks go back by less."""
 _CATCH_UP = 256
-"""Of a resumed run, counts that are played in one step: below 2 ms."""
+"""Counts of a resumed run that are simulated per step: takes less than 2 ms."""
 _EXACT, _SHAPED = 1e-3, 1e-6
-"""Relative tolerances: rounding of a scheduler that was restored; a shape has its own."""
+"""Relative tolerances: the first covers rounding in a restored scheduler, the second a shape."""
 _MOST_SKIPS = 64
 
 
 class DeclaredSchedule:
-    """Says of each step whether its rates are as declared.
+    """Compares the rates of each step with the declared schedule.
 
     Args:
-        declared: as given to ``watch``.
-        optimizers: the run's, in the order of the rates.
-        schedulers: those that the monitor steps.
-        total_steps: of the run; None where nobody said.
+        declared: schedule as given to ``watch``.
+        optimizers: the run's optimizers, in the order of the rates.
+        schedulers: schedulers that the monitor steps.
+        total_steps: length of the run; None if unknown.
         every: whether the schedulers count updates or epochs.
 
     Raises:
-        UsageError: it cannot be declared; the text says why.
+        UsageError: the schedule cannot be declared; the message explains why.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class DeclaredSchedule:
         self._is_ours = False
         self._num_skips = 0
         self._epoch: int | None = None
-        """Of the newest step that was judged."""
+        """Epoch of the latest step that was judged."""
         self._rate = 0.0
-        """The first group's in the step before."""
+        """Rate of the first group in the step before."""
         if isinstance(shape, LRSchedule):
             self._shape = shape
             if shape.kind != "constant" and total_steps is None:
@@ -100,7 +100,7 @@ class DeclaredSchedule:
         self.follower = ScheduleFollower(name, tolerance=_SHAPED if self._shape else _EXACT)
 
     def judge(self, measured: HostMeasurements, *, skipped: bool) -> Finding | None:
-        """Return what is to be told of a step of all optimizers; None where all is as declared."""
+        """Return the finding about a step of all optimizers; None if all rates are as declared."""
         self._num_skips += skipped
         self._epoch = measured.epoch
         if measured.turn or len(measured.learning_rates) != sum(self._sizes):
@@ -110,10 +110,10 @@ class DeclaredSchedule:
         return self.follower.update(measured.step, measured.learning_rates, bands)
 
     def has_rise(self, step: int, rates: Sequence[float | None]) -> bool:
-        """Return whether the first group's rate rises in this step, to what is declared for it.
+        """Return whether the first group's rate rises in this step to its declared value.
 
-        Asked before the step is judged. Whether it begins an epoch is not known by then: a rate of
-        the next one is as declared too.
+        Call before the step is judged. At this point it is unknown whether the step starts an
+        epoch, so a rate of the next epoch counts as declared too.
         """
         rate, before = (rates[0] if rates else None), self._rate
         self._rate = before if rate is None else rate
@@ -136,16 +136,16 @@ class DeclaredSchedule:
         return bands
 
     def _near(self) -> tuple[int, int]:
-        """Return how many counts before and after its own may be a step's.
+        """Return the number of counts before and after its own that may belong to a step.
 
-        A loop that steps its scheduler itself may do so before or after our step, and may leave it
-        out for updates that were skipped.
+        A loop that steps its scheduler itself may do so before or after our step, and may not step
+        it for skipped updates.
         """
         return (0, 0) if self._is_ours else (1 + min(self._num_skips, _MOST_SKIPS), 1)
 
 
 def _listed(declared: object) -> list[LRScheduler]:
-    """Return the schedulers, each of which can be played ahead."""
+    """Return the schedulers, after a check that each of them can be simulated ahead."""
     given: list[Any] = list(declared) if isinstance(declared, list | tuple) else [declared]
     for scheduler in given:
         if not isinstance(scheduler, LRScheduler):
@@ -172,16 +172,16 @@ def _parts(scheduler: Any) -> Iterator[Any]:
 
 
 class _Rates(Optimizer):
-    """Stands in for an optimizer: groups with all their settings and no parameters."""
+    """Replaces an optimizer: groups with all their settings and no parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # Not made as an optimizer is: without parameters that is refused.
+        # Without the constructor of Optimizer, which refuses groups without parameters.
         self.param_groups = [
             {key: _plain(value) for key, value in group.items() if key != "params"} | {"params": []}
             for group in optimizer.param_groups
         ]
         self.defaults = dict(optimizer.defaults)
-        self._opt_called = True  # else the scheduler warns at its first step
+        self._opt_called = True  # otherwise the scheduler warns at its first step
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Do nothing."""
@@ -200,7 +200,7 @@ class _State(NamedTuple):
 
 
 class _Played:
-    """A copy of one scheduler, stepped to wherever the training is."""
+    """A copy of one scheduler, stepped to the count of the training."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._first = count_of(scheduler) or 0
@@ -226,14 +226,14 @@ class _Played:
     def at(self, step: int, before: int, after: int) -> list[Band] | None:
         """Return each group's rates at the count of a step; None while the copy catches up.
 
-        A scheduler that had counted before the run began is as far ahead ever after.
+        A scheduler that had counted before the run started keeps this offset.
         """
         if self._offset is None:
             self._offset = max(0, self._first - step)
         count = step + self._offset
         low, high = max(self._first, count - before), count + after
         if low < self._count - len(self._kept) + 1:
-            self._restart()  # a rollback from far
+            self._restart()  # a rollback by more than the kept counts
         for _ in range(_CATCH_UP):
             if self._count >= high:
                 break
@@ -248,9 +248,9 @@ class _Played:
 
 
 def _copied(scheduler: Any, optimizer: Optimizer) -> _State:
-    """Return a copy whose optimizer is a stand-in: the parameters are not copied.
+    """Return a copy whose optimizer is replaced, so that no parameters are copied.
 
-    Functions are shared: a method's object may be a whole trainer.
+    Functions are shared: the object of a method may be a complete trainer.
     """
     rates = _Rates(optimizer)
     memo: dict[int, Any] = {id(optimizer): rates}

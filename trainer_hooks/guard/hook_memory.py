@@ -1,7 +1,7 @@
-"""The memory of DDP's communication hooks (PowerSGD's errors): backward writes it, unseen by us.
+"""Memory of DDP's communication hooks, such as PowerSGD's errors, which backward writes directly.
 
-A NaN in one gradient stays in such a memory and poisons every step after it. Registered with
-``watch(state=...)`` it is kept before backward and put back where a step was bad, as buffers are.
+A NaN in one gradient stays in such a memory and poisons every later step. If it is registered with
+``watch(state=...)``, it is copied before backward and restored after a bad step, like buffers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def comm_hooks(model: nn.Module) -> list[tuple[Callable[..., Any], Any]]:
         hook = getattr(module, "_comm_hook", None)
         if hook is not None:
             hooks.append((hook, getattr(module, "_comm_hook_state", None)))
-    ours = "trainer_hooks."  # a hook that measures; it stays on a module for good
+    ours = "trainer_hooks."  # a hook that measures; it stays on a module permanently
     return [(h, s) for h, s in hooks if not getattr(h, "__module__", "").startswith(ours)]
 
 
@@ -42,13 +42,13 @@ def has_memory(state: object) -> bool:
 
 
 def registered(model: nn.Module, state: Mapping[str, Any]) -> dict[str, HookMemory]:
-    """Return, by name, the memory of each hook whose state was registered."""
+    """Return the memory of each hook whose state was registered, by name."""
     ids = {id(hook_state) for hook_state in hook_states(model)}
     return {name: HookMemory(value) for name, value in state.items() if id(value) in ids}
 
 
 def unregistered(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Return what to say about each hook's memory that nobody registered."""
+    """Return a warning about the memory of each hook that was not registered."""
     registered = {id(value) for value in state.values()}
     unseen = {id(s): s for s in hook_states(model) if id(s) not in registered and has_memory(s)}
     return [
@@ -59,10 +59,10 @@ def unregistered(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 class HookMemory:
-    """One hook's memory under the verdict. Has the ``state_dict`` that a rollback needs.
+    """Memory of one hook under the verdict. Has the ``state_dict`` that a rollback needs.
 
-    Counters and generators of the hook go on with every attempted step, as schedulers do. It costs
-    one copy of the memory, made anew in each step.
+    The hook's counters and RNGs advance with every attempted step, like schedulers. It costs one
+    copy of the memory, made again in each step.
     """
 
     def __init__(self, state: object) -> None:
@@ -91,10 +91,10 @@ class HookMemory:
 
     @torch.no_grad()
     def put_back(self, bad: Tensor) -> None:
-        """Where ``bad`` is 1, set the memory to what was kept. Does not wait.
+        """Restore the kept memory if ``bad`` is 1. Does not wait.
 
-        What first came in this very step starts as a hook's memory does: at zero, and PowerSGD's Q
-        at random numbers, the same on all ranks (from zero it would never leave).
+        Memory created in this step is reset to the initial memory of a hook: zero, and for the Q of
+        PowerSGD random numbers, equal on all ranks (Q would never leave zero).
         """
         self._has_stepped = True
         for place, live in self._live():
@@ -104,12 +104,12 @@ class HookMemory:
             live.copy_(torch.where(bad.to(live.device) != 0, before, live))
 
     def settle(self, bad: Tensor) -> None:
-        """Put the memory back where ``bad`` is 1, and keep what it is then."""
+        """Restore the memory if ``bad`` is 1, and keep a copy of the result."""
         self.put_back(bad)
         self.keep()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the memory, the counters and numpy's generator."""
+        """Return a copy of the memory, the counters and numpy's RNG state."""
         copies: dict[str, Any] = {}
         for name, value in _attributes(self._state).items():
             if isinstance(value, _PLAIN) or _tensors_in(value) is not None:
@@ -120,10 +120,10 @@ class HookMemory:
         return copies
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the memory back, within the process that filled it.
+        """Restore the memory in the process that filled it.
 
-        In a new process DDP has other buckets until its second step: there the memory starts anew,
-        and a hook that waits for some steps waits again.
+        In a new process DDP has different buckets until its second step: there the memory starts
+        empty, and a hook that waits for some steps waits again.
         """
         if not self._has_stepped:
             return
@@ -135,14 +135,14 @@ class HookMemory:
 
 
 def _attributes(state: object) -> dict[str, Any]:
-    """Return an object's attributes, those in ``__slots__`` included."""
+    """Return an object's attributes, including those in ``__slots__``."""
     slots = [name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())]
     attributes = {name: getattr(state, name) for name in slots if hasattr(state, name)}
     return attributes | getattr(state, "__dict__", {})
 
 
 def _tensors_in(value: object) -> dict[object, Tensor] | None:
-    """Return the tensors of an attribute that holds nothing else; a dict may be empty still."""
+    """Return the tensors of an attribute that holds only tensors; a dict may still be empty."""
     if isinstance(value, Tensor):
         return {None: value}
     if isinstance(value, list | tuple) and value:

@@ -1,4 +1,4 @@
-"""What a loop does wrong in a way that only its first steps show; looked for there alone."""
+"""Mistakes of a loop that only its first steps show; checked only there."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _SUSPICIOUS_NORM = 100.0
-"""A first gradient norm beyond it is worth a look through the process for who scales the loss."""
+"""First gradient norm above which the process is searched for a gradient scaler."""
 _SCALED_NORM = 0.05
 """Part of a scale that the norm must reach, per unit of a loss above 1, if the scaler itself has
 scaled nothing: a loss times ``scaler.get_scale()`` leaves no other trace. A norm that is large
 because the loss is large is normal."""
 GIVEN_SCALERS: WeakSet[torch.amp.GradScaler] = WeakSet()
-"""Those that a monitor of this process was given."""
+"""Scalers given to a monitor of this process."""
 
 
 class Backwards:
-    """Counts the backwards that one parameter's gradient is the sum of.
+    """Counts the backwards that are summed in one parameter's gradient.
 
-    By a hook on that parameter, which stays for the first steps only.
+    It uses a hook on that parameter, which stays only for the first steps.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
@@ -34,7 +34,7 @@ class Backwards:
         self._hook = None
         params = (p for o in optimizers for group in o.param_groups for p in group["params"])
         for param in params:
-            # A part of a sharded parameter gets its gradient elsewhere.
+            # A sharded parameter's part gets its gradient in a different way.
             if param.requires_grad and param.is_leaf and not hasattr(param, "to_local"):
                 self._hook = param.register_post_accumulate_grad_hook(self._seen)
                 return
@@ -45,16 +45,16 @@ class Backwards:
         self._grad = (lambda: None) if param.grad is None else weakref.ref(param.grad)
 
     def close(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         if self._hook is not None:
             self._hook.remove()
 
 
 def is_of_one_backward(loss: object) -> bool:
-    """Return whether a loss looks like that of one backward alone.
+    """Return whether a loss seems to belong to a single backward.
 
-    A number, a tensor without its graph, and a sum or a mean of several may stand for all of a
-    step's.
+    A number, a tensor without its graph, and a sum or mean of several losses may describe all
+    backwards of a step.
     """
     node: Any = loss.grad_fn if isinstance(loss, Tensor) else None
     while node is not None and node.name().startswith(("Mean", "Sum", "Div", "Mul")):
@@ -63,14 +63,14 @@ def is_of_one_backward(loss: object) -> bool:
 
 
 def scale_of_unknown_scaler(grad_norm: float, loss: float | None) -> float | None:
-    """Return the initial scale of a gradient scaler that scales losses and that nobody was given.
+    """Return the initial scale of a gradient scaler that scales losses and was not given to us.
 
-    Looks through all objects of the process, and so only where the norm is a reason to.
+    It checks all objects of the process, so it only does so if the norm is suspicious.
     """
     if grad_norm <= _SUSPICIOUS_NORM:
         return None
     for candidate in gc.get_objects():
-        # By its type: to ask a stranger's object itself may run its code.
+        # Check the type only: attribute access can run third-party code.
         is_scaler = issubclass(type(candidate), torch.amp.GradScaler)
         if not is_scaler or candidate in GIVEN_SCALERS or not candidate._enabled:
             continue
@@ -82,16 +82,16 @@ def scale_of_unknown_scaler(grad_norm: float, loss: float | None) -> float | Non
 
 
 def _is_never_updated(scaler: torch.amp.GradScaler) -> bool:
-    """Return whether it has scaled a loss, and nobody has come to its ``update()``."""
+    """Return whether it has scaled a loss without a call of its ``update()`` so far."""
     if not scaler._enabled or scaler._scale is None or scaler._growth_tracker is None:
         return False
     return not scaler._growth_tracker.item() and scaler._scale.item() == scaler._init_scale
 
 
 def foreign_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[str]:
-    """Return what to say about each optimizer of torch's none of whose parameters is the model's.
+    """Return a warning about each torch optimizer that holds none of the model's parameters.
 
-    Wrappers of elsewhere may hold copies of them.
+    Third-party wrappers may hold copies of them.
     """
     own = {id(param) for param in model.parameters()}
     return [
@@ -105,9 +105,9 @@ def foreign_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> lis
 
 
 def parameters_left_out(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
-    """Return what to say where parameters need gradients, and none of torch's optimizers has them.
+    """Return a warning if parameters need gradients and are in none of the torch optimizers.
 
-    Wrappers of elsewhere may hold copies of them.
+    Third-party wrappers may hold copies of them.
     """
     if not all(type(optimizer).__module__.startswith("torch.optim") for optimizer in optimizers):
         return []
@@ -123,7 +123,7 @@ def parameters_left_out(model: nn.Module, optimizers: Sequence[Optimizer]) -> li
 
 
 def foreign_schedulers(schedulers: Iterable[Any], optimizers: Sequence[Optimizer]) -> list[str]:
-    """Return what to say about each scheduler whose optimizer shares no group with those given."""
+    """Return a warning about each scheduler whose optimizer shares no group with the given ones."""
     own = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     pairs = [(scheduler, getattr(scheduler, "optimizer", None)) for scheduler in schedulers]
     others = [(scheduler, other) for scheduler, other in pairs if isinstance(other, Optimizer)]

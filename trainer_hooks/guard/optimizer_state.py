@@ -1,4 +1,4 @@
-"""What is known of optimizer state: how it starts, how large it gets, and whether it is finite."""
+"""Properties of optimizer state: initial values, size, and whether it is finite."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ _FROM_ZEROS = (
 
 
 def starts_from_zeros(optimizer: Optimizer) -> bool:
-    """Return whether zeros equal the state that this optimizer makes at its first step.
+    """Return whether zeros equal the state that this optimizer creates at its first step.
 
-    Exactly these classes. NAdam and ASGD start at 1, Rprop at the learning rate, SGD with dampening
-    takes its first gradient whole, and of an optimizer from elsewhere nothing is known.
+    Only for these classes. NAdam and ASGD start at 1, Rprop at the learning rate, SGD with
+    dampening takes its complete first gradient, and third-party optimizers are unknown.
     """
     return type(optimizer) in _FROM_ZEROS and not any(
         group.get("dampening") for group in optimizer.param_groups
@@ -34,7 +34,7 @@ def starts_from_zeros(optimizer: Optimizer) -> bool:
 
 
 def expected_bytes(optimizer: Optimizer) -> int:
-    """Return how large the state of an optimizer that has none yet will be, roughly."""
+    """Return the approximate size of the state of an optimizer that has none yet, in bytes."""
     total = 0
     for group in optimizer.param_groups:
         size = sum(p.numel() * p.element_size() for p in group["params"])
@@ -48,7 +48,7 @@ def expected_bytes(optimizer: Optimizer) -> int:
 def zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, like: Tensor
 ) -> Tensor:
-    """Return zeros for a parameter's state; sharded as the parameter is, where the shape agrees."""
+    """Return zeros for a parameter's state; sharded like the parameter if the shapes agree."""
     local = torch.zeros(shape, dtype=dtype, device=device)
     to_local = getattr(like, "to_local", None)
     if to_local is None:
@@ -71,7 +71,7 @@ def zeros(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements lie in one memory of the tensor's own; a sparse one has none."""
+    """Return whether the elements are in one memory of the tensor; a sparse tensor has none."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
@@ -90,10 +90,10 @@ def true_elements(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def nonfinite_count(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return on ``device`` how many of the tensors hold a NaN or Inf.
+    """Return on ``device`` the number of tensors with a NaN or Inf.
 
-    It does not wait for a GPU: there one fused pass gives the extremes, which are finite exactly
-    when all of a tensor is.
+    It does not wait for a GPU: there one fused pass computes the extremes, which are finite exactly
+    if all elements are.
     """
     on_host = 0
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

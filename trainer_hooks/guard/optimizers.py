@@ -1,8 +1,8 @@
-"""Applies an update, or leaves no trace of it: parameters, moments, counters and buffers.
+"""Applies an update, or leaves parameters, optimizer state and buffers bitwise unchanged.
 
 Fused optimizers take the verdict on the device through ``found_inf``: nothing waits for it. For all
-others the host reads the verdict and does not call ``step()``. Never a multiplication by zero: 0 *
-NaN is NaN.
+other optimizers the host reads the verdict and does not call ``step()``. An update is never
+multiplied by zero, because 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _HONOURS_FOUND_INF = (
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer.step()`` itself honours ``found_inf`` on the device.
+    """Return whether ``optimizer.step()`` itself honors ``found_inf`` on the device.
 
-    Only these classes exactly: several others carry the attribute and ignore it, and a subclass, or
-    whoever put another ``step`` into the instance, may do anything. SGD with dampening cannot be
-    skipped on its first step.
+    Only exactly these classes: several others have the attribute and ignore it, and a subclass, or
+    an instance with a replaced ``step``, may do anything. SGD with dampening cannot be skipped on
+    its first step.
     """
     return (
         type(optimizer) in _HONOURS_FOUND_INF
@@ -56,9 +56,9 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:
-    """Return whether ``step`` is the class's own; a scheduler's wrapper only counts its calls."""
+    """Return whether ``step`` belongs to the class; a scheduler's wrapper only counts its calls."""
     step = vars(optimizer).get("step")
-    step = getattr(step, "stands_in_for", step)  # attach's own: it passes on what is set
+    step = getattr(step, "stands_in_for", step)  # attach's wrapper: it calls the original step
     if step is None:
         return True
     file = getattr(getattr(step, "__code__", None), "co_filename", "")
@@ -66,47 +66,47 @@ def _has_own_step(optimizer: Optimizer) -> bool:
 
 
 class Kept(Protocol):
-    """Something that forward or backward writes."""
+    """Data that forward or backward writes."""
 
     def keep(self) -> None:
         """Copy it; call after the update, before the next forward."""
 
     def put_back(self, bad: Tensor) -> None:
-        """Where ``bad`` is 1, set it to what was kept. Does not wait."""
+        """Restore the kept copy if ``bad`` is 1. Does not wait."""
 
     def settle(self, bad: Tensor) -> None:
-        """Put it back where ``bad`` is 1, and keep what it is then."""
+        """Restore the copy if ``bad`` is 1, and keep a copy of the result."""
 
 
 class Shadows:
-    """All that forward and backward write besides gradients, as one."""
+    """Everything that forward and backward write except gradients, as one object."""
 
     def __init__(self, *parts: Kept) -> None:
         self._parts = parts
 
     def keep(self) -> None:
-        """Copy all; call after the update, before the next forward."""
+        """Copy all parts; call after the update, before the next forward."""
         for part in self._parts:
             part.keep()
 
     def put_back(self, bad: Tensor) -> None:
-        """Where ``bad`` is 1, set all to what was kept. Does not wait."""
+        """Restore all kept copies if ``bad`` is 1. Does not wait."""
         for part in self._parts:
             part.put_back(bad)
 
     def settle(self, bad: Tensor) -> None:
-        """Put all back where ``bad`` is 1, and keep what it is then."""
+        """Restore all copies if ``bad`` is 1, and keep a copy of the result."""
         for part in self._parts:
             part.settle(bad)
 
     @property
     def buffers(self) -> Kept:
-        """The part that keeps the model's buffers."""
+        """The part for the model's buffers."""
         return self._parts[0]
 
 
 class AfterLoad:
-    """Keeps what a ``load_state_dict`` of the model brings: a skip must not undo it."""
+    """Keeps the values of a ``load_state_dict`` of the model: a skip must not undo it."""
 
     def __init__(self, model: nn.Module, shadow: Kept) -> None:
         self._shadow = shadow
@@ -116,34 +116,34 @@ class AfterLoad:
         self._handles = [m.register_load_state_dict_post_hook(self) for m in modules]
 
     def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
-        """Keep all; called when the whole model was loaded."""
+        """Keep all values; called when the complete model was loaded."""
         self._shadow.keep()
 
     def __reduce__(self) -> Any:
-        """Copy and pickle with the model as what does nothing, and needs no Vitals to be read."""
+        """Copy and pickle with the model as a no-op that can be loaded without Vitals."""
         return partial, (operator.setitem, {})
 
     def release(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         for handle in self._handles:
             handle.remove()
 
 
 class BufferShadow:
-    """Keeps the model's buffers as they were before forward; a bad step gets them back.
+    """Keeps the model's buffers from before forward, and restores them after a bad step.
 
-    Floating buffers and scalar counters, all of them each time: batch norm's kernel writes its
-    running statistics without raising their version counter, so change cannot be seen cheaply.
-    Other integers are mostly constants (positions, masks): they are copied only where their version
-    says that they were written. All are looked up by their place in the module, since a forward may
-    put a new tensor there.
+    It copies floating buffers and scalar counters at each step: batch norm's kernel writes its
+    running statistics without raising their version counter, so a change cannot be detected
+    cheaply. Other integers are mostly constants (positions, masks): they are copied only if their
+    version shows a write. All buffers are looked up by their place in the module, because a forward
+    may put a new tensor there.
 
-    What is kept of them lies in one memory per device, so that hundreds cost a few operations.
-    The buffers themselves stay as they are: their users hold them.
+    The copies are stored in one memory per device, so that hundreds cost a few operations. The
+    buffers themselves stay unchanged: other code holds references to them.
 
-    What the loop itself writes into a buffer between two steps is undone by a skip too: from here
-    it cannot be told from what forward writes (but for a load: ``AfterLoad``). A sparse or nested
-    buffer is left as it is: a graph's adjacency, which no forward writes.
+    A skip also undoes writes of the loop to a buffer between two steps: they cannot be
+    distinguished from writes of forward (except for a load: ``AfterLoad``). A sparse or nested
+    buffer is not kept: for example a graph's adjacency, which no forward writes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -160,17 +160,17 @@ class BufferShadow:
         self._kept_of: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}
         self._flat: list[_FlatShadow] = []
-        """Of the buffers that stay where they are, once they have for a step."""
+        """Copies of the buffers that stay in place, once they have for a step."""
         self._one_by_one: dict[int, Tensor] = {}
-        """The others."""
+        """The other buffers."""
         self._placed: list[list[int]] = []
-        """Which buffers each of the flat ones is of."""
+        """Places of the buffers in each of the flat copies."""
         self.keep()
 
     def _look(self) -> dict[int, Tensor]:
-        """Return the buffers by place, each as its true elements; looked at anew where one moved.
+        """Return the buffers by place, each as its true elements; looked up again if one moved.
 
-        A buffer moved if its place holds another tensor, or that tensor another memory.
+        A buffer moved if its place holds another tensor, or that tensor has another memory.
         """
         if not self._stand():
             each_now = [buffers.get(name) for buffers, name in self._places]
@@ -182,7 +182,7 @@ class BufferShadow:
         return self._live
 
     def _stand(self) -> bool:
-        """Return whether every buffer is where it was seen last."""
+        """Return whether every buffer is where it was last seen."""
         if len(self._seen) != len(self._places):
             return False
         for (buffers, name), (seen, pointer) in zip(self._places, self._seen, strict=True):
@@ -220,7 +220,7 @@ class BufferShadow:
             torch._foreach_copy_([self._kept[i] for i in live], list(live.values()))
 
     def _lay_flat(self, live: dict[int, Tensor]) -> None:
-        """Keep from now on in one memory what is copied in each step and can lie in one."""
+        """Move the copies made in each step into one memory, if their types allow it."""
         alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = defaultdict(dict)
         for i, buffer in live.items():
             bits = None if i in self._constant else _bits_of(buffer)
@@ -235,11 +235,11 @@ class BufferShadow:
                 del self._kept[i]
 
     def _lift(self) -> None:
-        """Keep each buffer by itself again: one has moved."""
+        """Keep each buffer separately again, because one has moved."""
         for flat, places in zip(self._flat, self._placed, strict=True):
             for i, bits in zip(places, flat.each(), strict=True):
                 before = self._kept_of[i]
-                # A copy: the integers of eight bytes may lie where only four are aligned.
+                # A copy: 8-byte integers may have an alignment of only 4 bytes here.
                 self._kept[i] = bits.clone().view(before.dtype).view(before.shape)
         self._flat, self._placed, self._one_by_one = [], [], {}
 
@@ -248,24 +248,24 @@ class BufferShadow:
         return live.keys() == kept.keys() and all(alike(kept[i], live[i]) for i in live)
 
     def _written(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return those of the buffers that may differ from what is kept."""
+        """Return the buffers that may differ from their copies."""
         versions = self._versions
         return {i: b for i, b in live.items() if i not in versions or versions[i] != b._version}
 
     def put_back(self, bad: Tensor) -> None:
-        """Where ``bad`` is 1, set every buffer to what was kept. Does not wait.
+        """Restore every kept buffer if ``bad`` is 1. Does not wait.
 
-        A buffer that forward gave another shape or type has nothing to go back to, and is left.
+        If forward changed a buffer's shape or type, there is no copy to restore, so it is left.
         """
         self._put_back(bad)
 
     def settle(self, bad: Tensor) -> None:
-        """Put the buffers back where ``bad`` is 1, and keep what they are then."""
+        """Restore the buffers if ``bad`` is 1, and keep a copy of the result."""
         self._keep(is_kept=self._put_back(bad))
 
     @torch.no_grad()
     def _put_back(self, bad: Tensor) -> bool:
-        """Put back, and return whether what lies flat is kept as it is now."""
+        """Restore, and return whether the flat copies already equal the buffers."""
         live = self._look()
         if reads_are_free(bad.device) and not bad.item():
             return False
@@ -280,17 +280,17 @@ class BufferShadow:
         for i, buffer in live.items():
             kept = self._kept.get(i)
             if kept is not None and alike(kept, buffer):
-                # Through .data, which raises no version: the backward of another optimizer's loss,
-                # still to come, may hold the buffer, and would refuse one that was written.
+                # Through .data, which raises no version: the backward of another optimizer's loss
+                # may still need the buffer, and would refuse one with a newer version.
                 flag = _flag_on(buffer.device, bad, flags)
                 buffer.data.copy_(torch.where(flag, kept, buffer))
         return lies_flat
 
 
 class _FlatShadow:
-    """Buffers of one device in one memory, as bits, whatever their type; they stay where they are.
+    """Buffers of one device in one memory, as bits, whatever their type; they stay in place.
 
-    A kernel for each of a hundred batch norms' buffers would cost more than their contents.
+    One kernel for each buffer of a hundred batch norms would cost more than copying the contents.
     """
 
     def __init__(self, live: Sequence[Tensor]) -> None:
@@ -300,17 +300,17 @@ class _FlatShadow:
         self.device = self._kept.device
 
     def each(self) -> tuple[Tensor, ...]:
-        """Return what is kept, buffer by buffer, as bits."""
+        """Return the copies, buffer by buffer, as bits."""
         return torch.split(self._kept, self._sizes)
 
     def keep(self) -> None:
-        """Copy all."""
+        """Copy all buffers."""
         torch.cat(self._live, out=self._kept)
 
     def put_back(self, flag: Tensor) -> None:
-        """Where the flag is set, write all as they were kept; what is kept then is what they are.
+        """Restore all buffers if the flag is set; then copies and buffers are equal.
 
-        It waits only for a flag of the CPU, where that is free.
+        It reads the flag only on the CPU, which does not wait.
         """
         if not reads_are_free(self.device):
             torch.where(flag, self._kept, torch.cat(self._live), out=self._kept)
@@ -321,15 +321,15 @@ class _FlatShadow:
 
 
 _SMALL_BYTES = 1 << 20
-"""A larger buffer, such as a table, is worth operations of its own, and no second copy of it."""
+"""A larger buffer, such as a table, gets its own operations and no second copy."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""Four bytes at once where that fits: statistics in floats and long counters lie together."""
+"""Four bytes at once if possible: float statistics and long counters share one memory."""
 
 
 def _bits_of(buffer: Tensor) -> Tensor | None:
-    """Return the buffer's memory as integers in one row; None where it cannot be seen as such.
+    """Return the buffer's memory as integers in one row; None if such a view is impossible.
 
-    Through .data: what is written there raises no version.
+    Through .data: writes to it raise no version.
     """
     bits = _BITS.get(buffer.element_size())
     is_plain = type(buffer) is Tensor and not (buffer.is_inference() or buffer.is_quantized)
@@ -341,7 +341,7 @@ def _bits_of(buffer: Tensor) -> Tensor | None:
 
 
 def _flag_on(device: torch.device, bad: Tensor, flags: dict[torch.device, Tensor]) -> Tensor:
-    """Return whether the verdict is bad, on a device: made once."""
+    """Return the verdict on a device; each device is copied to once."""
     if device not in flags:
         flags[device] = bad.to(device) != 0
     return flags[device]
@@ -352,24 +352,24 @@ def _is_kept(buffer: Tensor | None) -> bool:
 
 
 def _tells_writes(buffer: Tensor | None, elements: Tensor) -> bool:
-    """Whether the version counter shows each write: integers that are no scalar counter.
+    """Whether the version counter shows each write: true for integers except scalar counters.
 
-    A DTensor's local part is written below the place where versions are counted.
+    A DTensor's local part is written below the level at which versions are counted.
     """
     numbers = elements.is_floating_point() or elements.is_complex() or not elements.dim()
     return not (numbers or elements.is_inference() or hasattr(buffer, "to_local"))
 
 
 def alike(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether one can be copied into the other, element by element."""
+    """Return whether one tensor can be copied into the other, element by element."""
     return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
 
 
 class OptimizerGuard:
     """One optimizer under the verdict.
 
-    Step hooks that the loop registered on it run in every step that reaches ``step()``: a step that
-    is skipped on the device does.
+    Step hooks that the loop registered on it run in every step that reaches ``step()``, including
+    a step that is skipped on the device.
     """
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
@@ -378,17 +378,17 @@ class OptimizerGuard:
         self._flags: dict[str, Tensor] = {}
         self._look_again(optimizer)
         self._hook = None
-        if type(optimizer) in _HONOURS_FOUND_INF:  # a wrapper may have none of an optimizer's hooks
+        if type(optimizer) in _HONOURS_FOUND_INF:  # a wrapper may lack the hooks of an optimizer
             self._hook = optimizer.register_load_state_dict_post_hook(self._look_again)
 
     def _look_again(self, optimizer: Optimizer) -> None:
-        """A loaded state brings its own choice of ``fused``, and may have no momentum."""
+        """Check again: a loaded state has its own ``fused``, and may have no momentum."""
         self.on_device = takes_found_inf(optimizer)
         if self.on_device:
             _create_momentum(optimizer)
 
     def release(self) -> None:
-        """Leave the optimizer as it was found."""
+        """Restore the optimizer to its original state."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -404,11 +404,11 @@ class OptimizerGuard:
 
         Args:
             bad: 0.0 or 1.0 on the device.
-            skip_on_host: the same verdict already read, where an optimizer needs the host; None
+            skip_on_host: the same verdict, already read, if an optimizer needs it on the host; None
                 leaves it on the device.
-            lr_factor: multiplies every group's rate around this step alone.
-            divisor: what the gradients are to be divided by; only where the verdict is taken on the
-                device, and so for every optimizer or none.
+            lr_factor: multiplies every group's rate, only during this step.
+            divisor: divisor of the gradients; only if the verdict is taken on the device, which
+                applies to every optimizer or none.
         """
         if skip_on_host:
             self._mark_stepped()
@@ -421,9 +421,9 @@ class OptimizerGuard:
         self._mark_stepped()
 
     def _step_with_flag(self, bad: Tensor, divisor: Tensor | None) -> None:
-        """Step through the attributes that a gradient scaler would set.
+        """Step with the attributes that a gradient scaler would set.
 
-        The flag must be exactly 0.0 or 1.0, and both float32 without a dimension.
+        The flag must be exactly 0.0 or 1.0; both must be 0-dim float32.
         """
         optimizer: Any = self.optimizer
         optimizer.found_inf = self._persistent("found_inf", bad)
@@ -437,7 +437,7 @@ class OptimizerGuard:
                 del optimizer.grad_scale
 
     def _persistent(self, name: str, value: Tensor) -> Tensor:
-        """Return the value in a buffer that stays, so that a compiled step sees one tensor."""
+        """Return the value in a persistent buffer, so that a compiled step sees one tensor."""
         buffer = self._flags.get(name)
         if buffer is None or buffer.device != value.device:
             buffer = torch.zeros((), dtype=torch.float32, device=value.device)
@@ -445,7 +445,7 @@ class OptimizerGuard:
         return buffer.copy_(value)
 
     def _mark_stepped(self) -> None:
-        """Tell the scheduler and the scaler that this step was attempted, as both expect."""
+        """Mark this step as attempted for the scheduler and the scaler, as both expect."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._scaler is not None:
             from torch.amp.grad_scaler import OptState
@@ -454,24 +454,24 @@ class OptimizerGuard:
 
 
 class Turn(NamedTuple):
-    """Which optimizers a step moves: all of them (turn 0), or one alone."""
+    """Optimizers that a step moves: all of them (turn 0), or one alone."""
 
     number: int
     name: str
-    """Of the one; empty for all."""
+    """Name of the one optimizer; empty for all."""
     optimizers: tuple[Optimizer, ...]
     guards: tuple[OptimizerGuard, ...]
     part: slice
-    """Its parameters among those that are measured."""
+    """Its parameters among the measured ones."""
 
     @property
     def is_headline(self) -> bool:
-        """Whether the run's loss and norm are those of this turn: of all, or of the first."""
+        """Whether this turn provides the run's loss and norm: all optimizers, or the first."""
         return self.number <= 1
 
 
 class LoopOptimizers:
-    """The loop's own optimizers and gradient scaler: what makes the updates, where no engine does.
+    """The loop's own optimizers and gradient scaler, which make the updates without an engine.
 
     Raises:
         UsageError: the optimizers hold no parameters, or two of them hold the same one.
@@ -492,7 +492,7 @@ class LoopOptimizers:
         self.guards = tuple(OptimizerGuard(optimizer, scaler) for optimizer in optimizers)
 
     def norms(self, ranks: Ranks) -> GradNorms:
-        """Return what measures the parameters' gradients. Collective."""
+        """Return the object that measures the parameters' gradients. Collective."""
         return GradNorms(self._params, ranks, self._pieces)
 
     @property
@@ -505,12 +505,12 @@ class LoopOptimizers:
         return overflow_flag(self._scaler, self._optimizers, self._device)
 
     def loss_scale(self) -> Tensor | None:
-        """Return the loss scale where it lies, or None where there is no scaling."""
+        """Return the loss scale on its device, or None without scaling."""
         return getattr(self._scaler, "_scale", None)
 
 
 class OwnSteps:
-    """Tells the steps made within it from those that a watched loop makes beside, unguarded."""
+    """Distinguishes guarded steps from unguarded steps that the loop makes itself."""
 
     def __init__(self, optimizers: Sequence[Optimizer], faults: FaultCounter) -> None:
         self._faults = faults
@@ -518,27 +518,27 @@ class OwnSteps:
         self._hooks = [
             optimizer.register_step_pre_hook(self._seen)
             for optimizer in optimizers
-            if hasattr(optimizer, "_optimizer_step_pre_hooks")  # a wrapper may have none
+            if hasattr(optimizer, "_optimizer_step_pre_hooks")  # a wrapper may lack them
         ]
 
     def __enter__(self) -> None:
-        """Begin the steps that are guarded."""
+        """Start the guarded steps."""
         self._inside = self._any = True
 
     def __exit__(self, *_error: object) -> None:
-        """End them."""
+        """End the guarded steps."""
         self._inside = False
 
     def close(self) -> None:
-        """Look no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def _seen(self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Look at a step; it is traced with a compiled one, so what is usual comes first.
+        """Check a step. It is traced with a compiled step, so the usual case comes first.
 
         Raises:
-            UsageError: the loop steps by itself, and no guarded step was made. Later it is counted.
+            UsageError: the loop steps by itself before any guarded step. Later it is only counted.
         """
         if self._inside or fills_state(optimizer, kwargs):
             return
@@ -556,9 +556,9 @@ class OwnSteps:
 
 
 def fills_state(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether this is no step of the loop, but ``torch.distributed.checkpoint``'s.
+    """Return whether this step comes from ``torch.distributed.checkpoint``, not from the loop.
 
-    It makes an optimizer's state by a step of rate 0 over zeros, called in just this way.
+    It creates an optimizer's state by a step of rate 0 over zeros, with exactly this call.
     """
     if kwargs != {"closure": None} or optimizer.state:
         return False
@@ -567,7 +567,7 @@ def fills_state(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Multiply ``group['lr']`` and put the very object back: schedulers never see it."""
+    """Multiply ``group['lr']`` and restore the same object, so schedulers never see the change."""
     if factor == 1.0:
         yield
         return
@@ -583,10 +583,10 @@ def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
 
 
 def _create_momentum(optimizer: Optimizer) -> None:
-    """Give fused SGD its momentum buffers: skipped on its first step it keeps uninitialised ones.
+    """Create momentum buffers of fused SGD: a skipped first step would leave uninitialized ones.
 
     A buffer of zeros makes the first step equal to SGD's own first step only without dampening;
-    with it ``takes_found_inf`` says no.
+    with it ``takes_found_inf`` returns False.
     """
     if type(optimizer) is not torch.optim.SGD:
         return
@@ -602,7 +602,7 @@ def _create_momentum(optimizer: Optimizer) -> None:
 def update_scaler(
     scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], overflow: Tensor
 ) -> None:
-    """Let the scale follow the overflow that the ranks agreed on; does not wait."""
+    """Update the scale from the overflow that the ranks agreed on; does not wait."""
     agree_on_overflow(scaler, optimizers, overflow)
     if scaler is not None:
         scaler.update()
@@ -611,9 +611,9 @@ def update_scaler(
 def agree_on_overflow(
     scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], overflow: Tensor
 ) -> None:
-    """Put the ranks' word into the scaler's flags.
+    """Write the reduced overflow into the scaler's flags.
 
-    Where one rank's shard alone overflowed, the ranks' scales would part.
+    Otherwise an overflow in one rank's shard would make the ranks' scales differ.
     """
     if scaler is None or not scaler.is_enabled():
         return
@@ -633,7 +633,7 @@ def is_stepped(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> None:
-    """Unscale the gradients, unless the loop has done so in this step."""
+    """Unscale the gradients, unless the loop already did in this step."""
     from torch.amp.grad_scaler import OptState
 
     for optimizer in optimizers:

@@ -1,7 +1,7 @@
-"""What cannot be guarded is refused in words: at set-up where it shows there, else at the step.
+"""Setups that cannot be guarded are refused with a clear error, at set-up or else at the step.
 
-Not to be seen from outside: an optimizer that asks for a closure only once it is called, and a
-gradient hook that reaches its optimizer through a function of somebody else's.
+Two cases are invisible from outside: an optimizer that requests a closure only once it is called,
+and a gradient hook that reaches its optimizer through a third-party function.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def refuse_unguardable(
     schedulers: Sequence[Any],
     state: Mapping[str, Any],
 ) -> None:
-    """Refuse what would escape the guard.
+    """Refuse setups that would escape the guard.
 
     Raises:
-        UsageError: an optimizer needs a closure or steps within backward, a scheduler needs a
-            metric, or something registered cannot be put back.
+        UsageError: an optimizer needs a closure or steps during backward, a scheduler needs a
+            metric, or a registered object cannot be restored.
     """
     for optimizer in optimizers:
         _refuse_optimizer(optimizer)
@@ -62,7 +62,7 @@ def _refuse_optimizer(optimizer: Any) -> None:
             f"optimizers holds a {name}; each must be a torch.optim.Optimizer",
             hint="pass the wrapped optimizer, or derive the wrapper from torch.optim.Optimizer",
         )
-    # The class's step: a scheduler's wrapper in the instance shows `self` as one argument more.
+    # The class's step: a scheduler's wrapper in the instance adds `self` as an argument.
     needed = [
         parameter.name
         for parameter in [*inspect.signature(type(optimizer).step).parameters.values()][1:]
@@ -110,7 +110,7 @@ def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
             seen.add(id(part))
 
 
-# ------------------------------------------------------------------ optimizers within backward
+# ------------------------------------------------------------------ optimizers during backward
 
 
 def _refuse_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -144,9 +144,9 @@ def _steppers_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> 
 
 
 def steps_an_optimizer(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook names ``step`` and holds an optimizer: in its closure, globals or self.
+    """Return whether a hook names ``step`` and has an optimizer in its closure, globals or self.
 
-    Hooks that only look at gradients, or at an optimizer's rate, are let in.
+    Hooks that only read gradients, or an optimizer's rate, are accepted.
     """
     held: list[object] = []
     while isinstance(hook, functools.partial):
@@ -167,7 +167,7 @@ def steps_an_optimizer(hook: Callable[..., Any]) -> bool:
     for cell in function.__closure__ or ():
         try:
             held.append(cell.cell_contents)
-        except ValueError:  # not filled yet: it holds nothing
+        except ValueError:  # an empty cell: it holds nothing
             continue
     steps = bool({"step", "step_param"} & named)
     return steps and any(_is_or_holds_optimizer(value) for value in held)
@@ -183,11 +183,11 @@ def _is_or_holds_optimizer(value: object) -> bool:
         return any(isinstance(part, Optimizer) for part in value.values())
     if isinstance(value, list | tuple):
         return any(isinstance(part, Optimizer) for part in value)
-    # DDP's own way of fusing one with its buckets holds it in such a state.
+    # DDP's fusion of an optimizer with its buckets holds the optimizer in such a state.
     return isinstance(value, Optimizer) or type(value).__name__ == "_OptimizerHookState"
 
 
 def joinables(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Any, ...]:
-    """Return what can be in a ``Join`` context: DDP, ZeroRedundancyOptimizer."""
+    """Return objects that can be in a ``Join`` context: DDP, ZeroRedundancyOptimizer."""
     everything = (*model.modules(), *optimizers)
     return tuple(candidate for candidate in everything if hasattr(candidate, "_join_config"))

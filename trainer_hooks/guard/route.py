@@ -1,8 +1,8 @@
-"""How the steps of a loop that keeps its own ``optimizer.step()`` come to us.
+"""Interception of the steps of a loop that keeps its own ``optimizer.step()``.
 
-``step`` of each optimizer, and of the gradient scaler, is replaced on the object itself and put
-back at the end. A step hook alone would not do: it cannot keep an update back, and what it sets is
-dropped by a compiled step.
+``step`` of each optimizer, and of the gradient scaler, is replaced on the object itself and
+restored at the end. A step hook alone is not enough: it cannot skip an update, and a compiled step
+drops what it sets.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from trainer_hooks.lifecycle.loop import not_compiled
 from trainvitals.errors import UsageError
 
 Guarded = Callable[[int, bool], None]
-"""Called with the optimizer's index, and whether its step begins a round of all optimizers."""
+"""Called with the optimizer's index, and whether its step starts a round of all optimizers."""
 
 _SCHEDULED = "_wrapped_by_lr_sched"
-"""A scheduler's mark on ``step``: without it, it warns that its count of steps was lost."""
+"""A scheduler's mark on ``step``: without it, the scheduler warns that its count was lost."""
 
 
 class Route:
-    """Stands in for ``step`` until it is closed; what ``guarded`` calls goes to the real one.
+    """Replaces ``step`` until it is closed; ``guarded`` still calls the real one.
 
-    A round ends where an optimizer is stepped a second time.
+    A round ends when an optimizer is stepped a second time.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class Route:
         self._guarded = guarded
         self._faults = faults
         self.runs_closures = False
-        """Whether a closure is called, once and before the step, in place of being refused."""
+        """Whether a closure is called, once and before the step, instead of being refused."""
         self._round: set[int] = set()
         self._inside = self._closed = False
         self._undo: list[Callable[[], None]] = []
         for index, optimizer in enumerate(optimizers):
             self._stand_in(index, optimizer)
-            if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may have none
+            if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may lack them
                 hook = optimizer.register_step_pre_hook(not_compiled(self._seen))
                 self._undo.append(hook.remove)
         if scaler is not None and scaler.is_enabled():
             self._stand_in_for_scaler(scaler, optimizers)
 
     def close(self) -> None:
-        """Put every ``step`` back; where somebody has wrapped ours since, it only passes on."""
+        """Restore every ``step``; if our wrapper was wrapped since, it only calls the original."""
         self._closed = True
         for undo in self._undo:
             undo()
@@ -71,7 +71,7 @@ class Route:
                 return real(*args, **kwargs)
             return self._call(index, args, kwargs)
 
-        # Not the marks: by that of a compiled step, a compiler would look through ours.
+        # Without marks: with the mark of a compiled step, a compiler would trace through ours.
         @functools.wraps(getattr(real, "__func__", real), updated=())
         def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return route(*args, **kwargs)
@@ -84,9 +84,9 @@ class Route:
     def _stand_in_for_scaler(
         self, scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Route ``scaler.step`` past its own verdict: a step that it keeps back is seen as well.
+        """Route ``scaler.step`` around its own verdict, so that a skipped step is seen as well.
 
-        So all ranks enter the exchange, and an overflow on one is an overflow on all.
+        All ranks then enter the exchange, and an overflow on one is an overflow on all.
         """
         real, position = scaler.step, {id(optimizer): i for i, optimizer in enumerate(optimizers)}
 
@@ -135,10 +135,10 @@ class Route:
         return None
 
     def _seen(self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Look at every step the optimizer makes: one that did not come by us is not guarded.
+        """Check every step of the optimizer: a step that bypassed the route is not guarded.
 
         Raises:
-            UsageError: none has come by us yet. Later it is counted, and training goes on.
+            UsageError: no guarded step was made yet. Later it is counted, and training continues.
         """
         if self._inside or self._closed or fills_state(optimizer, kwargs):
             return

@@ -1,7 +1,7 @@
-"""The schedulers given to ``watch``: stepped by us, once an update or once an epoch.
+"""The schedulers given to ``watch``: stepped by Vitals, once per update or once per epoch.
 
-Nothing is put into a scheduler, as all its attributes are its ``state_dict``. That somebody else
-steps it shows by its count, which is then not the one we left.
+Nothing is stored in a scheduler, because all its attributes are its ``state_dict``. If the loop
+steps it too, its count differs from the one that Vitals left.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ SchedulerEvery = Literal["step", "epoch"]
 
 
 class Warn(Protocol):
-    """Says what is likely a mistake."""
+    """Reports a likely mistake."""
 
     def __call__(self, code: str, text: str, *, step: int) -> None:
-        """Say it, as a note of this code."""
+        """Report it as a note with this code."""
 
 
 _NEARLY_ZERO = 1e-3
-"""What is left of a learning rate that has decayed away."""
+"""Share of a learning rate that is left after it has decayed."""
 
 
 _MOST_EPOCHS = 1_000
-"""A schedule that ends within so many counts may be one of epochs."""
+"""A schedule that ends within this number of counts may count epochs."""
 _LOOK_EVERY = 16
 
 
 class Schedules:
-    """Steps the schedulers, and finds out whether the loop steps them too.
+    """Steps the schedulers, and detects whether the loop steps them too.
 
-    ``look`` before each update and ``stepped`` after it. With ``every="epoch"`` the data's epochs
-    step them: ``over`` yields a loader's batches and sees where one ends.
+    Call ``look`` before each update and ``stepped`` after it. With ``every="epoch"`` the epochs of
+    the data step them: ``over`` yields a loader's batches and detects the end of an epoch.
 
     Args:
         schedulers: at least one.
         every: an update or an epoch.
-        warn: says something once, to the people who run the training.
+        warn: reports a warning once, to the user.
     """
 
     def __init__(self, schedulers: Sequence[Any], every: SchedulerEvery, warn: Warn) -> None:
@@ -51,27 +51,27 @@ class Schedules:
         self.every = every
         self._warn = warn
         self._left = self._counts()
-        """What the schedulers have counted by our steps alone."""
+        """Counts of the schedulers after our own steps."""
         self._num_looks = 0
         self._num_moves = 0
-        """Gaps between two updates in which the loop moved a count by more or less than one."""
+        """Gaps between two updates in which the loop changed a count by more or less than one."""
         self._is_told = self._is_over_told = False
         self._epoch = 0
-        """The epoch of the data that the schedulers are set for."""
+        """Epoch of the data for which the schedulers are set."""
         self._is_training = False
-        """Whether an update was made from the present loader, so that its epochs count."""
+        """Whether an update was made from the current loader, so that its epochs count."""
         self.sees_epochs = False
-        """Whether an epoch of ``over`` has ended that was trained in."""
+        """Whether an epoch of ``over`` with training has ended."""
         self._ended: tuple[int, str] | None = None
-        """From which step a scheduler of epochs has nothing left to do, and what is said then."""
+        """Step from which a scheduler of epochs has no effect, and the warning about it."""
 
-    # -------------------------------------------------------------------- stepped by somebody else
+    # -------------------------------------------------------------------- stepped by the loop
 
     def look(self, step: int) -> UsageError | None:
-        """Return what to raise where the loop steps a scheduler too: it shows at the second update.
+        """Return the error if the loop steps a scheduler too: visible at the second update.
 
-        Before the first one a loop may bring the schedulers to where it resumes. Later it is said
-        once, and training goes on.
+        Before the first update a loop may move the schedulers to its resume position. Later it is
+        reported once, and training continues.
         """
         if self._ended is not None and step >= self._ended[0]:
             self._warn("epoch_scheduler", self._ended[1], step=step)
@@ -91,7 +91,7 @@ class Schedules:
         return None
 
     def _moved(self, now: list[int | None], step: int) -> UsageError | None:
-        """Return what is wrong; a single jump may be a ``load_state_dict`` of the loop's."""
+        """Return the error; a single jump may be a ``load_state_dict`` of the loop."""
         if self._is_told:
             return None
         for scheduler, count, left in zip(self._schedulers, now, self._left, strict=True):
@@ -103,9 +103,9 @@ class Schedules:
         return None
 
     def _look_for_end(self, step: int) -> None:
-        """Report a schedule that was over long ago while training goes on.
+        """Report a schedule that ended long ago while training continues.
 
-        It needs nothing to be known of the loader, as in a loop without ``monitor.batches``.
+        It needs no knowledge about the loader, as in a loop without ``monitor.batches``.
         """
         for scheduler in self._schedulers:
             end, count = end_of(scheduler), count_of(scheduler)
@@ -124,13 +124,13 @@ class Schedules:
     def _counts(self) -> list[int | None]:
         return [count_of(scheduler) for scheduler in self._schedulers]
 
-    # --------------------------------------------------------------------------- stepped by us
+    # --------------------------------------------------------------------------- stepped by Vitals
 
     def stepped(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Take note of an update, made or skipped: it steps the schedulers of ``every="step"``.
+        """Note an update, applied or skipped: it steps the schedulers of ``every="step"``.
 
         Args:
-            optimizers: those that the update was of, where it was not of all.
+            optimizers: optimizers of the update, if not all of them.
         """
         self._is_training = True
         if self.every == "step":
@@ -151,9 +151,9 @@ class Schedules:
                 self._left[i] = left + after - before  # type: ignore[operator]
 
     def over(self, batches: Batches) -> Iterator[Any]:
-        """Yield the batches; each epoch of them that ends steps the schedulers, if it trains.
+        """Yield the batches; each completed epoch steps the schedulers, if it contained training.
 
-        A validation's epochs do not. What is left in the middle of an epoch does not end it.
+        Epochs of a validation do not. Leaving the loop during an epoch does not end it.
         """
         self._epoch = batches.next_position.epoch
         self._is_training = batches.resumes
@@ -174,11 +174,11 @@ class Schedules:
     # ------------------------------------------------------------------------------ a rollback
 
     def restored(self, epoch: int | None) -> None:
-        """Take the counts of a state that was put back.
+        """Set the counts to those of a restored state.
 
         Args:
-            epoch: the one in which the data goes on with that state; None where the data does not
-                go back: then neither do schedulers of epochs.
+            epoch: epoch in which the data continues with that state; None if the data does not go
+                back, in which case schedulers of epochs do not either.
         """
         counts = self._counts()
         undone = [
@@ -195,19 +195,19 @@ class Schedules:
         for _ in range(max(undone, default=0)):
             self._step()
 
-    # ------------------------------------------------------- epochs taken for updates
+    # ------------------------------------------------------- updates confused with epochs
 
     def of_epochs(self, step: int, num_batches: int | None, num_epochs: int, per_step: int) -> None:
-        """Look, at the first step, whether a scheduler that we step each update counts epochs.
+        """Check at the first step whether a scheduler that is stepped per update counts epochs.
 
-        Where the loader's epochs make it certain enough it is said at once, else once the schedule
-        is over while the first epoch is not.
+        If the loader's epochs make this certain enough, it is reported at once. Otherwise it is
+        reported when the schedule ends during the first epoch.
 
         Args:
-            step: the first one.
-            num_batches: of an epoch, where it is known.
-            num_epochs: that the loader is iterated for; 1 where the loop owns its epochs.
-            per_step: batches of one step.
+            step: the first step.
+            num_batches: batches per epoch, if known.
+            num_epochs: epochs for which the loader is iterated; 1 if the loop handles epochs.
+            per_step: batches per step.
         """
         if self.every != "step" or not num_batches:
             return
@@ -232,7 +232,7 @@ class Schedules:
 
 
 def stepped_twice(name: str, every: str, step: int) -> UsageError:
-    """Return what is said where the loop steps a scheduler that was given to ``watch``."""
+    """Return the error for a loop that steps a scheduler that was given to ``watch``."""
     ours = "monitor.step()" if every == "step" else "the monitor, which steps it once an epoch"
     return UsageError(
         f"{name}.step() was called by the loop before step {step}, as well as by {ours}: its "
@@ -243,7 +243,7 @@ def stepped_twice(name: str, every: str, step: int) -> UsageError:
 
 
 def every_update() -> UsageError:
-    """Return what is said where an epoch is ended by hand, and the schedulers step by updates."""
+    """Return the error for a manually ended epoch with schedulers that step by updates."""
     return UsageError(
         "monitor.end_epoch() was called, but the schedulers are stepped at every update",
         hint="watch(..., scheduler_every='epoch') steps them only at monitor.end_epoch()",
@@ -251,7 +251,7 @@ def every_update() -> UsageError:
 
 
 def optimizer_of(scheduler: Any) -> Any:
-    """Return whose rate a scheduler sets, by its own word or that of its first part."""
+    """Return the optimizer whose rate a scheduler sets, from it or its first part."""
     parts = getattr(scheduler, "_schedulers", None)
     return getattr(scheduler, "optimizer", None) or (optimizer_of(parts[0]) if parts else None)
 
@@ -262,9 +262,9 @@ def is_scheduled(
     """Return whether a scheduler given to ``watch`` has set the rate of the first group.
 
     Args:
-        schedulers: those given to ``watch``.
-        optimizer: the one whose groups come first in ``rates``.
-        rates: what the optimizers' groups hold now.
+        schedulers: schedulers given to ``watch``.
+        optimizer: the optimizer whose groups come first in ``rates``.
+        rates: current rates of the optimizers' groups.
     """
     for scheduler in schedulers:
         last = getattr(scheduler, "_last_lr", None) or ()
@@ -274,7 +274,7 @@ def is_scheduled(
 
 
 def count_of(scheduler: Any) -> int | None:
-    """Return how often a scheduler was stepped, by its own count or that of its first part."""
+    """Return the number of steps of a scheduler, from its own count or that of its first part."""
     count = getattr(scheduler, "last_epoch", None)
     if count is None:
         parts = getattr(scheduler, "_schedulers", None)
@@ -283,7 +283,7 @@ def count_of(scheduler: Any) -> int | None:
 
 
 def end_of(scheduler: Any) -> int | None:
-    """Return the count at which nothing is left of the schedule, or of its rate; None: unknown."""
+    """Return the count at which the schedule, or its rate, has ended; None: unknown."""
     kind = type(scheduler)
     if kind is lr_scheduler.StepLR:
         return _num_decays(scheduler.gamma, scheduler.step_size)
@@ -316,7 +316,7 @@ def _is_planned_for(scheduler: Any, num_epochs: int) -> bool:
 
 
 def described(scheduler: Any) -> str:
-    """Return a scheduler's name with the setting that says how long it takes."""
+    """Return a scheduler's name with the setting that determines its length."""
     for key in ("T_max", "total_iters", "step_size", "gamma"):
         if key in vars(scheduler) and not hasattr(scheduler, "milestones"):
             return f"{type(scheduler).__name__}({key}={vars(scheduler)[key]})"

@@ -1,1 +1,1 @@
-"""One guarded step: what a rank measures, the one sum over ranks, the verdict, the row."""
+"""One guarded step: measurements of a rank, the one all-reduce, the verdict, the row."""

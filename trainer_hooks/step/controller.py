@@ -1,7 +1,7 @@
-"""The host's part of a step: judge it, act on the judgement, have it written down.
+"""The host's part of a step: judge it, carry out the judgement, and write its row.
 
-Runs on every rank with the same reduced numbers, so every rank decides alike; rank 0 alone writes
-what is equal on all. Nothing here enters a collective.
+Runs on every rank with the same reduced numbers, so all ranks make the same decisions; only rank 0
+writes values that are equal on all ranks. Methods are not collective unless they say so.
 """
 
 from __future__ import annotations
@@ -74,22 +74,22 @@ from trainvitals.records import (
 
 _LOG = logging.getLogger("trainvitals")
 _NAMED = 4
-"""Tensors that are named of those that are not finite."""
+"""Maximum number of non-finite tensors to name."""
 _IS_MEANT = (
     "; no optimizer has it, so it counts as intended from now on: snapshots continue with it"
 )
 _NO_CLIP = 10.0
-"""Multiple of the norm's limit from which a clip is none."""
+"""Multiple of the norm's limit from which a clip has no effect on an outlier."""
 _COMPARED = frozenset({"replica_corrupted", "settings_differ"})
-"""Findings about ranks that do not hold alike what they must."""
+"""Findings about ranks that differ where they must be equal."""
 _ENTERED = frozenset({"halt", "rollback", "approve", "accept"})
-"""Commands that lead to an entry in the ledger: they are judged with a step."""
+"""Commands that add an entry to the decision log: they are judged together with a step."""
 _ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
 
 
 @dataclass(slots=True, kw_only=True)
 class StepController:
-    """What a rank keeps between steps on the host."""
+    """Host state of a rank between steps."""
 
     mode: str
     ranks: Ranks
@@ -98,7 +98,7 @@ class StepController:
     recovery: RecoveryManager | None
     emitter: Emitter
     inbox: CommandInbox | None
-    """Where commands come in: on rank 0 alone."""
+    """Source of commands; only on rank 0."""
     run_dir: RunDir
     plan: PlanJournal
     faults: FaultCounter
@@ -108,68 +108,68 @@ class StepController:
     log: StepLog
     attempt: int
     evaluations: Evaluations | None
-    """Of early stopping; None without it."""
+    """Evaluations of early stopping; None without it."""
     on_hang: OnHang
-    """What the node's agent shall do about a hang that pages."""
+    """Action of the node's agent for a hang that pages."""
     owns_clip: bool
-    """Whether gradients are measured before any clip; else a finite norm is the loop's to give."""
+    """Whether gradients are measured before any clip; otherwise the loop provides a finite norm."""
     replicas: Replicas | None = None
-    """What compares the ranks with each other; None where they have nothing in common."""
+    """Compares the ranks with each other; None if they hold nothing in common."""
     loss_evaluations: LossEvaluations = field(default_factory=LossEvaluations)
     agent: NodeAgent | None = None
     terminal: Terminal | None = None
-    """What is said to the person at the terminal: on rank 0 alone, unless it is to be quiet."""
+    """Messages to the user at the terminal; only on rank 0, and None if it must be quiet."""
     probe_parameters: bool = False
-    """Whether the next pack should say if parameters are finite: after a bad step only."""
+    """Whether the next pack reports if parameters are finite: only after a bad step."""
     digest: int = 0
     halted: TrainingHalted | None = None
     expecting: int = 0
-    """Steps of an announced change that the packs have not brought back yet; on rank 0."""
+    """Steps of an announced change that no pack has returned yet; only on rank 0."""
     first_step: int = -1
-    """The step this start begins with, until it was judged: it must bring gradients."""
+    """First step of this start, until it was judged: it must have gradients."""
     starts_again: bool = False
-    """Whether the run has been started before, and this start found nothing to go on from."""
+    """Whether the run was started before, and this start found no state to continue from."""
     told_to_stop: bool = False
-    """Whether this rank was sent SIGTERM; it tells all ranks with the next step."""
+    """Whether this rank received SIGTERM; it informs all ranks with the next step."""
     stopping: bool = False
-    """Whether some rank was: known on all ranks at the same step."""
+    """Whether any rank received SIGTERM: known on all ranks at the same step."""
     last_step: int = -1
-    """The newest step that was judged."""
+    """The latest step that was judged."""
     _next_attempt: int = 0
-    """Id for the branch that a rollback would open."""
+    """Id of the attempt that a rollback would start."""
     first_record: StepRecord | None = None
-    """The first step, until the monitor has looked at it."""
+    """Record of the first step, until it was checked."""
     judged: tuple[StepRecord, Reduced] | None = None
-    """The newest step that was judged."""
+    """The latest step that was judged."""
     data_order: Callable[[], tuple[int, int]] | None = None
-    """Gives the seed and the epoch by which the data is shared out, in a loop over batches."""
+    """Returns the seed and the epoch of the data order, in a loop over batches."""
     surroundings: Surroundings | None = None
-    """What a bad step's capsule tells of model and optimizers."""
+    """Information about model and optimizers for the repro capsule of a bad step."""
     stepped_twice: UsageError | None = None
-    """What is wrong with who steps the schedulers, until all ranks know of it by rank 0."""
+    """Error of a loop that steps the schedulers too, until rank 0 has informed all ranks."""
     state_check: StateCheck | None = None
-    """Looks at the state where no snapshot does."""
+    """Checks the state if no snapshot does."""
     turn_names: tuple[str, ...] = ("",)
-    """Of the optimizers that may be stepped by themselves, behind that of all together."""
+    """Names of the optimizers that may be stepped alone, after the name of all together."""
     is_paused: bool = False
-    """Whether all ranks wait, before the next step, for a person's word."""
+    """Whether all ranks wait, before the next step, for an operator's command."""
     has_work_beside: bool = False
     """Whether ``work_beside`` has anything to do."""
     lacks: dict[str, str] = field(default_factory=dict)
-    """Commands that this loop cannot carry out, and why; equal on all ranks."""
+    """Commands that this loop cannot carry out, with the reasons; equal on all ranks."""
     times: StepClock = field(init=False)
-    """What the step's time is made of."""
+    """Parts of the step's time."""
     _profiling: Profiling = field(init=False)
     _begun: set[int] = field(default_factory=set)
-    """Turns that have brought a step."""
+    """Turns that have had a step."""
     _auto_clips: dict[int, AutoClip] = field(default_factory=dict)
     """Norms behind the limits of ``max_norm="auto"``, by turn; empty if it is not used."""
     _was_announced: bool = False
     _rate: float = 0.0
-    """The first group's in the step before, as the loop asked for it."""
+    """Rate of the first group in the step before, as requested by the loop."""
     _disagreed: bool = False
     _bad_names: str = ""
-    """Tensors of this rank that were not finite when it was last told."""
+    """Non-finite tensors of this rank in the last report."""
 
     def __post_init__(self) -> None:
         self.times = StepClock(self.clock)
@@ -198,17 +198,17 @@ class StepController:
         """Return rank 0's limits and its verified command; None on the other ranks.
 
         Args:
-            step: the step that begins its exchange.
-            max_norm: what the loop clips to; None where it does not, or nobody knows.
-            turn: whose step it is.
-            rates: what the loop asks for, by parameter group.
-            is_scheduled: whether a scheduler given to ``watch`` has set the first of them.
+            step: the step that starts its exchange.
+            max_norm: norm to which the loop clips; None if it does not clip, or unknown.
+            turn: optimizer of the step.
+            rates: rates that the loop requests, by parameter group.
+            is_scheduled: whether a scheduler given to ``watch`` has set the first rate.
         """
         if not self.is_rank0:
             return None
         number, action, target = self._command_words(step)
         limits = self.judge.limits(turn) if not self.expecting else Limits()
-        # A clip at a thousand times the usual norm takes nothing from an outlier.
+        # A clip at a thousand times the usual norm does not reduce any outlier.
         usual = limits.grad_norm
         auto_max_norm = self._auto_clip(turn).limit(step) if max_norm == "auto" else None
         clip = auto_max_norm if max_norm == "auto" else max_norm
@@ -219,7 +219,7 @@ class StepController:
         if self.evaluations is not None:
             evaluation = self.evaluations.root_value(step, self.attempt)
         rate_declared = False
-        if turn <= 1 and rates and rates[0] is not None:  # the rate in the row is the first one's
+        if turn <= 1 and rates and rates[0] is not None:  # the row has the first optimizer's rate
             rate_declared = is_scheduled and rates[0] > self._rate
             self._rate = rates[0]
         if self.log.schedule is not None and not turn:
@@ -266,7 +266,7 @@ class StepController:
             self._auto_clip(turn).roll_back(step, state.get(str(turn)))
 
     def _command_words(self, step: int) -> tuple[float, float, float]:
-        """Return rank 0's waiting command as number, code and argument; zeros where none waits."""
+        """Return rank 0's pending command as number, code and argument; zeros if there is none."""
         command = self._waiting_command(step)
         if command is None:
             return 0.0, 0.0, -1.0
@@ -278,9 +278,9 @@ class StepController:
         return float(command.number), float(COMMAND_CODES[command.action]), target
 
     def _waiting_command(self, step: int) -> Command | None:
-        """Return the command that waits for its answer, a new one if there is one.
+        """Return the command that waits for its response; a new one if there is one.
 
-        It is in every pack until it is answered: one that a rollback overtakes is judged no more.
+        Every pack contains it until the response: a command on a discarded attempt is not judged.
         """
         inbox = self.inbox
         if inbox is None:
@@ -296,7 +296,7 @@ class StepController:
         return inbox.waiting or self._own_order()
 
     def _own_order(self) -> Command | None:
-        """Return the profile that the run orders by itself, as it got slower, if any."""
+        """Return the profile that the run orders itself because it got slower, if any."""
         slowdowns = self.log.slowdowns
         if slowdowns is None:
             return None
@@ -309,11 +309,11 @@ class StepController:
 
     @property
     def probe_ready(self) -> bool:
-        """Whether this rank has what it takes to ask the state."""
+        """Whether this rank can run the probe."""
         return self.probe.has_loss and self.probe.is_ready
 
     def nonfinite_state(self, step: int) -> Tensor | None:
-        """Return how many of this rank's tensors are not finite, where ``step`` brings a look.
+        """Return the number of this rank's non-finite tensors, if ``step`` includes a check.
 
         On the device, and without waiting for it.
         """
@@ -327,7 +327,7 @@ class StepController:
     def replicas_word(
         self, step: int, max_norm: MaxNorm | None, turn: int
     ) -> Tensor | float | None:
-        """Return what this rank is compared by in ``step``; None: it says nothing."""
+        """Return the value by which this rank is compared in ``step``; None: no comparison."""
         replicas, recovery = self.replicas, self.recovery
         if replicas is None or (recovery is not None and recovery.missed(step)):
             return None
@@ -338,7 +338,7 @@ class StepController:
         return None
 
     def acknowledge(self, ack: CommandAck, *, step: int) -> None:
-        """Say what became of a command; rank 0 speaks for all."""
+        """Report the outcome of a command; rank 0 writes it for all."""
         self.emitter.of_run(CommandAcknowledged(ack=ack), step=step, attempt=self.attempt)
 
     # ------------------------------------------------------------------------- after a step
@@ -346,13 +346,13 @@ class StepController:
     def handle(
         self, numbers: list[float], measured: HostMeasurements, *, now_step: int
     ) -> Judgement:
-        """Judge one step's numbers and write its row; return what is to be carried out.
+        """Judge one step's numbers and write its row; return the judgement to carry out.
 
-        A step of a branch that was left is written down and judged no more.
+        A step of a discarded attempt is written but not judged.
 
         Args:
             numbers: the reduced pack and the device's own figures.
-            measured: what this rank measured in that step.
+            measured: measurements of this rank in that step.
             now_step: the step in whose call this happens.
         """
         reduced = Reduced(self.layout, numbers[: self.layout.size])
@@ -372,13 +372,13 @@ class StepController:
         )
         name = self.turn_names[measured.turn]
         if measured.attempt != self.attempt:
-            # It was in flight while the run went back: the judge has forgotten what came before it.
+            # It was in flight during a rollback: the judge no longer knows the steps before it.
             self.log.write(measured, record, reduced, derived, samples, Judgement(), name)
             return Judgement()
         if measured.step == self.first_step or (name and measured.turn not in self._begun):
             self._begun.add(measured.turn)
             if not reduced.has_gradients and not record.failed_ranks:
-                raise no_gradients(name)  # known on all ranks alike
+                raise no_gradients(name)  # known on all ranks
         if reduced.root["stepped_twice"]:
             raise self.stepped_twice or UsageError(
                 "rank 0's loop steps a scheduler that was given to watch()",
@@ -389,8 +389,8 @@ class StepController:
             if self.starts_again and not measured.step:
                 self._tell_second_start()
         self.first_step = -1
-        # What travelled with the step comes before its judgement: the ladder chooses among the
-        # checkpoints, and asks the probe, as all ranks know them by this step.
+        # Data sent with the step is handled before its judgement: the escalation policy chooses
+        # among checkpoints, and runs the probe, as all ranks know them at this step.
         difference = None
         if self.replicas is not None:
             difference = self._compare(self.replicas, reduced, record, at=now_step + 1)
@@ -448,9 +448,9 @@ class StepController:
         return judgement
 
     def _tell_second_start(self) -> None:
-        """Say what a loop lacks that resumes from a checkpoint of its own: all begins at step 0.
+        """Warn a loop that resumes from its own checkpoint without our state: step starts at 0.
 
-        By a schedule that begins there too such a loop is not judged: its rates are of a later one.
+        Its rates are not compared with the declared schedule, which would start at step 0 too.
         """
         text = (
             f"run {self.run_dir.run_id} was started before, and this start counts from step 0, "
@@ -464,7 +464,7 @@ class StepController:
         self.warn("starts_again", text, step=0)
 
     def _name_unguarded(self, record: StepRecord, judgement: Judgement) -> Judgement:
-        """Count a step that was not measured, and give a finding about it this rank's own error."""
+        """Count an unmeasured step, and add this rank's error to a finding about it."""
         if self.terminal is not None:
             self.terminal.num_unguarded += 1
         finding = next((f for f in judgement.findings if f.kind == "unguarded"), None)
@@ -481,9 +481,9 @@ class StepController:
     def _name_what_is_bad(
         self, record: StepRecord, reduced: Reduced, judgement: Judgement
     ) -> Judgement:
-        """Have each rank write down which of its own tensors, or what error, a finding is about.
+        """Write this rank's non-finite tensors, or its error, for the findings about a step.
 
-        Returned with rank 0's in its words: what is said of the run is written by rank 0.
+        Returns the judgement with rank 0's names, because rank 0 writes the run's findings.
         """
         rank = self.ranks.rank
         decision = judgement.decision
@@ -497,7 +497,7 @@ class StepController:
         if not is_own or not (rolls_back or "nonfinite_state" in kinds):
             return judgement
         if rolls_back or any(f.onset_step == f.step for f in judgement.findings):
-            # Once a stretch: it reads all of the state, on the host.
+            # Once per row: it reads the complete state on the host.
             names = self._names_of_bad()
             self._bad_names = _shown_names(names)
             text = f"rank {rank}: NaN or infinite: {self._bad_names}"
@@ -517,7 +517,7 @@ class StepController:
     def _compare(
         self, replicas: Replicas, reduced: Reduced, record: StepRecord, *, at: int
     ) -> Difference | None:
-        """Return what differs between ranks, if their words do. Collective then, on all alike."""
+        """Return the difference between ranks if their values differ. Collective in that case."""
         by_words = replicas.votes(reduced.words())
         if not by_words.apart:
             replicas.agreed(record.step)
@@ -534,7 +534,7 @@ class StepController:
         record: StepRecord,
         judgement: Judgement,
     ) -> Judgement:
-        """Return what was judged with the names of what differs, and what a replay has said."""
+        """Return the judgement with the names of the difference and the result of the replay."""
         findings, decision = judgement.findings, judgement.decision
         if difference is not None:
             findings = tuple(
@@ -560,7 +560,7 @@ class StepController:
         return judgement
 
     def _tell_unprotected(self, judgement: Judgement) -> None:
-        """Say at the terminal what protection has lost, unless it is rolled back."""
+        """Report lost protection at the terminal, unless the decision is a rollback."""
         decision = judgement.decision
         rules = ("nonfinite_state", "replica_corrupted")
         if self.terminal is None or (decision is not None and decision.rule in rules):
@@ -569,7 +569,7 @@ class StepController:
             self.terminal.unprotected(judgement.findings)
 
     def _is_meant(self, names: Sequence[str]) -> bool:
-        """Have snapshots go on where the model itself must have made it: no rollback cured it."""
+        """Continue snapshots if the model itself writes the values: no rollback fixed them."""
         is_meant = False
         if self.recovery is not None:
             with self.faults.fail_open("state_check"):
@@ -577,19 +577,19 @@ class StepController:
         return is_meant
 
     def _names_of_bad(self) -> list[str]:
-        """Return which of this rank's tensors are not finite."""
+        """Return the names of this rank's non-finite tensors."""
         with self.faults.fail_open("state_check"):
             source = self.recovery if self.recovery is not None else self.state_check
             return [] if source is None else source.nonfinite_names()
         return []
 
     def _note_own(self, code: str, text: str, step: int) -> None:
-        """Write what this rank alone knows into its own events."""
+        """Write information that only this rank has into its events."""
         note = Note(code=code, text=text, severity="warning")
         self.emitter.event(note, step=step, attempt=self.attempt)
 
     def _with_reason(self, decision: Decision) -> Decision:
-        """Return a manual command's decision with the person's reason, which rank 0 alone knows."""
+        """Add the operator's reason to the decision of a manual command; only rank 0 knows it."""
         command = None if self.inbox is None else self.inbox.waiting
         if command is None or command.number != decision.command_number or not command.reason:
             return decision
@@ -598,7 +598,7 @@ class StepController:
         )
 
     def _before_clip(self, reduced: Reduced, derived: Derived, measured: HostMeasurements) -> bool:
-        """Return whether the norm is that before the clip; the row is told the one after it."""
+        """Return whether the norm is from before the clip; the row gets the norm after the clip."""
         if self.owns_clip or measured.before_clip:
             return True
         is_given = reduced.total("norm_before_clip") != 0
@@ -608,10 +608,10 @@ class StepController:
         return is_given
 
     def tell_without_probe(self, line: str) -> None:
-        """Say once, where something acts, that nobody can ask the state, and what would change it.
+        """Report once, in a mode that acts, that there is no probe, and the line that adds one.
 
         Args:
-            line: the loop's line that would give a probe.
+            line: line of the loop that would provide a probe.
         """
         if self.mode != "observe" and not self.probe.has_loss:
             text = "no probe, so Vitals cannot check whether the weights are damaged; add one: "
@@ -632,7 +632,7 @@ class StepController:
                 self.terminal.hint(text)
 
     def _announced(self, steps: int) -> None:
-        """Take in, on all ranks at the same step, the change that rank 0's pack announced."""
+        """Apply, on all ranks at the same step, the change announced in rank 0's pack."""
         if steps and not self._was_announced:
             self.judge.rebaseline(steps)
             if self.log.schedule is not None:
@@ -663,24 +663,25 @@ class StepController:
                 "error",
             )
 
-    # ------------------------------------------------------------------------------ acting
+    # ------------------------------------------------------------------------------ actions
 
     def carry_out(
         self, judgement: Judgement, *, now_step: int, window: Window | None = None
     ) -> Restored | None:
-        """Do what was judged; return what was restored, if it was a rollback.
+        """Carry out a judgement; return the restored state if it was a rollback.
 
-        The plan journal is written before the deed, so that a relaunch finds what was meant and no
-        command is taken twice; a command is answered after it. A skip alone is not written: it must
-        not wait for a disk, and a relaunch is a new attempt, so entries of the ledger stay apart.
+        The plan journal is written before the action, so that a relaunch finds the intended action
+        and no command is applied twice. The response to a command is written after it. A skip on
+        its own is not written: it must not wait for a disk, and because a relaunch is a new
+        attempt, entries of the decision log stay distinct.
 
         Args:
-            judgement: of one step.
+            judgement: judgement of one step.
             now_step: the step in whose call this happens.
-            window: the data that a rollback passes over.
+            window: the data that a rollback skips.
 
         Raises:
-            TrainingHalted: the decision is to stop.
+            TrainingHalted: the decision is a halt.
         """
         decision, ack = judgement.decision, judgement.ack
         deed = decision.action if decision is not None and decision.acted else ""
@@ -705,7 +706,7 @@ class StepController:
         return restored
 
     def _do(self, order: Proposal, now_step: int) -> None:
-        """Begin what a command asks for beside the steps; on all ranks at the same step."""
+        """Start the action of a command outside the steps; on all ranks at the same step."""
         if order.action == "checkpoint" and self.recovery is not None:
             self.recovery.save_soon()
             self.recovery.promote(self.last_step, self.judge.last_unhealthy_step)
@@ -720,7 +721,7 @@ class StepController:
                 self._note("profile_begun", text, now_step, "info")
 
     def _profiled(self, text: str) -> None:
-        """Say where this rank's trace is; called by a thread of its own."""
+        """Report the path of this rank's trace; called from a separate thread."""
         note = Note(code="profile_written", text=text)
         self.emitter.event(note, step=self.last_step, attempt=self.attempt)
 
@@ -732,20 +733,20 @@ class StepController:
         self.emitter.of_run(event, step=self.last_step, attempt=self.attempt)
 
     def _tell_pause(self) -> None:
-        """Say which of the two commands cannot be now."""
+        """Update which of the two commands is currently impossible."""
         here = ("pause", "resume") if self.is_paused else ("resume", "pause")
         self.lacks.pop(here[1], None)
         self.lacks[here[0]] = f"the run is {'' if self.is_paused else 'not '}paused"
 
     def work_beside(self, step: int, device: torch.device) -> None:
-        """Do what a person asked for beside the steps: end a profile, or wait. Collective.
+        """Carry out requested work outside the steps: end a profile, or pause. Collective.
 
-        While it waits, a command that needs no step is answered here; one that does ends the pause
-        and is judged with the next step, as ever. So does SIGTERM.
+        During a pause, commands that need no step get their response here. A command that needs a
+        step ends the pause and is judged with the next step as usual. SIGTERM ends the pause too.
 
         Args:
-            step: the one that was just made.
-            device: where tensors of the ranks' group lie.
+            step: the latest completed step.
+            device: device of the group's tensors.
         """
         self._profiling.work(device)
         self.has_work_beside = self._profiling.has_work or self.is_paused
@@ -767,12 +768,12 @@ class StepController:
                 self.carry_out(judgement, now_step=step)
 
     def carry_out_at_end(self, judgement: Judgement) -> None:
-        """Record what was judged after the loop's last step; a halt still leaves its marker.
+        """Record the judgement of the loop's last step; a halt still leaves its marker.
 
-        Nobody is left to go back, so a rollback is entered as not done.
+        Training is over, so a rollback is entered as not carried out.
 
         Raises:
-            TrainingHalted: the decision is to stop.
+            TrainingHalted: the decision is a halt.
         """
         decision, ack = judgement.decision, judgement.ack
         if decision is not None and decision.action == "rollback":
@@ -790,7 +791,7 @@ class StepController:
         self.carry_out(Judgement(judgement.findings, decision, ack), now_step=-1)
 
     def _tell_person(self, decision: Decision | None, restored: Restored | None) -> None:
-        """Say at the terminal what was done; before a halt, whose error may be caught."""
+        """Report the action at the terminal; before a halt, because its error may be caught."""
         if decision is not None and restored is not None:
             decision = replace(decision, rollback_to_step=restored.step)
         if self.terminal is not None:
@@ -798,17 +799,17 @@ class StepController:
                 self.terminal.judged(decision)
 
     def _enter(self, decision: Decision) -> None:
-        """Write the ledger's entry."""
+        """Write the entry of the decision log."""
         event = DecisionMade(decision=decision)
         self.emitter.of_run(event, step=decision.step, attempt=decision.attempt)
 
     def _go_back(self, decision: Decision) -> Restored:
-        """Restore the decision's checkpoint and open its branch."""
+        """Restore the decision's checkpoint and start its attempt."""
         assert self.recovery is not None, "only a run with checkpoints rolls back"
         try:
             restored = self.recovery.roll_back(decision)
         except CheckpointError as error:
-            # On this rank alone, perhaps: it cannot go on, and the marker keeps all from doing so.
+            # Maybe only this rank: it cannot continue, and the marker stops all ranks.
             reason = f"{decision.reason}; the restore failed: {error.text}"
             decision = replace(decision, action="halt", rule="rollback_failed", reason=reason)
             self._tell_person(decision, None)
@@ -829,7 +830,7 @@ class StepController:
         return restored
 
     def _halt(self, decision: Decision) -> NoReturn:
-        """Leave the durable marker first: torchrun starts a rank again whatever its exit code."""
+        """Write the durable marker first: torchrun restarts a rank whatever its exit code."""
         halted = TrainingHalted(
             f"halted by Vitals at step {decision.step}: {decision.reason}",
             hint=f"`vitals why {self.run_dir.run_id} {decision.step}` explains; "
@@ -842,7 +843,7 @@ class StepController:
                 attempt=decision.attempt,
                 time_unix_ns=self.clock.time_ns(),
             )
-            with self.faults.fail_open("halt.marker"):  # without one the halt itself still holds
+            with self.faults.fail_open("halt.marker"):  # the halt itself works without a marker
                 self.run_dir.write_halted(marker)
             event = RunEnded(state="halted", reason=decision.reason)
             self.emitter.event(event, step=decision.step, attempt=decision.attempt)
@@ -850,11 +851,11 @@ class StepController:
         raise halted
 
     def begin_attempt(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
-        """Go on as a new branch, with the detectors of the state it starts from."""
+        """Continue as a new attempt, with the detectors of its start state."""
         self.attempt = attempt.id
         if self.emitter.alerts is not None:
             self.emitter.alerts.begin(attempt.id, attempt.fork_step)
-        # A clock may go backwards; a branch is newer than the one it leaves all the same.
+        # A clock may go backwards; the new attempt still needs a higher id than the previous one.
         self._next_attempt = max(new_attempt_id(self.clock.time_ns()), attempt.id + 1)
         self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
         if self.replicas is not None:
@@ -862,7 +863,7 @@ class StepController:
         self.probe_parameters, self.digest, self._was_announced = False, 0, False
 
     def start_branch(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
-        """Begin a branch at the start of the loop, and write it down."""
+        """Start an attempt at the start of the loop, and write it to the plan journal."""
         branch = Branch(attempt.id, attempt.parent, attempt.fork_step)
         self.begin_attempt(attempt, detectors)
         self.plan.add(self.judge.facts, branch=branch)
@@ -874,19 +875,19 @@ class StepController:
         tokens: TokenCount,
         auto_clip: dict[str, Any] | None,
     ) -> None:
-        """Go on, before the first step, from a state that the loop itself kept. Collective.
+        """Continue, before the first step, from a state that the loop itself saved. Collective.
 
-        Where there are snapshots, the first is taken anew, of this branch.
+        If there are snapshots, the first one is replaced by one of this attempt.
         """
         self.log.tokens = tokens
         self.load_auto_clip_state(auto_clip, step=attempt.fork_step)
         self.start_branch(attempt, detectors)
         self.emitter.of_run(attempt, step=attempt.fork_step, attempt=attempt.id)
-        if self.recovery is not None:  # it is of this branch, and of what the loop has loaded
+        if self.recovery is not None:  # a snapshot of this attempt, with the state the loop loaded
             self.recovery.first(attempt.fork_step, attempt.id, self.snapshot_meta(None))
 
     def user_alerts(self) -> RankAlerts:
-        """Return what says a person's own alerts, made at the first that there is."""
+        """Return the judge of custom alerts, created at the first of them."""
         alerts = self.emitter.alerts
         if alerts is None:
             alerts = self.emitter.alerts = RankAlerts(
@@ -900,7 +901,7 @@ class StepController:
         return alerts
 
     def snapshot_meta(self, data: DataState | None) -> Meta:
-        """Return what a snapshot keeps besides tensors. The ladder's facts are not in it."""
+        """Return the data of a snapshot except tensors. The policy's facts are not included."""
         schedule = self.log.schedule
         return {
             "judge": self.judge.detector_state(),
@@ -914,7 +915,7 @@ class StepController:
         }
 
     def take_meta(self, meta: Meta, *, step: int) -> None:
-        """Set the counts to what they were at ``step``; consumed tokens stay consumed."""
+        """Set the counts to those at ``step``; consumed tokens stay consumed."""
         kept = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
         self.log.tokens.go_back(kept)
         if self.emitter.alerts is not None:
@@ -926,7 +927,7 @@ class StepController:
         self.load_auto_clip_state(meta.get("auto_clip"), step=step)
 
     def close_profile(self) -> None:
-        """Write a profile that has not come to its end."""
+        """Write an unfinished profile."""
         with self.faults.fail_open("profile"):
             self._profiling.close()
 
@@ -935,7 +936,7 @@ class StepController:
         return None if self.evaluations is None else self.evaluations.state_dict()
 
     def tell_unguarded(self, text: str, *, step: int) -> None:
-        """Page for a loop whose updates do not come by us, so that no step tells of it."""
+        """Page for a loop whose updates bypass Vitals, so that no step could report it."""
         finding = Finding(
             kind="unguarded",
             level="advisory",
@@ -950,7 +951,7 @@ class StepController:
             _LOG.warning("vitals: NOT GUARDED: %s", text)
 
     def warn(self, code: str, text: str, *, step: int) -> None:
-        """Say once, in rank 0's log and among the run's events, what is likely a mistake."""
+        """Report a likely mistake once, in rank 0's log and among the run's events."""
         if self.is_rank0:
             _LOG.warning("vitals: %s", text)
             self._note(code, text, step, "warning")
@@ -967,9 +968,9 @@ def _shown_names(names: Sequence[str]) -> str:
 
 
 def of_turn(judgement: Judgement, name: str) -> Judgement:
-    """Return what was said about one optimizer's step with its name in front.
+    """Return the findings about one optimizer's step prefixed with its name.
 
-    What a person asks for, but for a word about a step, is of the run.
+    A command of an operator applies to the run, unless it accepts a step.
     """
     findings = tuple(replace(f, reason=f"{name}: {f.reason}") for f in judgement.findings)
     decision = judgement.decision
@@ -979,7 +980,7 @@ def of_turn(judgement: Judgement, name: str) -> Judgement:
 
 
 def _with_difference(record: StepRecord, difference: Difference | None) -> StepRecord:
-    """Return the step with what the ranks found out together."""
+    """Return the step with the difference that the ranks found together."""
     if difference is None or difference.kind not in ("state", "settings"):
         return record
     rank = difference.vote.rank

@@ -1,4 +1,4 @@
-"""What of the monitor lives on the device: filled, summed, judged and applied without waiting."""
+"""The monitor's state on the device: filled, reduced, judged and applied without waiting."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ from trainvitals.errors import UsageError
 
 
 class Engine(Protocol):
-    """What makes the updates: the loop's own optimizers, or a framework's engine.
+    """Maker of the updates: the loop's own optimizers, or a framework's engine.
 
     An engine keeps its gradients elsewhere, steps or skips by itself, and has no ``guards``.
     """
 
     @property
     def guards(self) -> tuple[OptimizerGuard, ...]:
-        """One for each optimizer that is stepped by us."""
+        """One for each optimizer that Vitals steps."""
 
     @property
     def reads_verdict(self) -> bool:
-        """Whether the verdict is needed on the host: then every rank reads it at once."""
+        """Whether the host needs the verdict: then every rank reads it at once."""
 
     def norms(self, ranks: Ranks) -> GradNorms:
-        """Return what measures the gradients where they are. Collective."""
+        """Return the object that measures the gradients in place. Collective."""
 
     def overflow(self) -> Tensor | None:
         """Return this rank's flag of the loss scaling in this step, 0.0 or 1.0, or None."""
 
     def loss_scale(self) -> Tensor | None:
-        """Return what the gradients are scaled by, or None where there is no scaling."""
+        """Return the scale of the gradients, or None without loss scaling."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Device:
-    """The parts, and the training they act on."""
+    """The parts on the device, and the training that they act on."""
 
     optimizers: tuple[Optimizer, ...]
     schedulers: tuple[Any, ...]
@@ -76,26 +76,26 @@ class Device:
     shadow: Shadows
     after_load: AfterLoad
     averages: Averages | None
-    """None where no average of the weights was registered."""
+    """None if no average of the weights was registered."""
     joinables: tuple[Any, ...]
     extra: dict[str, Stateful]
-    """What ``watch(state=...)`` registered, in the form that a rollback restores."""
+    """State registered by ``watch(state=...)``, in the form that a rollback restores."""
     warnings: list[tuple[str, str]]
-    """What is likely wrong with what was given, each as a note's code and its text."""
+    """Likely mistakes in the arguments, each as the code and text of a note."""
     readback: AsyncCopy[HostMeasurements]
     sampler: Sampler | None
-    """None where no signal was opted in."""
+    """None if no signal is enabled."""
     sections: Sections | None
-    """None where forward, backward and waits cannot be told apart, and in a single process."""
+    """None if forward, backward and waits cannot be distinguished, and in a single process."""
     memory: MemoryEstimate
     turns: tuple[Turn, ...]
-    """That of all optimizers, and where there are several that of each."""
+    """Turn of all optimizers; with several optimizers, then one turn for each."""
 
     def turn_of(self, optimizer: object) -> Turn:
         """Return the turn of one optimizer.
 
         Raises:
-            UsageError: it is none of those that were given to ``watch``.
+            UsageError: the optimizer was not given to ``watch``.
         """
         for turn in self.turns[1:] or self.turns:
             if turn.optimizers[0] is optimizer:
@@ -107,7 +107,7 @@ class Device:
         )
 
     def release(self) -> None:
-        """Leave the optimizers as they were found."""
+        """Restore the optimizers to their original state."""
         for guard in self.engine.guards:
             guard.release()
         for optimizer in self.optimizers:
@@ -133,7 +133,7 @@ def lay_out(
     engine: Engine | None = None,
     names: Sequence[str] = (),
 ) -> Device:
-    """Lay out what works on the device. Collective: the ranks compare what each holds."""
+    """Create everything that works on the device. Collective: the ranks compare their parts."""
     state = state or {}
     steps_by_itself = engine is not None
     engine = _take_hold(model, optimizers, schedulers, scaler, ranks, state, signals, engine)
@@ -143,7 +143,7 @@ def lay_out(
     layout = PackLayout.of(len(norms.names), ranks, sampled)
     memories = registered(model, state)
     shadow = Shadows(BufferShadow(model), *memories.values())
-    # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
+    # If one optimizer needs the verdict on the host, every step waits for it: no lag then.
     lag = 0 if engine.reads_verdict else 1
     size = layout.size + NUM_FIGURES + own_numbers
     if scaler is not None:
@@ -174,7 +174,7 @@ def lay_out(
 def _turns(
     optimizers: tuple[Optimizer, ...], guards: tuple[OptimizerGuard, ...], names: Sequence[str]
 ) -> tuple[Turn, ...]:
-    """Return who may be moved in one step; the parameters are in the optimizers' order."""
+    """Return the optimizers of each possible step; parameters are in the optimizers' order."""
     turns = [Turn(0, "", optimizers, guards, ALL)]
     if len(optimizers) < 2 or len(guards) != len(optimizers):
         return tuple(turns)
@@ -197,7 +197,7 @@ def _take_hold(
     signals: SignalSettings | None,
     engine: Engine | None,
 ) -> Engine:
-    """Refuse what cannot be guarded, and guard the optimizers. Collective."""
+    """Refuse a setup that cannot be guarded, and guard the optimizers. Collective."""
     engines = [] if engine is None else [engine]
 
     def local() -> list[str]:
@@ -222,7 +222,7 @@ def _warnings(
     schedulers: Sequence[Any],
     state: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
-    """Return what of the training looks wrong: what a skip cannot put back, what is another's."""
+    """Return likely mistakes: state that a skip cannot restore, parts that do not match."""
     unseen = [("unseen_state", text) for text in unregistered(model, state)]
     foreign = [("foreign_parameters", text) for text in foreign_optimizers(model, optimizers)]
     left_out = [] if foreign else parameters_left_out(model, optimizers)
@@ -238,7 +238,7 @@ def _warnings(
 def _sections(
     model: nn.Module, ranks: Ranks, device: torch.device, faults: FaultCounter
 ) -> Sections | None:
-    """Return what places forward and backward, where ranks wait for each other in them."""
+    """Return the timer of forward and backward, if ranks wait for each other in them."""
     if ranks.world_size > 1:
         with faults.fail_open("sections"):
             wrappers = placed_in(model)
@@ -254,7 +254,7 @@ def _sampler(
     faults: FaultCounter,
     optimizers: Sequence[Optimizer],
 ) -> Sampler | None:
-    """Return what measures the signals that were opted in; on all ranks, or on none."""
+    """Return the sampler of the enabled signals; on all ranks, or on none."""
     hint = "give the same watch(signals=...) on all ranks"
     check_same("signals", ranks.gather(settings or SignalSettings()), hint)
     if settings is None or not settings.measures:
@@ -283,7 +283,7 @@ def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:
-    """Stand in for ``add_param_group``: what it adds would be neither measured nor guarded."""
+    """Replace ``add_param_group``: its parameters would be neither measured nor guarded."""
     raise UsageError(
         "a parameter group was added after watch()",
         hint="add all groups first (a learning rate of 0 keeps one unchanged), or close this "

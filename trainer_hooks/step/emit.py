@@ -1,4 +1,4 @@
-"""Writes what a rank saw into its journal: steps, layers, scalars, events. Never waits."""
+"""Writes a rank's data into its journal: steps, layers, scalars, events. Never waits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("trainvitals")
 
 LAYERS_EVERY = 10
-"""Steps between rows of layer norms, far from any finding."""
+"""Steps between rows of layer norms if there is no recent finding."""
 LAYERS_AFTER_FINDING = 500
 """Steps after a finding in which layer norms are written at every step."""
 
@@ -69,7 +69,7 @@ _FROM_HOST = {
     "batch_index": "batch_index",
     "num_batches": "num_batches",
 }
-"""Each rank's own columns, and the fields of ``HostMeasurements`` that they come from."""
+"""Columns of each rank, and the fields of ``HostMeasurements`` that provide them."""
 _FROM_RECORD = (
     "loss",
     "loss_max",
@@ -79,11 +79,11 @@ _FROM_RECORD = (
     "grad_norm_limit",
     "skipped",
 )
-"""Columns that rank 0 alone writes, as they are equal on all ranks, and fields of the record."""
+"""Columns that only rank 0 writes, because they are equal on all ranks, and record fields."""
 
 
 class _StepRow:
-    """Gathers a step's row: one value per column, in the schema's order."""
+    """Collects a step's row: one value per column, in the schema's order."""
 
     def __init__(self, schema: Schema, *, num_groups: int, is_rank0: bool) -> None:
         self._controller = attrgetter(*_FROM_HOST.values())
@@ -101,7 +101,7 @@ class _StepRow:
     def of(
         self, measured: HostMeasurements, record: StepRecord, extra: Mapping[str, Value]
     ) -> tuple[Value, ...]:
-        """Return the row's values; what nobody gives is missing."""
+        """Return the row's values; a value that no source provides is missing."""
         others = map(extra.get, self._others)
         if not self._is_rank0:
             return self._in_order((*self._controller(measured), *others))
@@ -123,11 +123,11 @@ _Given = ParamSpec("_Given")
 
 
 _MAX_REFUSED = 100
-"""Names of scalars that were no numbers, of which the run's events tell."""
+"""Maximum number of scalars with invalid values that the run's events report by name."""
 
 
 def not_a_number(name: str, value: object) -> UsageError:
-    """Return what is said of a scalar that is none."""
+    """Return the error for a scalar whose value is not a number."""
     kind = type(value).__name__
     shape = getattr(value, "shape", None)
     shown = f"a {kind} of shape {tuple(shape)}" if shape is not None else f"a {kind}"
@@ -140,9 +140,9 @@ def not_a_number(name: str, value: object) -> UsageError:
 def _writes(
     method: Callable[Concatenate[Emitter, _Given], None],
 ) -> Callable[Concatenate[Emitter, _Given], None]:
-    """Make a method fail open, and let a signal wait for its end where the main thread is in it.
+    """Make a method fail open, and delay a signal handler's call to its end in the main thread.
 
-    A wrapper and no ``with``: that costs as much as packing a row.
+    A wrapper instead of ``with``, which would cost as much as packing a row.
     """
     where = f"journal.{method.__name__}"
 
@@ -163,7 +163,7 @@ def _writes(
 
 
 class Emitter:
-    """The one way out of a rank. Every method fails open."""
+    """The only output of a rank. Every method fails open."""
 
     def __init__(
         self,
@@ -187,15 +187,15 @@ class Emitter:
         self._steps = None if journal is None else journal.open_stream(schema)
         self.columns = tuple(column.name for column in schema.columns)
         self.alerts: RankAlerts | None = None
-        """What judges, by all that is written here, a person's own alerts; None without any."""
+        """Judges custom alerts by everything that is written here; None without alerts."""
         self._row = _StepRow(schema, num_groups=num_groups, is_rank0=is_rank0)
         self._scalar_ids: dict[str, int] = {}
         self._refused_scalars: set[str] = set()
         self._layers_until = -1
         self._layers_at: dict[int, int] = {}
-        """Of each optimizer that takes turns, the ten steps in which its layers were written."""
+        """Per optimizer turn, the tenth of steps in which its layers were last written."""
         self._turn = 0
-        """Whose the step before was."""
+        """Turn of the previous step."""
         self._layers_named = False
         self._depth = 0
         self._main_thread = threading.main_thread().ident
@@ -205,16 +205,16 @@ class Emitter:
 
     @property
     def incarnation(self) -> str:
-        """The journal's; empty without one."""
+        """Incarnation of the journal; empty without a journal."""
         return "" if self._journal is None else self._journal.identity.incarnation
 
     @property
     def directory(self) -> Path | None:
-        """Where the journal lies; None without one."""
+        """Directory of the journal; None without a journal."""
         return None if self._journal is None else self._journal.directory
 
     def put_off(self, call: Callable[[], None]) -> bool:
-        """Make ``call`` after the write the main thread is in; False where it is in none."""
+        """Call after the write that the main thread is in; return False if it is in none."""
         if self._depth:
             self._put_off = call
         return self._depth > 0
@@ -244,7 +244,7 @@ class Emitter:
             )
 
     def of_run(self, event: Event, *, step: int, attempt: int) -> None:
-        """Write an event that all ranks know alike: rank 0 alone writes it."""
+        """Write an event that all ranks know: only rank 0 writes it."""
         if self._is_rank0:
             self.event(event, step=step, attempt=attempt)
 
@@ -257,7 +257,7 @@ class Emitter:
         step: int,
         attempt: int,
     ) -> None:
-        """Say something of the run, once: rank 0 speaks."""
+        """Report a note about the run once: rank 0 writes it."""
         self.of_run(Note(code=code, text=text, severity=severity), step=step, attempt=attempt)
 
     @_writes
@@ -280,10 +280,10 @@ class Emitter:
                 self.alerts.saw_scalar(name, number, step=step, attempt=attempt)
 
     def _number(self, name: str, value: object, *, step: int, attempt: int) -> float | None:
-        """Return a scalar as a number; one that is none is counted, and named once in the run."""
+        """Return a scalar as a number; an invalid one is counted, and reported once per name."""
         try:
             return float(value)  # type: ignore[arg-type]
-        except Exception as error:  # noqa: BLE001 - a stranger's __float__ may raise anything
+        except Exception as error:  # noqa: BLE001 - a third-party __float__ may raise anything
             refusal = not_a_number(name, value)
             self._faults.count("scalars", refusal)
             if name not in self._refused_scalars and len(self._refused_scalars) < _MAX_REFUSED:
@@ -298,7 +298,7 @@ class Emitter:
     ) -> None:
         """Write the rank's row of one step; rank 0 adds the numbers that are equal on all ranks.
 
-        ``_writes`` is written out here: its call would be a tenth of what a row costs.
+        ``_writes`` is inlined here: its call would add a tenth to the cost of a row.
         """
         stream = self._steps
         if stream is None:
@@ -330,8 +330,8 @@ class Emitter:
     ) -> None:
         """Write the layers' rows on rank 0: every tenth step, near a finding, and when sampled.
 
-        Optimizers that take turns have each their own first step among ten: in every tenth of the
-        run's it might be always the same one's.
+        Each of several optimizers that alternate has its own first step in every ten: the run's
+        tenth step could always belong to the same optimizer.
         """
         if has_finding:
             self._layers_until = measured.step + LAYERS_AFTER_FINDING
@@ -357,7 +357,7 @@ class Emitter:
             stream.append([*head, *row])
 
     def _tell_losses(self, stream: StreamWriter) -> None:
-        """Count what made the journal drop rows, once each: it says nothing by itself."""
+        """Count each error that made the journal drop rows once: the journal reports nothing."""
         self._dropped, error = stream.dropped, stream.journal.last_error
         if error is not None and error is not self._told:
             self._told = error
@@ -365,7 +365,7 @@ class Emitter:
 
     @_writes
     def close(self) -> None:
-        """Close the journal; what was written stays for the agent."""
+        """Close the journal; written rows stay for the agent."""
         if self._journal is not None:
             self._journal.close()
 
@@ -375,23 +375,23 @@ class TokenCount:
     """Tokens of all ranks, over all attempts of the run."""
 
     seen: int = 0
-    """Consumed: a rollback does not give them back."""
+    """Tokens consumed: a rollback does not return them."""
     trained: int = 0
-    """Those that an update of the present branch was made of."""
+    """Tokens used in updates of the current attempt."""
 
     def go_back(self, to: TokenCount) -> None:
-        """Take the count of a state that was restored."""
+        """Restore the counts of a restored state."""
         self.trained, self.seen = to.trained, max(self.seen, to.seen)
 
 
 class StepLog:
-    """Writes down all that is known of a step whose numbers are back; counts its tokens.
+    """Writes all data of a step whose numbers have been read back, and counts its tokens.
 
     Args:
-        emitter: the way out.
-        columns: what rank 0's row has beside the record.
-        faults: counts what fails in deriving them.
-        is_rank0: whether this rank writes what is equal on all.
+        emitter: output of the rank.
+        columns: rank 0's columns in addition to the record.
+        faults: counts errors in deriving the columns.
+        is_rank0: whether this rank writes the values that are equal on all ranks.
     """
 
     def __init__(
@@ -404,9 +404,9 @@ class StepLog:
         self.tokens = TokenCount()
         self.lateness = Lateness()
         self.slowdowns: Slowdowns | None = None
-        """What orders a profile where the run gets slower; on rank 0, where that is wanted."""
+        """Orders a profile if the run gets slower; on rank 0, if enabled."""
         self.schedule: DeclaredSchedule | None = None
-        """What the learning rates are held against; on rank 0, where it was declared."""
+        """Schedule that the learning rates are compared with; on rank 0, if one was declared."""
 
     def write(
         self,
@@ -418,15 +418,15 @@ class StepLog:
         judgement: Judgement,
         name: str = "",
     ) -> None:
-        """Write the row, the layers' rows, what changed, and what was found.
+        """Write the row, the layers' rows, changes, and findings.
 
-        ``name`` is that of an optimizer that was stepped by itself. Its numbers are scalars then,
-        such as ``loss/generator``; those of the first one are the run's too.
+        ``name`` is the name of an optimizer that was stepped alone. Its numbers are written as
+        scalars, such as ``loss/generator``; the first optimizer's numbers are the run's as well.
         """
         of_run = measured.turn <= 1
         tokens = measured.tokens if measured.tokens is not None else _tokens(measured, reduced)
         if not of_run:
-            tokens = None  # all train on the first one's batches: each token counts once
+            tokens = None  # all optimizers train on the first one's batches: count a token once
         if tokens is not None:
             self.tokens.seen += tokens
             self.tokens.trained += 0 if record.skipped else tokens
@@ -483,7 +483,7 @@ class StepLog:
     def _hold_against(
         self, schedule: DeclaredSchedule, measured: HostMeasurements, *, skipped: bool
     ) -> None:
-        """Tell where the rates have left the declared schedule, and say it at the terminal."""
+        """Report a rate that has left the declared schedule, also at the terminal."""
         with self._faults.fail_open("schedule"):
             finding = schedule.judge(measured, skipped=skipped)
             if finding is not None:
@@ -494,11 +494,11 @@ class StepLog:
 
 
 _OF_THE_RUN = ("rank_loss", "loss_spread")
-"""Columns beside the record's that are missing where the step is not the first optimizer's."""
+"""Columns outside the record that are missing if the step is not the first optimizer's."""
 
 
 def _by_name(record: StepRecord, name: str) -> dict[str, float]:
-    """Return an optimizer's own numbers as scalars."""
+    """Return an optimizer's numbers as scalars."""
     numbers = ((key, getattr(record, key)) for key in TURN_METRICS)
     return {f"{key}/{name}": float(value) for key, value in numbers if value is not None}
 
@@ -526,14 +526,14 @@ class Layers:
         self._owner = [position[owner] for owner in owners]
 
     def norms(self, squares: Sequence[float], part: slice = ALL) -> list[float | None]:
-        """Return the L2 norm of each layer that has parameters, and has some in ``part``."""
+        """Return the L2 norm of each layer that has parameters in ``part``."""
         sums: list[float | None] = [None] * self._num_layers
         for owner, square in zip(self._owner[part], squares[part], strict=True):
             sums[owner] = (sums[owner] or 0.0) + square
         return [None if s is None else math.sqrt(s) if s >= 0 else math.nan for s in sums]
 
     def _worst(self, changes: Sequence[float] | None) -> list[float] | None:
-        """Return the largest change of any parameter of each layer that has some."""
+        """Return the largest change of any parameter, for each layer with parameters."""
         if changes is None:
             return None
         worst = [0.0] * self._num_layers
@@ -549,10 +549,11 @@ class Layers:
         turn: int = 0,
         before: int = 0,
     ) -> Iterator[list[Value]]:
-        """Yield, of each layer that has one, its id and values in the order of LAYER_METRICS.
+        """Yield the id and the values of each layer with values, in the order of LAYER_METRICS.
 
-        Without squares the gradients' norms are missing. Of optimizers that take turns, only the
-        parameters of one have gradients in the step (``turn``), and an update by the one before.
+        Without squares the gradients' norms are missing. If optimizers alternate, only the
+        parameters of one have gradients in the step (``turn``), and only those of the previous one
+        (``before``) have an update.
         """
         samples = samples or Samples()
         squares = (grad_squares, samples.weight_squares, samples.update_squares)
@@ -575,11 +576,11 @@ class Layers:
 
 _OVERFLOW_WINDOW = 100
 _LARGEST_LOSS = 700.0
-"""Beyond it e^loss is no float64 any more."""
+"""Largest loss for which e^loss fits in a float64."""
 
 
 class RootColumns:
-    """Keeps what spans several steps: overflows, utilization, the noise scale."""
+    """Keeps values that span several steps: overflows, utilization, the noise scale."""
 
     def __init__(self, utilization: Utilization, sampler: Sampler | None, world_size: int) -> None:
         self._utilization = utilization
@@ -600,7 +601,7 @@ class RootColumns:
         samples: Samples | None,
         tokens: int | None,
     ) -> dict[str, Value]:
-        """Return the columns of one step; call once for each, in order."""
+        """Return the columns of one step; call once per step, in order."""
         if measured.flops is not None:
             self._utilization.counted(measured.flops, tokens)
         seconds = measured.duration_seconds
@@ -648,14 +649,14 @@ class RootColumns:
 
 
 def _culprit(record: StepRecord) -> int:
-    """Return the one rank to which what is wrong with the step is due; -1: none, or several."""
+    """Return the one rank that caused a bad step; -1 if there is none, or several."""
     if record.nonfinite_ranks:
         return record.nonfinite_ranks[0] if len(record.nonfinite_ranks) == 1 else -1
     return record.nonfinite_state_rank if record.nonfinite_state else record.replica_rank
 
 
 def _spread(losses: list[float | None]) -> float | None:
-    """Return the largest less the smallest loss; of one rank, or with one that is NaN, none."""
+    """Return the largest minus the smallest loss; None for one rank, or if a loss is NaN."""
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
     return max(finite) - min(finite) if len(finite) == len(losses) > 1 else None
 

@@ -1,16 +1,16 @@
-"""Who holds which part of which parameter, and the squares of all gradients in one fused pass.
+"""Ownership of parameter parts, and the squares of all gradients in one fused pass.
 
-What the ranks hold they compare once, at ``watch()``. A part is known by its name, by its place
-among the parts, and by its shape. Ranks that agree in all three hold the same numbers: DDP's
-replicas, the replicated side of a mesh. All others hold parts of their own: FSDP, tensor
-parallelism, and the two together. A local square is divided by its number of holders, so that the
-sum over the ranks is the exact global square, without weights from placements.
+The ranks compare their parts once, at ``watch()``. A part is identified by its name, its position
+among the parts, and its shape. Ranks that agree in all three hold the same numbers: DDP replicas,
+or the replicated side of a mesh. All other ranks hold separate parts: FSDP, tensor parallelism, and
+both together. A local square is divided by its number of holders, so the sum over the ranks is the
+exact global square, without weights from placements.
 
-A gradient of 1e30 must stay a finite outlier, though its square is Inf in float32, and float32 sums
-of millions of squares drift (torch's own norm of 25M elements is .3 % off on the CPU). On a GPU the
-pass is bound by memory, so it adds up in float64. On the CPU that would cost ten times as much, so
-there float32 adds up blocks of ``BLOCK`` elements, and float64 the blocks; only where a square is
-not finite, an overflow is told from an element that is not finite by a pass in float64.
+A gradient of 1e30 must stay a finite outlier although its square is Inf in float32, and float32
+sums of millions of squares drift (torch's own norm of 25M elements is off by 0.3% on the CPU). On a
+GPU the pass is bound by memory, so it sums in float64. On the CPU that would cost ten times as
+much, so float32 sums blocks of ``BLOCK`` elements, and float64 sums the blocks. Only if a square is
+non-finite, a second pass in float64 distinguishes an overflow from a non-finite element.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer_hooks.ranks import Ranks
 from trainvitals.errors import UsageError
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]
-"""The place of a part among the parts of its parameter, and its shape."""
+"""Position of a part among the parts of its parameter, and its shape."""
 
 Shard = tuple[str, Piece]
 
@@ -40,26 +40,26 @@ _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapp
 
 
 def clean_name(name: str) -> str:
-    """Return the name without what FSDP1, torch.compile and checkpointing wrap around modules."""
+    """Return the name without the wrappers of FSDP1, torch.compile and checkpointing."""
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
 class Models(nn.ModuleDict):
-    """Several models of one run by name, wrapped or not: a GAN's two, an actor and its critic."""
+    """Several models of one run by name, wrapped or not: both of a GAN, an actor and its critic."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         super().__init__(models)
         inner = [unwrap(model) for model in models.values()]
         bare = nn.ModuleDict(dict(zip(models, (module for module, _ in inner), strict=True)))
-        self._bare = (bare, any(is_ddp for _, is_ddp in inner))  # in a tuple: no part of this one
+        self._bare = (bare, any(is_ddp for _, is_ddp in inner))  # in a tuple: not a submodule
 
     def unwrapped(self) -> tuple[nn.ModuleDict, bool]:
-        """Return the models without what lies around them, and whether DDP does around any."""
+        """Return the models without their wrappers, and whether any wrapper is DDP."""
         return self._bare
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
-    """Return the module that DDP and torch.compile lie around, and whether DDP does."""
+    """Return the module inside the wrappers of DDP and torch.compile, and whether DDP is one."""
     if isinstance(model, Models):
         return model.unwrapped()
     is_ddp = False
@@ -73,15 +73,15 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP drop the parameters it gathered: after a forward without backward it holds them.
+    """Make FSDP drop gathered parameters, which it keeps after a forward without backward.
 
-    What is written to the shards would not be seen by the next forward.
+    Otherwise the next forward would not see values that are written to the shards.
     """
     for module in model.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             module.reshard()  # type: ignore[operator]
         handle: Any = getattr(module, "_handle", None)
-        # FSDP1 makes the place to gather into at its first forward.
+        # FSDP1 creates the buffer for gathered parameters at its first forward.
         if hasattr(getattr(handle, "flat_param", None), "_full_param_padded"):
             _drop_gathered(handle)
 
@@ -93,19 +93,19 @@ def _drop_gathered(handle: Any) -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, or the tensor."""
+    """Return this rank's part of a DTensor, or the tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
 def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:
-    """Return the optimizers' parameters by the names the user knows, in optimizer order.
+    """Return the optimizers' parameters by the names that the user knows, in optimizer order.
 
-    The optimizers' and never the model's: FSDP2 may hold other objects there. A parameter the model
-    does not know is named after its place in the optimizer.
+    They come from the optimizers, never from the model: FSDP2 may hold other objects there. A
+    parameter that is not in the model is named after its position in the optimizer.
 
     Raises:
-        UsageError: there are none, or two optimizers hold the same parameter.
+        UsageError: there are no parameters, or two optimizers hold the same parameter.
     """
     names = {id(p): clean_name(n) for n, p in unwrap(model)[0].named_parameters()}
     by_name: dict[str, Tensor] = {}
@@ -130,12 +130,13 @@ def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
 
 
 def flat_pieces(model: nn.Module) -> dict[int, Piece]:
-    """Return which piece of its parameter each of FSDP1's tensors is, by the tensor's id.
+    """Return the piece of its parameter that each of FSDP1's tensors is, by the tensor's id.
 
-    They are plain views into a flat parameter, so two ranks' disjoint pieces can have one shape.
+    The tensors are plain views into a flat parameter, so disjoint pieces on two ranks can have the
+    same shape.
 
     Raises:
-        UsageError: FSDP1 lies over tensor parallelism, where that is not known.
+        UsageError: FSDP1 wraps tensor parallelism, which hides the pieces.
     """
     pieces: dict[int, Piece] = {}
     for module in model.modules():
@@ -156,12 +157,12 @@ def flat_pieces(model: nn.Module) -> dict[int, Piece]:
 
 
 def shards_of(params: Mapping[str, Tensor], pieces: Mapping[int, Piece]) -> list[Shard]:
-    """Return what this rank holds of each parameter."""
+    """Return this rank's part of each parameter."""
     return [(name, pieces.get(id(param)) or _piece(param)) for name, param in params.items()]
 
 
 def _piece(param: Tensor) -> Piece:
-    """Return the place on those sides of a mesh that cut the parameter, and the local shape."""
+    """Return the position on those mesh sides that split the parameter, and the local shape."""
     if not hasattr(param, "to_local"):
         return (), tuple(param.shape)
     here = param.device_mesh.get_coordinate() or ()  # type: ignore[attr-defined]
@@ -171,7 +172,7 @@ def _piece(param: Tensor) -> Piece:
 
 
 def shares(mine: Sequence[Shard], everyone: Sequence[Sequence[Shard]]) -> list[float]:
-    """Return what part of each square is this rank's: one through the number of holders."""
+    """Return this rank's share of each square: 1 divided by the number of holders."""
     held = Counter(shard for rank in everyone for shard in rank)
     return [1.0 / held[shard] for shard in mine]
 
@@ -183,7 +184,7 @@ def num_elements(everyone: Sequence[Sequence[Shard]]) -> int:
 
 
 def check_alike(names: list[list[str]]) -> None:
-    """Refuse, on all ranks, parameters that differ by rank: the packs would be of other lengths."""
+    """Refuse parameters that differ by rank, on all ranks: the packs would differ in length."""
     for rank, other in enumerate(names):
         if other != names[0]:
             odd = sorted(set(other).symmetric_difference(names[0]))[:4] or ["their order"]
@@ -197,10 +198,11 @@ def check_alike(names: list[list[str]]) -> None:
 
 @torch.no_grad()
 def align_gradients(sharded: Iterable[Tensor]) -> None:
-    """Lay each DTensor's gradient out as its parameter is: a Partial one is summed over its mesh.
+    """Redistribute each DTensor gradient to its parameter's layout; a Partial one is summed.
 
-    Sequence parallelism leaves such gradients. The optimizer would do the same to each of them;
-    it is a collective, in which the ranks meet because they hold the same layouts.
+    The sum is over its mesh. Sequence parallelism leaves such gradients. The optimizer would do the
+    same to each of them. This is a collective; it matches on all ranks because they hold the same
+    layouts.
     """
     for param in sharded:
         grad: Any = param.grad
@@ -213,35 +215,35 @@ def align_gradients(sharded: Iterable[Tensor]) -> None:
 
 
 def reads_are_free(device: torch.device) -> bool:
-    """Return whether the host may read a number there without waiting for a device."""
+    """Return whether the host can read a number there without waiting for a device."""
     return device.type == "cpu"
 
 
 BLOCK = 4096
-"""Elements that float32 adds up: of more it loses digits, and fewer take longer."""
+"""Elements per float32 sum: larger sums lose digits, smaller ones take longer."""
 
 SMALL = 4096
-"""Up to here gradients are added up together, in float64: a kernel each would cost more."""
+"""Gradients up to this size are summed together, in float64: a kernel for each would cost more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Which gradients are summed in blocks, and where the numbers belong."""
+    """Gradients to sum in blocks, and the positions of the results."""
 
     key: tuple[list[int], list[torch.dtype]]
-    """Sizes and types of the gradients it was made for."""
+    """Sizes and types of the gradients that the plan was made for."""
     small: list[int]
-    """Gradients that are added up together."""
+    """Gradients that are summed together."""
     whole: list[int]
-    """Gradients whose norm is taken at once, in float64."""
+    """Gradients whose norm is computed in one call, in float64."""
     blocked: list[int]
     small_sizes: Tensor
     index: Tensor
-    """For every number that comes of the three, in order, the gradient it is a part of."""
+    """For each result of the three groups, in order, the gradient that it is part of."""
 
 
 class Squares:
-    """Sums squares; keeps the plan of the last step, since shapes seldom change."""
+    """Sums squares; keeps the plan of the last step, because shapes rarely change."""
 
     def __init__(self) -> None:
         self._plan: _Plan | None = None
@@ -249,7 +251,7 @@ class Squares:
     def of(self, grads: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the sum of squares of each gradient, float64 of shape (len(grads),).
 
-        Not finite exactly where an element is not finite, or where a float64 cannot hold it.
+        A sum is non-finite exactly if an element is non-finite, or if it overflows float64.
         """
         if not reads_are_free(device):
             each = torch._foreach_norm(list(grads), 2.0, dtype=torch.float64)
@@ -274,7 +276,7 @@ class Squares:
             sizes, dtypes = key
             small = [i for i, numel in enumerate(sizes) if numel <= SMALL]
             large = [i for i, numel in enumerate(sizes) if numel > SMALL]
-            # Half precision has no sum of its own that could be trusted: those go the slow way.
+            # Half precision has no reliable sum: those gradients take the slower path.
             blocked = [i for i in large if dtypes[i] in (torch.float32, torch.float64)]
             whole = [i for i in large if dtypes[i] not in (torch.float32, torch.float64)]
             owners = [i for i in blocked for _ in range(-(-sizes[i] // BLOCK))]
@@ -299,7 +301,7 @@ def _block_squares(grads: Sequence[Tensor]) -> Tensor:
     """Return the square of every block, float64, in order."""
     norms = [norm for grad in grads for norm in _block_norms(grad)]
     square = torch.cat(norms).double().square_()
-    # On the CPU a read is free, and a pass that is exact whatever the size costs ten times this.
+    # On the CPU a read is free, and a pass that is exact for every size costs ten times this.
     if not math.isfinite(square.sum().item()):
         norms = [norm for grad in grads for norm in _block_norms(grad, torch.float64)]
         square = torch.cat(norms).square_()
@@ -319,10 +321,10 @@ def _block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Iterator[Ten
 
 
 def no_gradients(name: str = "") -> UsageError:
-    """Return what is said where the first step brings no gradient on any rank.
+    """Return the error for a first step without a gradient on any rank.
 
     Args:
-        name: of the optimizer that is stepped by itself.
+        name: name of an optimizer that is stepped alone.
     """
     if name:
         return UsageError(
@@ -338,12 +340,12 @@ def no_gradients(name: str = "") -> UsageError:
 
 
 def scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
-    """Multiply the gradients in place: in groups of a device and type, or the fused way is lost."""
+    """Multiply the gradients in place, one group per device and type to keep the fused kernel."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for grad in grads:
         alike[grad.device, grad.dtype].append(grad)
     for (device, dtype), group in alike.items():
-        # The last first: of what was measured just now, those are still in the CPU's cache.
+        # The last first: those were measured most recently and are still in the CPU's cache.
         torch._foreach_mul_(group[::-1], coefficient.to(device, dtype))
 
 
@@ -351,7 +353,7 @@ ALL = slice(None)
 
 
 class GradNorms:
-    """The gradients of all watched parameters and their squares; collective when made."""
+    """The gradients of all watched parameters and their squares; creation is collective."""
 
     def __init__(
         self, params: dict[str, Tensor], ranks: Ranks, pieces: Mapping[int, Piece] | None = None
@@ -367,19 +369,19 @@ class GradNorms:
         self.replicated = all(theirs == mine for theirs in everyone)
         self.num_parameters = num_elements(everyone)
         self.part = ALL
-        """The parameters whose gradients are the present step's."""
+        """The parameters that have gradients in the current step."""
         self._where: tuple[list[int], Tensor] | None = None
         self._squares = Squares()
 
     def align(self) -> None:
-        """Lay the gradients of sharded parameters out as these are; may be a collective."""
+        """Redistribute the gradients of sharded parameters to their layout; may be a collective."""
         align_gradients(self._sharded)
 
-    @torch.no_grad()  # else to_local() builds a graph
+    @torch.no_grad()  # otherwise to_local() builds a graph
     def gradients(self) -> tuple[list[int], list[Tensor]]:
         """Return the positions that have a gradient and those gradients, sparse ones coalesced.
 
-        What is returned is the gradient itself: scaled in place, it is clipped.
+        The result is the gradient itself: scaling it in place clips it.
         """
         where, grads = [], []
         for i, param in enumerate(self.params[self.part], self.part.start or 0):
@@ -389,8 +391,8 @@ class GradNorms:
             if grad.is_sparse and not grad.is_coalesced():
                 grad = param.grad = grad.coalesce()
             local = local_tensor(grad)
-            # backward(create_graph=True) leaves gradients that are part of a graph. Neither the
-            # sum into the pack nor a scaling in place can be: torch refuses out= and in-place.
+            # backward(create_graph=True) leaves gradients that are part of a graph. torch refuses
+            # to use them with out= (the sum into the pack) or in place (the clip).
             if local.requires_grad:
                 local = local.detach()
             if local.is_sparse:
@@ -409,14 +411,14 @@ class GradNorms:
 
     @torch.no_grad()
     def untouched(self) -> list[Tensor]:
-        """Return the gradients just as they are: what is clipped where ``gradients`` failed."""
+        """Return the gradients unchanged: these are clipped if ``gradients`` failed."""
         grads = [p.grad for p in self.params[self.part] if p.grad is not None]
         return [local_tensor(grad).detach() for grad in grads]
 
     def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
         """Write each parameter's share of its square into ``out`` (float64); missing ones are 0.
 
-        No value reaches the host.
+        No value is read on the host.
         """
         if not grads:
             out.zero_()
@@ -429,9 +431,9 @@ class GradNorms:
             out.zero_().index_copy_(0, index, squares * self.share[index])
 
     def _index(self, where: list[int]) -> Tensor:
-        """Return the positions on the device: kept, and sent from pinned memory, which waits not.
+        """Return the positions on the device: cached, and sent from pinned memory: nothing waits.
 
-        Frozen parameters are without a gradient in every step.
+        Frozen parameters have no gradient in any step.
         """
         if self._where is None or self._where[0] != where:
             pinned = self.device.type == "cuda"
@@ -440,6 +442,6 @@ class GradNorms:
         return self._where[1]
 
     def nonfinite_parameters(self) -> Tensor:
-        """Return, on the device, how many local parameters hold a NaN or Inf; does not wait."""
+        """Return, on the device, the number of local parameters with NaN or Inf; does not wait."""
         with torch.no_grad():
             return nonfinite_count([local_tensor(p) for p in self.params], self.device)

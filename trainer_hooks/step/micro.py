@@ -1,9 +1,9 @@
 """The losses of the micro-batches whose gradients make up the next step.
 
-A loss counts as long as the gradients it describes exist. A loop may drop them: ``zero_grad()`` and
-``continue``, after a batch that it does not want. Then the losses given before are dropped too:
-otherwise the next step gets a wrong loss, and a NaN that the loop itself had dropped skips a clean
-update.
+A loss counts as long as the gradients that it describes exist. A loop may drop them with
+``zero_grad()`` and ``continue`` after an unwanted batch. Then the losses given before are dropped
+too: otherwise the next step gets a wrong loss, and a NaN that the loop itself had dropped would
+skip a clean update.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 MAX_FRESH = 64
-"""Losses given since the last backward that are told apart; a loop gives one for each backward."""
+"""Most losses since the last backward that are kept separate; a loop gives one per backward."""
 
 
 class _Loss(NamedTuple):
@@ -26,51 +26,51 @@ class _Loss(NamedTuple):
     weight: Tensor | float
     is_weighted: bool
     ran: list[bool] | None = None
-    """Not empty once the loss's own backward has begun; None: that cannot be known."""
+    """Not empty once the loss's own backward has started; None if that is unknown."""
 
     @property
     def may_count(self) -> bool:
-        """Whether its backward has begun, as far as that can be known."""
+        """Whether its backward has started, or may have."""
         return self.ran is None or bool(self.ran)
 
     def plus(self, other: _Loss) -> _Loss:
-        """Return the sum of two losses, which both count."""
+        """Return the sum of two losses that both count."""
         is_weighted = self.is_weighted and other.is_weighted
         return _Loss(self.part + other.part, self.weight + other.weight, is_weighted)
 
 
 class MicroLosses:
-    """Adds the losses up between two steps, and drops those whose gradients were dropped.
+    """Adds up the losses between two steps, and drops those whose gradients were dropped.
 
-    It follows one parameter's gradient, by a hook that is there from the first loss on, and the
-    optimizers' ``zero_grad``. The loop may give a loss before its backward or after it. Where no
-    parameter can be followed (sharded ones get their gradients elsewhere), all losses count.
+    It follows one parameter's gradient with a hook, which is registered at the first loss, and the
+    optimizers' ``zero_grad``. The loop may give a loss before or after its backward. If no
+    parameter can be followed (sharded ones get their gradients differently), all losses count.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._settled: _Loss | None = None
-        """Sum of those whose backward has run."""
+        """Sum of the losses whose backward has run."""
         self._fresh: list[_Loss] = []
-        """Those given before their backward."""
+        """Losses given before their backward."""
         self._last: Callable[[], object] = lambda: None
         self._gradient: Callable[[], object] = lambda: None
         self._is_followed = self._is_cleared = False
         self._ran = False
         """Whether a backward has run since the last step."""
         self._own_ran = False
-        """Whether a loss that was given before its backward is known to have run."""
+        """Whether any loss given before its backward is known to have run."""
         self._comes_after = False
         """Whether the loop gives a loss after its backward."""
         self.num_given = self.num_windows = 0
-        """Losses, and gradients made anew, since the last step."""
+        """Losses, and newly created gradients, since the last step."""
         self._undo: list[Callable[[], None]] = []
 
     def add(self, loss: object, part: Tensor, weight: Tensor | float, *, is_weighted: bool) -> None:
         """Add one micro-batch's loss.
 
         Args:
-            loss: as the loop gave it.
+            loss: the loss as given by the loop.
             part: the loss times its weight, without its graph.
             weight: its weight.
             is_weighted: whether the loop gave the weight.
@@ -80,7 +80,7 @@ class MicroLosses:
             self._follow()
         if self._settled is None and not self._fresh:
             self._comes_after = self._ran
-        # Known again, but not kept: the graph behind it would be kept as well.
+        # A weak reference: a strong one would keep the graph of the loss too.
         self._last = weakref.ref(loss) if isinstance(loss, Tensor) else lambda: loss
         if self._comes_after:
             self._settle(_Loss(part, weight, is_weighted))
@@ -94,24 +94,24 @@ class MicroLosses:
         self._fresh.append(_Loss(part, weight, is_weighted, ran))
 
     def is_last(self, loss: object) -> bool:
-        """Return whether this is the very loss that was given last."""
+        """Return whether this is the same object as the last loss."""
         return loss is self._last()
 
     def __bool__(self) -> bool:
         return self._settled is not None or bool(self._fresh)
 
     def clear(self) -> None:
-        """Drop all: the step does not count."""
+        """Drop all losses: the step does not count."""
         self._settled, self._fresh, self._ran, self._own_ran = None, [], False, False
 
     def take(self) -> tuple[Tensor, Tensor | float, bool] | None:
-        """Return what the step's losses add up to, and drop them; None if no loss counts.
+        """Return the sum of the step's losses, and drop them; None if no loss counts.
 
         Returns:
             The sum of the losses times their weights, the sum of the weights, and whether the loop
             gave all weights.
         """
-        # Some of them ran and others did not: the loop gave those up before their backward.
+        # If only some of them ran, the loop abandoned the others before their backward.
         if self._own_ran or any(loss.ran for loss in self._fresh):
             self._fresh = [loss for loss in self._fresh if loss.may_count]
         for loss in self._fresh:
@@ -122,7 +122,7 @@ class MicroLosses:
         return None if total is None else (total.part, total.weight, total.is_weighted)
 
     def close(self) -> None:
-        """Follow no gradient any longer."""
+        """Stop following gradients."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -131,7 +131,7 @@ class MicroLosses:
         self._settled = loss if self._settled is None else self._settled.plus(loss)
 
     def _follow(self) -> None:
-        """Follow the first parameter whose gradient can be seen."""
+        """Follow the first parameter whose gradient can be observed."""
         self._is_followed = True
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
         for param in (param for group in groups for param in group["params"]):
@@ -145,7 +145,7 @@ class MicroLosses:
             self._watch_clearing(optimizer)
 
     def _watch_clearing(self, optimizer: Optimizer) -> None:
-        """Have ``zero_grad`` noted: in place, or under DDP's views, the gradient stays the same."""
+        """Record calls of ``zero_grad``: in place, or with DDP's views, the gradient stays."""
         real, reference = optimizer.zero_grad, weakref.ref(self)
 
         def zero_grad(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +163,7 @@ class MicroLosses:
         self._undo.append(put_back)
 
     def _seen(self, param: Tensor) -> None:
-        """Take note of a backward: its gradient was added, or it is the first of new ones."""
+        """Record a backward: it added to the gradient, or created a new one."""
         is_new = self._is_cleared or self._gradient() is not param.grad
         self._is_cleared, self._ran, self._gradient = False, True, _reference(param)
         if is_new:
@@ -171,7 +171,7 @@ class MicroLosses:
             self.num_windows += 1
         fresh, self._fresh = self._fresh, []
         for loss in fresh:
-            # Several may wait for their backwards, one after the other.
+            # Several losses may wait for their backwards, one after the other.
             if loss.may_count:
                 self._settle(loss)
                 self._own_ran |= loss.ran is not None

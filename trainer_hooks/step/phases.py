@@ -1,7 +1,7 @@
-"""The parts that a guarded step is made of; ``monitor`` and ``attached`` put them in order.
+"""The parts of a guarded step; ``monitor`` and ``attached`` call them in order.
 
 prepare (fails open) -> exchange (one collective) -> verdict and update, on the device -> the host
-handles the step of ``lag`` steps ago (``trainer_hooks.step.controller``).
+handles the step from ``lag`` steps ago (``trainer_hooks.step.controller``).
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 
 MAX_LOSSES = 20
-"""Losses without a step after which it is asked whether the loop steps something else."""
+"""Losses without a step after which we check whether the loop steps something else."""
 MIN_WINDOWS = 3
-"""Times that the gradients must have been made anew meanwhile."""
+"""Minimum number of times that gradients were created again in these losses."""
 
 
 class Prepared(NamedTuple):
-    """What a rank brings out of its part before the exchange."""
+    """Result of a rank's local part before the exchange."""
 
     grads: list[Tensor]
     weighted: bool
-    """Whether the losses' weights are numbers of tokens."""
+    """Whether the weights of the losses are numbers of tokens."""
     failed: bool
 
 
@@ -68,7 +68,7 @@ class StepLoss(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """What every optimizer does with its gradients in one step: the verdict, carried out."""
+    """Verdict of one step in the form that every optimizer carries out."""
 
     bad: Tensor
     skip_on_host: bool | None
@@ -96,12 +96,12 @@ class StepPhases:
         self._exchange: Elapsed | None = None
         self._flops: float | None = None
         self.turn = device.turns[0]
-        """Which optimizers the present step moves."""
+        """Optimizers that the current step moves."""
         self._no_scale = torch.full((1,), math.nan, dtype=torch.float64, device=device.norms.device)
         self.forget_row()
 
     def forget_row(self) -> None:
-        """Start a new row: no update before the next one was withheld."""
+        """Start a new row: count earlier withheld updates no longer."""
         self._no_row = torch.zeros((), dtype=torch.float64, device=self._device.norms.device)
         self._rows: dict[int, Tensor] = {}
 
@@ -109,7 +109,7 @@ class StepPhases:
 
     def add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
         """Add one micro-batch's loss to the step."""
-        # Added to 0.0: the loop may go on counting in the tensor it gave us.
+        # Added to 0.0 to get a copy: the loop may keep counting in its tensor.
         share = 0.0 + self._weight(weight)
         part = self.number("loss", loss) * share
         self._micro.add(loss, part, share, is_weighted=weight is not None)
@@ -121,30 +121,30 @@ class StepPhases:
 
     @property
     def is_never_stepped(self) -> bool:
-        """Whether the loop trains, as its losses tell, and none of its steps comes by us.
+        """Whether the loop trains, according to its losses, without any step through Vitals.
 
-        A loop that accumulates gives many losses, but then its gradients are not made anew.
+        A loop that accumulates gives many losses too, but does not create its gradients again.
         """
         return self._micro.num_given >= MAX_LOSSES and self._micro.num_windows >= MIN_WINDOWS
 
     def drop_losses(self) -> None:
-        """Forget the step's losses: it does not count."""
+        """Discard the step's losses: it does not count."""
         self._micro.clear()
 
     def close(self) -> None:
-        """Give back what the losses were followed by."""
+        """Remove the hooks that follow the losses."""
         self._micro.close()
 
     def number(self, what: str, value: Tensor | float) -> Tensor:
-        """Return one number without its graph; a plain one is written by a kernel: nothing waits.
+        """Return a number without its graph; a kernel writes a plain one, so nothing waits.
 
         Raises:
-            UsageError: it is none.
+            UsageError: ``value`` is not a number.
         """
         return self._scalar(what, value).to(torch.float64)
 
     def _scalar(self, what: str, value: Tensor | float) -> Tensor:
-        """Return one number without its graph, of the type it has."""
+        """Return a number without its graph, in its own type."""
         if not isinstance(value, Tensor):
             if not hasattr(value, "__float__"):
                 raise UsageError(
@@ -164,10 +164,10 @@ class StepPhases:
         return local_tensor(value.detach()).reshape(())
 
     def plain(self, what: str, value: Tensor | float) -> Tensor | float:
-        """Return one number: a tensor on a device as it is, anything else as Python has it.
+        """Return a number: a tensor on a device unchanged, anything else as a Python number.
 
         Raises:
-            UsageError: it is none.
+            UsageError: ``value`` is not a number.
         """
         if isinstance(value, Tensor):
             number = self.number(what, value)
@@ -185,7 +185,7 @@ class StepPhases:
         return 1.0 if weight is None else float(weight)
 
     def _take_losses(self, loss: Tensor | float | None, weight: Tensor | float | None) -> StepLoss:
-        """Return the step's loss: a last one counts beside those before, unless it was one."""
+        """Return the step's loss; ``loss`` counts in addition to earlier ones, unless repeated."""
         taken = self._micro.take()
         if taken is None:
             if loss is None:
@@ -196,7 +196,7 @@ class StepPhases:
             share = self._weight(weight)
             total = total + self.number("loss", loss) * share
             weights, weighted = weights + share, weighted and weight is not None
-        # Of no weight at all, such as a batch whose tokens are all masked, there is no mean.
+        # With a total weight of 0, such as a batch with all tokens masked, there is no mean.
         return StepLoss(total / (weights + (weights == 0)), weights, weighted)
 
     # --------------------------------------------------------------------- before the exchange
@@ -211,12 +211,12 @@ class StepPhases:
         max_norm: MaxNorm | None = None,
         norm: Tensor | None = None,
     ) -> Prepared:
-        """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more.
+        """Fill the pack. An internal error only sets this rank's failure flag in it.
 
-        A loss that is no number is counted and left out: the gradients are judged all the same.
+        An invalid loss is counted and omitted: the gradients are still judged.
 
         Raises:
-            UsageError: an EMA's averages are in the weights' place.
+            UsageError: the weights are currently replaced by the averages of an EMA.
         """
         device, controller = self._device, self._controller
         if device.averages is not None:
@@ -245,7 +245,7 @@ class StepPhases:
                     device.sampler.fill(step, device.packer.sampled, scale)
             failed = False
         if failed:
-            # Short of its numbers, this rank still unscales, clips and steps as the others do.
+            # Without its numbers, this rank still unscales, clips and steps like the others.
             local = RankContribution(
                 loss=None,
                 weight=0.0,
@@ -265,7 +265,7 @@ class StepPhases:
         )
 
     def _look_at_groups(self) -> None:
-        """Read the groups' settings before a scheduler moves on: those that this step applies."""
+        """Read the groups' settings of this step, before a scheduler changes them."""
         optimizers = self._device.optimizers
         with self._controller.faults.fail_open("signals"):
             self._rates = learning_rates(optimizers)
@@ -277,7 +277,7 @@ class StepPhases:
             self._controller.faults.count("param_groups", error)
 
     def counted(self, flops: float) -> None:
-        """Add FLOPs that were counted in the present step."""
+        """Add counted FLOPs of the current step."""
         self._flops = (self._flops or 0.0) + flops
 
     def _local(
@@ -309,7 +309,7 @@ class StepPhases:
     # ----------------------------------------------------------------------- from the exchange on
 
     def exchange(self) -> Verdict:
-        """Sum the pack over the ranks, the one collective of a step, and judge it."""
+        """Sum the pack over the ranks, in the only collective of a step, and judge it."""
         packer, ranks = self._device.packer, self._controller.ranks
         if ranks.world_size > 1:
             pack = packer.pack
@@ -322,16 +322,16 @@ class StepPhases:
         return verdict
 
     def own_loss(self) -> float | None:
-        """Return this rank's loss of the step that was exchanged last; waits for the device."""
+        """Return this rank's loss of the last exchanged step; waits for the device."""
         packer = self._device.packer
         return Reduced(packer.layout, packer.pack.tolist()).losses()[packer.layout.rank]
 
     def orders(
         self, verdict: Verdict, prepared: Prepared, step: int, max_norm: MaxNorm | None
     ) -> Orders:
-        """Clip, make ready for the update, and return what the verdict means for each optimizer."""
+        """Clip, prepare the update, and return the orders of the verdict for each optimizer."""
         device = self._device
-        # Observing takes nothing from the loop, and so not the scaler's own skip either.
+        # Observe mode changes nothing in the loop, including the scaler's own skip.
         bad = verdict.bad if self._controller.mode != "observe" else verdict.overflow
         skip_on_host = bool(bad.item()) if device.engine.reads_verdict else None
         divisor = None
@@ -347,12 +347,12 @@ class StepPhases:
         return Orders(bad, skip_on_host, divisor, self._lr_factor(step))
 
     def _lr_factor(self, step: int) -> float:
-        # Of the rates, the first optimizer's is the one that is judged.
+        # The first optimizer's rate is the one that is judged.
         rate = self._rates[0] if self.turn.is_headline else None
         return self._controller.judge.lr_factor_at(step, rate)
 
     def apply(self, guards: Sequence[OptimizerGuard], orders: Orders) -> None:
-        """Step the optimizers as ordered; their own time is the loop's."""
+        """Step the optimizers as ordered; their time counts as the loop's."""
         with self.clock.not_ours():
             for guard in guards:
                 guard.apply(
@@ -365,15 +365,15 @@ class StepPhases:
             for guard in guards:
                 with self._controller.faults.fail_open("ema"):
                     averages.stepped(guard.optimizer)
-        # Optimizers that step one after another, outside of our hands, are not all done here.
+        # Optimizers that are stepped one after another by the loop are not all done here.
         if (sampler := self._device.sampler) is not None and len(guards) == len(self.turn.guards):
             sampler.after_update()
 
     def usable(self, max_norm: MaxNorm | None, *, first: bool) -> MaxNorm | None:
-        """Return what to clip to; what cannot be clipped to is counted, and nothing is clipped.
+        """Return the norm to clip to; count an invalid one and return None, so nothing is clipped.
 
         Raises:
-            UsageError: it cannot, and this is the first step.
+            UsageError: the norm is invalid, and this is the first step.
         """
         if first:
             refuse_max_norm(max_norm)
@@ -383,18 +383,19 @@ class StepPhases:
         return None
 
     def settle(self, orders: Orders) -> None:
-        """Put back what forward wrote in a bad step, and copy it for the next."""
+        """Restore what forward wrote in a bad step, and copy the state for the next step."""
         if self._controller.mode != "observe":
             self._device.shadow.settle(orders.bad)
         else:
             self._device.shadow.keep()
 
     def _clip(self, verdict: Verdict, prepared: Prepared, max_norm: MaxNorm) -> Tensor | None:
-        """Clip the gradients to ``max_norm``, or return what the optimizers shall divide them by.
+        """Clip the gradients to ``max_norm``, or return the divisor for the optimizers.
 
-        An optimizer that takes the verdict on the device takes the divisor as well: that saves a
-        pass over all gradients. The norm is the ranks' own; where none of them could measure, this
-        rank's, which replicas have in common. Sharded ranks have none in common then: no clip.
+        An optimizer that takes the verdict on the device takes the divisor as well, which saves a
+        pass over all gradients. The norm is the global one. If no rank could measure, it is this
+        rank's own, which is equal on all replicas; sharded ranks have no common norm then and do
+        not clip.
         """
         norm = verdict.grad_norm
         if prepared.failed and self._device.norms.replicated:
@@ -402,7 +403,7 @@ class StepPhases:
                 own = torch.nn.utils.get_total_norm(prepared.grads).to(norm)
                 measured = verdict.num_failed != self._controller.ranks.world_size
                 norm = torch.where(measured, norm, own)
-        # Most steps clip nothing: a read of the CPU's own memory saves a pass over the gradients.
+        # Most steps do not clip: on the CPU a read is free and saves a pass over the gradients.
         is_free = reads_are_free(norm.device)
         if max_norm == "auto":
             limit = self._device.packer.auto_max_norm
@@ -429,7 +430,7 @@ class StepPhases:
         samples: int | None = None,
         before_clip: bool = False,
     ) -> tuple[list[float], HostMeasurements] | None:
-        """Start the step's numbers on their way to the host; return those of ``lag`` steps ago."""
+        """Start the copy of the step's numbers to the host; return those of ``lag`` steps ago."""
         device = self._device
         own = () if device.sampler is None else device.sampler.own_numbers()
         figures = (*verdict.derived(), self._loss_scale())
@@ -443,14 +444,14 @@ class StepPhases:
         return device.readback.push(numbers, host_step)
 
     def waited_for(self) -> tuple[list[float], HostMeasurements] | None:
-        """Return the numbers of a step that cannot wait; None where there is none.
+        """Return the numbers of a step that cannot wait; None if there is none.
 
-        While outliers follow each other, each is judged before the next update.
+        During a row of outliers, each one is judged before the next update.
         """
         return self._device.readback.pop() if self._controller.judge.is_suspicious else None
 
     def _loss_scale(self) -> Tensor:
-        """Return the scaler's scale as it lies on the device; NaN where there is no scaler."""
+        """Return the scaler's scale on the device; NaN without a scaler."""
         loss_scale = self._device.engine.loss_scale()
         if loss_scale is None:
             return self._no_scale
@@ -465,7 +466,7 @@ class StepPhases:
         position: Fed | None,
         samples: int | None,
     ) -> HostMeasurements:
-        """Return what this rank measured on the host; the next step's times begin."""
+        """Return this rank's host measurements, and start the times of the next step."""
         clock = self._controller.clock
         times = self.clock.finish()
         self.clock.step = step + 1
@@ -519,7 +520,7 @@ def _another_group(now: int, watched: int) -> UsageError:
 
 
 def refuse_max_norm(max_norm: object) -> None:
-    """Refuse a norm that gradients cannot be clipped to: by NaN or 0 the clip itself ruins them.
+    """Refuse an invalid norm: a clip to NaN or 0 would ruin the gradients.
 
     Raises:
         UsageError: ``max_norm`` is neither a number above 0 nor "auto".
@@ -534,10 +535,10 @@ def refuse_max_norm(max_norm: object) -> None:
 
 
 def refuse_probe(has_loss: bool) -> None:
-    """Refuse a probe where optimizers take turns: each step has another loss than it reads.
+    """Refuse a probe if optimizers alternate: each step's loss differs from the probe's loss.
 
     Raises:
-        UsageError: there is one.
+        UsageError: there is a probe.
     """
     if has_loss:
         raise UsageError(
@@ -548,10 +549,10 @@ def refuse_probe(has_loss: bool) -> None:
 
 
 def refuse_at_step(loss: object, joinables: Iterable[Any]) -> None:
-    """Refuse, before the ranks' exchange, what only shows once the loop runs.
+    """Refuse, before the ranks' exchange, setups that are only visible once the loop runs.
 
     Raises:
-        UsageError: the loss is a closure, or the loop runs within ``Join``.
+        UsageError: the loss is a closure, or the loop runs inside ``Join``.
     """
     if not isinstance(loss, Tensor) and callable(loss):
         name = getattr(loss, "__qualname__", type(loss).__name__)

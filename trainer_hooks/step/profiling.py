@@ -1,7 +1,7 @@
-"""A few steps of a few ranks as a trace: where a person asks for it, and where a run gets slower.
+"""Traces of a few steps on a few ranks: on request, and automatically if a run gets slower.
 
-The ranks are the slowest and a typical one, unless one is named. A trace is bounded in steps and
-bytes, and lies with the run; a profiler of the loop's own is never disturbed.
+The ranks are the slowest and a typical one, unless the request specifies one. A trace is bounded in
+steps and bytes, and is stored with the run; a profiler of the loop is never disturbed.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from trainvitals.records import Command, Profiled
 from trainvitals.rows import Value
 
 MAX_BYTES = 64 << 20
-"""Of one trace; a larger one is not kept."""
+"""Maximum size of one trace; a larger one is deleted."""
 KEPT = 8
-"""The newest traces of one rank that are kept."""
+"""Number of latest traces kept per rank."""
 WINDOW = 16
-"""Steps that say which rank is the slowest."""
+"""Steps used to determine the slowest rank."""
 AUTO_STEPS = 3
 AUTO_PER_RUN = 3
 AUTO_EVERY_NS = 3600 * 10**9
 _WAITS = ("gradient_wait_seconds", "communication_seconds")
-"""Columns of the time in which a rank waits for the others: whoever waits least is the slowest."""
+"""Columns of the time that a rank waits for others: the rank that waits least is the slowest."""
 _PROFILER: Any = autograd_profiler
 _BY_ITSELF = "auto"
-"""How the name of a trace begins that nobody asked for."""
+"""Prefix of the name of an automatic trace."""
 
 
 class Lateness:
-    """How much later than the others this rank is, as far as it can tell: over some steps."""
+    """Estimate of how late this rank is compared with the others, over several steps."""
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, columns: Mapping[str, Value], data_wait: float | None) -> None:
-        """Take in a step's columns."""
+        """Add a step's columns."""
         waits = [float(value) for name in _WAITS if (value := columns.get(name)) is not None]
         self._steps.append((data_wait or 0.0) - sum(waits))
 
     @property
     def seconds(self) -> float:
-        """The median; higher is later, and only the difference between ranks says anything."""
+        """Median; higher is later, and only the difference between ranks has a meaning."""
         return upper_median(self._steps) if self._steps else 0.0
 
 
 def slowest_and_typical(lateness: Sequence[float]) -> tuple[int, ...]:
-    """Return the slowest rank and one in the middle; of a single rank that one."""
+    """Return the slowest rank and a median one; with a single rank only that one."""
     order = sorted(range(len(lateness)), key=lambda rank: (-lateness[rank], rank))
     others = order[1:]
     return (order[0], others[len(others) // 2]) if others else (order[0],)
@@ -70,13 +70,14 @@ class StepProfile:
     """Records the next steps of this rank with ``torch.profiler``, and writes the trace.
 
     Args:
-        path: where to.
-        num_steps: how many.
-        done: told what became of it, from another thread.
-        failed: told why there is none.
+        path: path of the trace.
+        num_steps: number of steps.
+        done: called with the result, from another thread.
+        failed: called with the error if no file was written, from another thread.
 
     Raises:
-        UsageError: a profiler of the loop's own runs, or this torch's cannot be told from ours.
+        UsageError: a profiler of the loop is running, or cannot be distinguished from ours in this
+            version of torch.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class StepProfile:
         self._guard.begin()
 
     def stepped(self) -> bool:
-        """Take in that a step is over; return whether more are to come."""
+        """Count a completed step; return whether more steps follow."""
         self._left -= 1
         if self._left > 0 and self._thread is None:
             self._profiler.step()
@@ -112,7 +113,7 @@ class StepProfile:
         return False
 
     def close(self) -> None:
-        """Stop, and have the trace written beside the training."""
+        """Stop, and write the trace in a separate thread."""
         if self._thread is None:
             self._guard.end()
             self._thread = threading.Thread(target=self._write, name="vitals-profile")
@@ -136,14 +137,14 @@ class StepProfile:
                 f"the profile is {self._path} ({size / 1e6:.1f} MB); open it with Perfetto or "
                 "chrome://tracing"
             )
-        except Exception as error:  # noqa: BLE001 - told where it is counted
+        except Exception as error:  # noqa: BLE001 - passed to the callback, which counts it
             self._failed(error)
 
 
 class _Guard:
-    """Ends our profile the moment the loop begins one of its own.
+    """Ends our profile when the loop starts its own.
 
-    torch lets two be started, and crashes when the first is stopped after the second.
+    torch allows starting two, and crashes when the first is stopped after the second.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -153,7 +154,7 @@ class _Guard:
             raise UsageError(f"torch {torch.__version__} does not say when a profiler starts")
 
     def begin(self) -> None:
-        """Watch for another; ours has begun."""
+        """Watch for another profiler; ours has started."""
 
         def prepare(*given: Any, **named: Any) -> Any:
             self._end()
@@ -163,13 +164,13 @@ class _Guard:
         _PROFILER._prepare_profiler = prepare
 
     def end(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         if getattr(_PROFILER, "_prepare_profiler", None) is self._ours:
             _PROFILER._prepare_profiler = self._theirs
 
 
 def _forget_oldest(path: Path) -> None:
-    """Keep the newest traces of this rank."""
+    """Keep only the latest traces of this rank."""
     of_rank = path.name[path.name.rindex("-rank") :]
     traces = sorted(path.parent.glob(f"*{of_rank}"), key=lambda each: each.stat().st_mtime_ns)
     for old in traces[:-KEPT]:
@@ -177,14 +178,14 @@ def _forget_oldest(path: Path) -> None:
 
 
 class Profiling:
-    """Which profile is under way on this rank, and which is to begin.
+    """The current profile of this rank, and the next one.
 
     Args:
-        folder: of the run's traces.
-        ranks: this process among the job's.
-        lateness: of this rank.
-        faults: counts what fails.
-        say: given what became of a trace, from another thread.
+        folder: directory of the run's traces.
+        ranks: ranks of the job, with this one.
+        lateness: lateness of this rank.
+        faults: counts errors.
+        say: called with the outcome of a trace, from another thread.
     """
 
     def __init__(
@@ -206,14 +207,14 @@ class Profiling:
         return self._order is not None or self._profile is not None
 
     def order(self, first_step: int, profiled: Profiled) -> None:
-        """Have steps profiled, from this one on; on all ranks alike."""
+        """Order a profile of the steps from ``first_step`` on; on all ranks."""
         self._order = (first_step, profiled)
 
     def work(self, device: torch.device) -> None:
-        """End a step's profile, begin the next. After a step, and where one was ordered collective.
+        """End a step's profile, start the next. Call after a step; collective if one was ordered.
 
         Args:
-            device: where tensors of the ranks' group lie.
+            device: device of the group's tensors.
         """
         if self._profile is not None:
             with self._faults.fail_open("profile"):
@@ -237,24 +238,24 @@ class Profiling:
             )
 
     def _choose(self, device: torch.device) -> tuple[int, ...]:
-        """Return the slowest rank and a typical one. Collective, outside of any fail-open."""
+        """Return the slowest rank and a typical one. Collective, so outside of any fail-open."""
         all_of_them = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=device)
         all_of_them[self._ranks.rank] = self._lateness.seconds
         self._ranks.reduce(all_of_them)
         return slowest_and_typical(all_of_them.tolist())
 
     def close(self) -> None:
-        """Write a profile that has not come to its end."""
+        """Write an unfinished profile."""
         if self._profile is not None:
             self._profile.close()
             self._profile = None
 
 
 class Slowdowns:
-    """Orders a profile where the run gets slower than it was: on rank 0, within a budget.
+    """Orders a profile if the run gets slower: on rank 0, within a budget.
 
     Args:
-        folder: of the run's traces; those of earlier starts count.
+        folder: directory of the run's traces; those of earlier starts count.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -264,12 +265,12 @@ class Slowdowns:
         self._found = ""
         self._order: Command | None = None
         self.reason = ""
-        """Of the newest order."""
+        """Reason of the latest order."""
 
     def add(
         self, step: int, attempt: int, columns: Mapping[str, Value], seconds: float | None
     ) -> None:
-        """Take in a step: of rank 0, whose steps take as long as all others'."""
+        """Add a step of rank 0, whose steps take as long as those of all ranks."""
         rate = columns.get("tokens_per_second")
         merged = MergedStep(
             step=step,
@@ -282,13 +283,13 @@ class Slowdowns:
             self._found = finding.reason
 
     def command(self, run_id: str, *, newest: int, now_ns: int) -> Command | None:
-        """Return the order that waits for its answer; a new one where the run got slower.
+        """Return the order that waits for its response; a new one if the run got slower.
 
         Args:
-            run_id: of the run.
-            newest: number of the newest command that was answered; the order's is the next, so
-                that none of a person's is overtaken.
-            now_ns: monotonic.
+            run_id: id of the run.
+            newest: number of the latest command with a response. The order gets the next number, so
+                that it does not overtake an operator's command.
+            now_ns: monotonic time.
         """
         if self._order is not None:
             if self._order.number > newest:
@@ -311,10 +312,10 @@ class Slowdowns:
         return self._order
 
     def _spent(self) -> int:
-        """Return how many profiles nobody asked for: those of one step are one."""
+        """Return the number of automatic profiles: those of one step count as one."""
         names = (path.name for path in self._folder.glob(f"{_BY_ITSELF}-step-*"))
         return len({re.sub(r"-rank.*", "", name) for name in names})
 
 
 BY_ITSELF = "vitals"
-"""Who issued an order that nobody gave."""
+"""Issuer of an automatic order."""

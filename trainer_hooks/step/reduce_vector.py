@@ -1,21 +1,22 @@
-"""The one vector the ranks sum in a step: filled, judged on the device, and read on the host.
+"""The vector that the ranks sum in a step: filled, judged on the device, and read on the host.
 
     squares of every parameter | rank 0's words | RANK_FIELDS of rank 0 | of rank 1 | ... | sampled
 
-The last part is there where signals were opted in (``trainer_hooks.measures.sampled``).
+The last part exists if signals are enabled (``trainer_hooks.measures.sampled``).
 
-A rank writes its own slots and leaves the others zero, so a sum is also a gather: maximum, spread
-and culprit come out of the same collective. Above MAX_SLOTS ranks, neighbours share a slot, which
-holds the sum of what they bring, and a second part says who brought what:
+A rank writes its own slots and leaves the others zero, so a sum is also a gather: the same
+collective provides the maximum, the spread and the rank at fault. Above MAX_SLOTS ranks, adjacent
+ranks share a slot, which holds the sum of their values, and a second part identifies the ranks:
 
     RANK_FIELDS of slot 0 | of slot 1 ... | the same as bits | OWN_FIELDS of rank 0 | of rank 1 ...
 
-In the bits the i-th rank of a slot adds 2**i where its number is not zero: such a sum is exact, and
-names each of them. What no bit can carry has a place for each rank: 24 bytes instead of 120.
+In the bits, the i-th rank of a slot adds 2**i if its number is not zero: such a sum is exact, and
+identifies each of them. Values that need more than a bit have a place per rank: 24 bytes instead of
+120.
 
-The verdict is taken on the device from the reduced numbers, and so is the same on every rank. The
-numbers come to the host a fixed number of steps late, so that nothing waits for the GPU, and become
-the record that detectors and the ladder see.
+The verdict is computed on the device from the reduced numbers, so it is the same on every rank. The
+host reads the numbers a fixed number of steps late, so that nothing waits for the GPU, and turns
+them into the record for the detectors and the escalation policy.
 """
 
 from __future__ import annotations
@@ -53,50 +54,50 @@ from trainvitals.records import (
 )
 
 MAX_SLOTS = 1024
-"""Up to so many ranks each have a slot to themselves."""
+"""Up to this number of ranks, each rank has its own slot."""
 MAX_SHARED = 48
-"""Ranks of one slot: a float64 holds so many bits exactly, and as many digests' sum."""
+"""Most ranks of a slot: a float64 holds this many bits exactly, and the sum of as many digests."""
 
 RANK_FIELDS = (
     "weighted_loss",  # loss times weight
-    "weight",  # 0 where the rank has no loss
+    "weight",  # 0 if the rank has no loss
     "overflow",  # the gradient scaler's own flag
     "failed",  # the rank's prepare failed: its numbers do not count
-    "bad_squares",  # 1 where this rank's own gradients are not finite
+    "bad_squares",  # 1 if this rank's own gradients are non-finite
     "num_gradients",
     "nonfinite_params",
-    "norm_before_clip",  # where the loop clips by itself and gives it; shared by all ranks
-    "nonfinite_state",  # tensors of the training state that are not finite, where it was checked
+    "norm_before_clip",  # if the loop clips itself and provides it; shared by all ranks
+    "nonfinite_state",  # non-finite tensors of the training state, if it was checked
     "snapshot_missed",  # the rank could not take the snapshot that was due
-    "digest",  # of the last verdict: a mismatch is an incident
-    "terminating",  # the rank was sent SIGTERM: all save, and stop
-    "holds_evaluated",  # the rank keeps a copy of the state that was evaluated last
+    "digest",  # digest of the last verdict: a mismatch is an incident
+    "terminating",  # the rank received SIGTERM: all ranks save, and stop
+    "holds_evaluated",  # the rank keeps a copy of the latest evaluated state
     "probe_ready",  # the rank was given a loss_of, and keeps batches for it
-    "replicas",  # 52 bits of what other ranks must hold alike; 0 says nothing
+    "replicas",  # 52-bit checksum of state that ranks must hold equal; 0: no comparison
 )
 ROOT_FIELDS = (
     "loss_limit",
     "grad_norm_limit",
     "max_row",  # updates in a row that may be withheld for finite outliers; 0 for none
-    "clips",  # the loop clips what an outlier brings
+    "clips",  # the loop clips outliers
     "command_number",
     "command_action",
     "command_argument",
-    "next_attempt",  # id for the branch that a rollback would open
-    "expect_steps",  # an announced change: the finite rules forget, and abstain this long
-    "saved_step",  # of the newest complete checkpoint on disk, and its attempt; attempt 0: none yet
+    "next_attempt",  # id of the attempt that a rollback would start
+    "expect_steps",  # an announced change: finite rules discard references, and abstain this long
+    "saved_step",  # step and attempt of the latest complete checkpoint on disk; attempt 0: none yet
     "saved_attempt",
     "save_due",  # the time between two checkpoints on disk is over
     "saving",  # a checkpoint is being written: the next one waits for it
-    "evaluated",  # 1 where the next number is a new value of the metric that early stopping is on
+    "evaluated",  # 1 if the next number is a new value of the metric of early stopping
     "evaluation",
-    "evaluation_ratio",  # an evaluation's loss over the one before; 0: there was none
+    "evaluation_ratio",  # ratio of an evaluation's loss to the previous one; 0: no evaluation
     "stepped_twice",  # rank 0's loop steps a scheduler that monitor.step() steps too
-    "rate_declared",  # the learning rate rose as the declared schedule or the scheduler has it
+    "rate_declared",  # the learning rate rose according to the declared schedule or the scheduler
     "auto_max_norm",  # the limit of max_norm="auto"; inf: none
 )
 OWN_FIELDS = ("loss", "digest", "replicas")
-"""What each rank has a place for where slots are shared."""
+"""Fields with a place for each rank if slots are shared."""
 RankField = Literal[
     "weighted_loss",
     "weight",
@@ -118,7 +119,7 @@ RankField = Literal[
 
 @dataclass(frozen=True, slots=True)
 class PackLayout:
-    """Where each number lies; equal on all ranks by construction."""
+    """Position of each number; equal on all ranks by construction."""
 
     num_params: int
     num_slots: int
@@ -137,12 +138,12 @@ class PackLayout:
 
     @property
     def root(self) -> int:
-        """First of rank 0's words."""
+        """Position of the first of rank 0's words."""
         return self.num_params
 
     @property
     def ranks(self) -> int:
-        """First of the rank slots."""
+        """Position of the first rank slot."""
         return self.num_params + len(ROOT_FIELDS)
 
     @property
@@ -152,22 +153,22 @@ class PackLayout:
 
     @property
     def bits(self) -> int:
-        """First of the bits that say whose a number in a shared slot is."""
+        """Position of the first bit that identifies the rank of a number in a shared slot."""
         return self.ranks + self.num_slots * len(RANK_FIELDS)
 
     @property
     def own(self) -> int:
-        """First of what each rank has a place for where slots are shared."""
+        """Position of the first per-rank field if slots are shared."""
         return self.bits + self.is_shared * self.num_slots * len(RANK_FIELDS)
 
     @property
     def sampled(self) -> int:
-        """First of the sampled signals."""
+        """Position of the first sampled signal."""
         return self.own + self.is_shared * self.world_size * len(OWN_FIELDS)
 
     @property
     def size(self) -> int:
-        """Numbers in the pack."""
+        """Number of values in the pack."""
         return self.sampled + self.num_sampled
 
     def mine(self, field: RankField) -> int:
@@ -175,11 +176,11 @@ class PackLayout:
         return self.ranks + self.slot * len(RANK_FIELDS) + RANK_FIELDS.index(field)
 
     def mine_of_own(self, field: Literal["loss", "digest", "replicas"]) -> int:
-        """Position of this rank's ``field`` where slots are shared."""
+        """Position of this rank's ``field`` if slots are shared."""
         return self.own + self.rank * len(OWN_FIELDS) + OWN_FIELDS.index(field)
 
     def first_of(self, slot: int) -> int:
-        """Return the first rank of a slot, which is also the end of the slot before."""
+        """Return the first rank of a slot, which is also the end of the previous slot."""
         return -(-slot * self.world_size // self.num_slots)
 
     def slots(self, pack: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ class PackLayout:
 
 @dataclass(frozen=True, slots=True)
 class RankContribution:
-    """What one rank brings to the exchange besides its gradients' squares.
+    """One rank's part of the exchange, in addition to the squares of its gradients.
 
     ``loss`` and ``weight`` may be device tensors; everything else is a host number.
     """
@@ -212,15 +213,15 @@ class RankContribution:
 
 @dataclass(frozen=True, slots=True)
 class Rank0Values:
-    """Rank 0's words: the limits in force and its verified command. None is no limit."""
+    """Rank 0's words: the limits in force and its verified command. None: there is no limit."""
 
     loss_limit: float | None = None
     grad_norm_limit: float | None = None
     clips: bool = False
     max_row: int = 0
-    """Updates in a row that may be withheld for finite outliers."""
+    """Number of updates in a row that may be withheld for finite outliers."""
     skips: bool = False
-    """Whether an operator has this update skipped: everything is above the limits then."""
+    """Whether an operator skips this update: then every value is above the limits."""
     command_number: int = 0
     command_action: int = 0
     command_argument: float = 0.0
@@ -267,20 +268,20 @@ class Rank0Values:
 
 
 class ReduceVector:
-    """Fills the persistent pack of this rank."""
+    """Fills this rank's persistent pack."""
 
     def __init__(self, layout: PackLayout, device: torch.device) -> None:
         self.layout = layout
         self.pack = torch.zeros(layout.size, dtype=torch.float64, device=device)
         self.squares = self.pack[: layout.num_params]
-        """The part of the pack that the norms go to; ``clear`` zeroes it."""
+        """The part of the pack for the norms; ``clear`` zeroes it."""
         self.sampled = self.pack[layout.sampled :]
-        """The part of the pack for sampled signals; empty where none were opted in."""
+        """The part of the pack for sampled signals; empty if none are enabled."""
         fields: tuple[RankField, ...] = get_args(RankField)
         self._mine = {field: self.pack[layout.mine(field)] for field in fields}
         self._rest = self.pack[layout.num_params :]
         pinned = device.type == "cuda"
-        # Three host buffers in turn: copies of the last steps may still be under way.
+        # Three host buffers in rotation: copies of the last steps may still be in flight.
         self._controller = [
             torch.zeros(
                 layout.size - layout.num_params,
@@ -290,12 +291,12 @@ class ReduceVector:
             )
             for _ in range(3)
         ]
-        # Through numpy: each number written through torch is three of its operations.
+        # Through numpy: writing one number through torch takes three torch operations.
         self._words = [controller.numpy() for controller in self._controller]
         self._turn = 0
 
     def fill(self, local: RankContribution, root: Rank0Values | None) -> None:
-        """Write all but the squares; ``root`` on rank 0 alone. Waits for nothing."""
+        """Write everything except the squares; ``root`` only on rank 0. Never waits."""
         layout, base = self.layout, self.layout.num_params
         self._turn = (self._turn + 1) % len(self._controller)
         controller, words = self._controller[self._turn], self._words[self._turn]
@@ -332,7 +333,7 @@ class ReduceVector:
     def _fill_tensors(self, local: RankContribution) -> None:
         mine = self._mine
         if local.loss is not None:
-            # Copied first: multiplied as it is, a loss in half precision would be rounded again.
+            # Copied first: a loss multiplied in half precision would be rounded again.
             mine["weighted_loss"].copy_(local.loss)
             if isinstance(local.weight, Tensor):
                 mine["weight"].copy_(local.weight)
@@ -346,12 +347,12 @@ class ReduceVector:
             mine["replicas"].copy_(local.replicas)
         if local.nonfinite_params is not None:
             mine["nonfinite_params"].copy_(local.nonfinite_params)
-        # A sum of squares is not finite where one of them is not: NaN and Inf times 0 are NaN.
+        # A sum of squares is non-finite if one of them is: NaN and Inf times 0 are NaN.
         nothing = self.squares.sum() * 0.0
         torch.ne(nothing, nothing, out=mine["bad_squares"])
 
     def _sign(self) -> None:
-        """Say which numbers of a shared slot are this rank's, and what its own loss is."""
+        """Mark this rank's numbers in a shared slot, and write its own fields."""
         pack, layout = self.pack, self.layout
         begin, width = layout.slot * len(RANK_FIELDS), len(RANK_FIELDS)
         slot = pack[layout.ranks + begin : layout.ranks + begin + width]
@@ -367,9 +368,9 @@ class ReduceVector:
         return self.pack[self.layout.root + ROOT_FIELDS.index("auto_max_norm")]
 
     def undo_clip(self) -> None:
-        """Scale the summed squares to those before the loop's own clip, where it gave the norm.
+        """Scale the summed squares to those before the loop's own clip, if it provided the norm.
 
-        This rank's slot then says what the norm was after the clip.
+        This rank's slot then contains the norm after the clip.
         """
         squares, layout = self.squares, self.layout
         given = layout.slots(self.pack)[:, RANK_FIELDS.index("norm_before_clip")].sum()
@@ -385,7 +386,7 @@ class ReduceVector:
 
 
 class Reduced:
-    """The summed pack on the host: plain numbers that every rank holds alike."""
+    """The summed pack on the host: plain numbers that are equal on every rank."""
 
     def __init__(self, layout: PackLayout, numbers: list[float]) -> None:
         self.layout = layout
@@ -422,7 +423,7 @@ class Reduced:
         )
 
     def losses(self) -> list[float | None]:
-        """Return each rank's own loss, None where it gave none."""
+        """Return each rank's own loss; None if it gave none."""
         if self.layout.is_shared:
             losses: list[float | None] = [None] * self.layout.world_size
             for rank in self.ranks_where("weight"):
@@ -437,17 +438,17 @@ class Reduced:
 
     @property
     def is_told_to_skip(self) -> bool:
-        """Whether an operator had this step's update skipped."""
+        """Whether an operator skips this step's update."""
         return self.root["loss_limit"] == -math.inf
 
     def words(self) -> list[float]:
-        """Return what each rank's replicas are compared by, 0.0 where it did not say."""
+        """Return the value by which each rank's replicas are compared; 0.0: no comparison."""
         return (self._own if self.layout.is_shared else self._sums)["replicas"]
 
     def limit(
         self, field: Literal["loss_limit", "grad_norm_limit", "auto_max_norm"]
     ) -> float | None:
-        """Return the limit that was in force, None where there was none."""
+        """Return the limit that was in force; None if there was none."""
         value = self.root[field]
         return None if math.isinf(value) else value
 
@@ -460,7 +461,7 @@ def _by_field(flat: list[float], fields: Sequence[str]) -> dict[str, list[float]
 
 
 SHORT_FROM = 1.8e19
-"""The root of float32's largest number."""
+"""Square root of the largest float32."""
 
 _SUMMED: tuple[RankField, ...] = ("weighted_loss", "weight", "overflow", "failed")
 assert RANK_FIELDS[:4] == _SUMMED, "the verdict sums these at once"
@@ -480,42 +481,43 @@ class Verdict(NamedTuple):
     loss: Tensor
     grad_norm: Tensor
     overflow: Tensor
-    """0.0 or 1.0: whether the gradient scaler's own flag was up on any rank."""
+    """0.0 or 1.0: whether any rank's gradient scaler reported an overflow."""
     row: Tensor
-    """Updates withheld in a row, this step included; one that is not finite or not whole neither
-    counts nor ends the row. The next step's verdict takes it, as the host does not know yet."""
+    """Updates withheld in a row, including this step. A non-finite or incompletely measured step
+    neither counts nor ends the row. Input of the next verdict, because the host does not know it
+    yet."""
     num_failed: Tensor
-    """Ranks that could not measure; where it is all of them the norm says nothing."""
+    """Ranks that could not measure; if all of them failed, the norm has no meaning."""
 
     values: Tensor
-    """Loss and norm, of shape (2,)."""
+    """Loss and norm, shape (2,)."""
 
     def derived(self) -> tuple[Tensor, Tensor]:
-        """Return what goes to the host beside the pack, each with one dimension: bits, values."""
+        """Return the values that go to the host with the pack, each 1-dim: bits, values."""
         return self.bits[None], self.values
 
 
 def judge_on_device(layout: PackLayout, pack: Tensor, row: Tensor) -> Verdict:
     """Return the verdict on the reduced pack. Pure; no value reaches the host.
 
-    A loss or norm that is not finite is bad at once. A finite one above rank 0's limit is withheld,
-    unless as many as rank 0 allows were withheld right before it.
-    Where a rank's prepare failed the numbers are short of its part, so the finite rules abstain. A
-    scaler's overflow keeps the update back but is no fault, whatever the norm.
+    A non-finite loss or norm is bad at once. A finite one above rank 0's limit is withheld, unless
+    as many updates as rank 0 allows were withheld immediately before it. If a rank's prepare
+    failed, the numbers lack its part, so the finite rules abstain. A scaler's overflow skips the
+    update but does not count as a fault, whatever the norm.
 
     Args:
-        layout: of the pack.
+        layout: layout of the pack.
         pack: the reduced numbers.
-        row: that of the verdict before.
+        row: ``row`` of the previous verdict.
     """
-    # Each operation is a kernel of its own: both numbers are judged at once, and a > b of flags is
+    # Each operation is a separate kernel: both numbers are judged at once, and a > b of flags means
     # "a and not b".
     sums = layout.slots(pack)[:, : len(_SUMMED)].sum(dim=0)
     weighted_loss, weight, _, num_failed = sums.unbind()
     limits, max_row = pack[layout.root : layout.root + 2], pack[layout.root + 2]
     square = pack[: layout.num_params].sum()
     if layout.world_size > 1:
-        # Replicas each bring an equal part: without one of them the others' parts stand for it.
+        # Each replica adds an equal part: the parts of the others replace a missing one.
         part = torch.rsub(num_failed, 1.0, alpha=1.0 / layout.world_size)
         square = square / part.clamp_(min=0.5 / layout.world_size)
     loss, norm = weighted_loss / weight, square.sqrt()
@@ -530,22 +532,22 @@ def judge_on_device(layout: PackLayout, pack: Tensor, row: Tensor) -> Verdict:
     facts = torch.cat((nonfinite, there[1:], withheld, outlier))
     figures = (constant.sums * facts).sum(dim=1).clamp_(max=constant.largest)
     bits, bad, overflow, unclear, is_withheld = figures.unbind()
-    # One more where it was withheld, else none; but the same as before where the step is unclear.
+    # Row + 1 if it was withheld, otherwise 0; unchanged if the step is unclear.
     after = torch.addcmul(is_withheld, row, is_withheld).lerp_(row, unclear)
     return Verdict(bad, bits, loss, norm, overflow, after, num_failed, values)
 
 
 class _Constants(NamedTuple):
     flip: Tensor
-    """Which of both numbers counts where its flag is not set."""
+    """Which of the two numbers counts if its flag is not set."""
     sums: Tensor
-    """What the facts add up to: the bits, and four questions."""
+    """Weights of the facts: for the bits, and for four flags."""
     largest: Tensor
 
 
 @functools.cache
 def _constants(device: torch.device) -> _Constants:
-    """Return what the verdict is made with; kept: only the first step waits until it is sent."""
+    """Return the constants of the verdict; cached, so only the first step waits for the copy."""
     asked = (_STOPS, OVERFLOW, _UNCLEAR, WITHHELD)
     sums = [[float(fact) for fact in _FACTS]]
     sums += [[float(bool(fact & question)) for fact in _FACTS] for question in asked]
@@ -557,11 +559,11 @@ def _constants(device: torch.device) -> _Constants:
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return max(1, (norm + 1e-6) / max_norm): one over the factor of ``clip_grad_norm_``.
+    """Return max(1, (norm + 1e-6) / max_norm): the inverse of the factor of ``clip_grad_norm_``.
 
-    A norm whose square float32 cannot hold may be short of the truth (see
-    ``trainer_hooks.step.gradients``), and what it divides still be huge: nothing is left of such
-    gradients. Torch's own norm is Inf there, and its clip leaves nothing either.
+    A norm whose square overflows float32 may be too small (see ``trainer_hooks.step.gradients``),
+    and the clipped gradients would still be huge: the divisor then removes such gradients
+    completely. Torch's own norm is Inf in this case, and its clip leaves 0 too.
     """
     divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0)
     return divisor.masked_fill_(norm >= SHORT_FROM, torch.inf)
@@ -570,7 +572,7 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
 def auto_clip_divisor(norm: Tensor, limit: Tensor) -> Tensor:
     """Return the divisor that clips the gradients to the limit of ``max_norm="auto"``.
 
-    Exactly 1 at or below the limit, however small both are, for NaN, and while there is no limit.
+    Exactly 1 at or below the limit, even if both are tiny, for NaN, and while there is no limit.
     Above it ``clip_divisor`` without the 1e-6, which is not small compared with every limit.
 
     Args:
@@ -582,7 +584,7 @@ def auto_clip_divisor(norm: Tensor, limit: Tensor) -> Tensor:
     return divisor.masked_fill_(is_above & (norm >= SHORT_FROM), torch.inf)
 
 
-# ------------------------------------------------------------------ the way to the host
+# ------------------------------------------------------------------ the copy to the host
 
 
 Note = TypeVar("Note")
@@ -598,7 +600,8 @@ class _Pending(Generic[Note]):
 class AsyncCopy(Generic[Note]):
     """A queue of exactly ``lag`` steps between the device and the host.
 
-    The host's run-ahead is bounded by it: ``push`` waits at most for the copy of ``lag`` steps ago.
+    It limits how many steps the host is ahead: ``push`` waits at most for the copy of ``lag`` steps
+    ago.
     """
 
     def __init__(self, *, lag: int, size: int, device: torch.device) -> None:
@@ -613,7 +616,7 @@ class AsyncCopy(Generic[Note]):
 
     def push(self, numbers: Tensor, note: Note) -> tuple[list[float], Note] | None:
         """Start the copy of this step's numbers; return those of ``lag`` steps ago."""
-        # None is left where a Ctrl-C came between taking one and noting it, and training went on.
+        # Empty if a Ctrl-C interrupted between taking and noting one, and training continued.
         controller = self._free.pop() if self._free else self._buffer()
         controller.copy_(numbers, non_blocking=True)
         event = None
@@ -624,10 +627,10 @@ class AsyncCopy(Generic[Note]):
         return self.pop() if len(self._pending) > self.lag else None
 
     def pop(self, *, patience_seconds: float | None = None) -> tuple[list[float], Note] | None:
-        """Return the oldest pending numbers, waiting for their copy alone; or None.
+        """Return the oldest pending numbers, waiting only for their copy; or None.
 
-        With ``patience_seconds`` the wait is bounded, and numbers that did not come are given up:
-        at the end of a loop they may stand behind a collective that a lost peer never enters.
+        With ``patience_seconds`` the wait is limited, and numbers that do not arrive are discarded:
+        at the end of a loop a collective that a lost peer never enters may block them.
         """
         if not self._pending:
             return None
@@ -640,7 +643,7 @@ class AsyncCopy(Generic[Note]):
 
 
 def _arrived(event: torch.cuda.Event, patience_seconds: float | None) -> bool:
-    """Wait for the event, for ever or so long; return whether it happened."""
+    """Wait for the event, at most ``patience_seconds`` if given; return whether it happened."""
     if patience_seconds is None:
         event.synchronize()
         return True
@@ -655,7 +658,7 @@ def _arrived(event: torch.cuda.Event, patience_seconds: float | None) -> bool:
 
 
 NUM_FIGURES = 4
-"""Numbers behind the pack that ``Derived`` is made of."""
+"""Numbers after the pack from which ``Derived`` is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -669,19 +672,19 @@ class Derived:
 
     @classmethod
     def of(cls, numbers: list[float]) -> Derived:
-        """Return the figures in the order they were stacked."""
+        """Return the figures in the order in which they were stacked."""
         bits, loss, norm, scale = numbers
         return cls(int(bits), loss, norm, scale)
 
     def blocked(self, mode: str) -> bool:
-        """Whether the update was kept back: where we only observe, by the scaler alone."""
+        """Whether the update was skipped: in observe mode, only by the scaler."""
         stops = OVERFLOW if mode == "observe" else BAD_LOSS | BAD_GRADIENTS | OVERFLOW | WITHHELD
         return bool(self.bits & stops)
 
     def column(self, record: StepRecord) -> int:
-        """Return what is written as the step's verdict."""
+        """Return the verdict for the step's row."""
         bits = self.bits
-        if record.commanded:  # it was done by limits that everything is above
+        if record.commanded:  # the skip used limits that every value exceeds
             bits = bits & ~(WITHHELD | LOSS_OUTLIER | NORM_OUTLIER) | COMMANDED
         return (
             bits
@@ -697,11 +700,11 @@ class Derived:
 
 
 def culprits(reduced: Reduced, losses: list[float | None]) -> tuple[int, ...]:
-    """Return the ranks that made the step non-finite, as far as the numbers can tell.
+    """Return the ranks that made the step non-finite, as far as the numbers show.
 
     A NaN loss on one rank makes every rank's gradients NaN through DDP's all-reduce, so losses are
-    asked first. Where all ranks hold the same bad gradients and every loss is finite, nobody can be
-    named, and nobody is.
+    checked first. If all ranks hold the same bad gradients and every loss is finite, the cause is
+    unknown, and no rank is returned.
     """
     by_loss = tuple(r for r, x in enumerate(losses) if x is not None and not math.isfinite(x))
     if by_loss:
@@ -733,8 +736,9 @@ def step_record(
 ) -> StepRecord:
     """Return the step as detectors see it. A function of reduced numbers: equal on all ranks.
 
-    Unknown is not zero: with no gradient on any rank the norm is None, and so is the loss where no
-    rank gave one. One that was not measured ``before_clip`` says nothing unless it is not finite.
+    Unknown is not zero: without a gradient on any rank the norm is None, and without a loss on any
+    rank the loss is None. A norm that was not measured ``before_clip`` is only used if it is
+    non-finite.
     """
     losses = reduced.losses()
     loss_max, loss_max_rank = _largest(losses)
@@ -742,7 +746,7 @@ def step_record(
     nonfinite = bool(derived.bits & (BAD_LOSS | BAD_GRADIENTS))
     in_state = reduced.ranks_where("nonfinite_state")
     failed = reduced.ranks_where("failed")
-    # A norm of 0 after the loop's own clip was 0 before it, too.
+    # If the norm is 0 after the loop's own clip, it was 0 before the clip too.
     is_zero = not reduced.has_gradients or derived.grad_norm == 0.0
     return StepRecord(
         step=step,
@@ -773,9 +777,9 @@ def step_record(
 
 
 def dissenters(reduced: Reduced) -> tuple[int, ...]:
-    """Return the ranks whose digest of their last verdict is not that of most; () where all agree.
+    """Return the ranks whose digest of their last verdict is in the minority; () if all agree.
 
-    Of two halves, the one with rank 0 is taken to be right.
+    With two equal halves, the half with rank 0 counts as correct.
     """
     digests = reduced.digests()
     if min(digests) == max(digests):

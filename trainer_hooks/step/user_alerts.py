@@ -1,8 +1,8 @@
-"""Alerts of a person's own, in one rank: the loop's calls, and rules over what the rank records.
+"""Custom alerts in one rank: the loop's calls, and rules over the series that the rank records.
 
-There is one only where the settings have rules or the loop calls ``monitor.alert``. It says its
-findings through the rank's journal, as the detectors do. A number on a device is copied without
-waiting and looked at once it is there, within the next steps.
+They exist only if the settings have rules or the loop calls ``monitor.alert``. Findings go through
+the rank's journal, like those of the detectors. A number on a device is copied without waiting and
+checked once it has arrived, within the next steps.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from trainvitals.records import Finding, FindingRaised, Severity
 from trainvitals.rows import Value
 
 MISSING_AFTER = 1_000
-"""Steps after which it is said that a rule's series never came."""
+"""Steps after which a rule whose series never came is reported."""
 _OF_EACH_RANK = frozenset(metric.column for metric in STEP_METRICS if metric.scope == "rank")
 
 
 class _Call(NamedTuple):
-    """What the loop said, as far as it is known on the host."""
+    """A call of the loop, as far as it is known on the host."""
 
     name: str
     is_event: bool
@@ -40,11 +40,11 @@ class _Call(NamedTuple):
 
 
 class _Late(NamedTuple):
-    """A call whose numbers are on their way to the host."""
+    """A call whose numbers are being copied to the host."""
 
     call: _Call
     numbers: Tensor
-    """Whether it holds, and its value: NaN where it has none."""
+    """Whether it holds, and its value: NaN without a value."""
     event: torch.cuda.Event
 
     @property
@@ -54,7 +54,7 @@ class _Late(NamedTuple):
 
 
 class RankAlerts:
-    """What this rank says of a person's own alerts; the emitter hands it all that it writes."""
+    """Judges this rank's custom alerts; the emitter passes it everything that it writes."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class RankAlerts:
         step: int,
         attempt: int,
     ) -> None:
-        """Take in what the loop says; tensors are numbers that lie on a device.
+        """Add a call of the loop; tensors are numbers on a device.
 
         Raises:
             UsageError: there are too many names.
@@ -108,14 +108,14 @@ class RankAlerts:
         assert isinstance(like, Tensor), "one of the two is on a device"
         numbers = torch.stack([_number(True if when is None else when, like), _number(value, like)])
         event = torch.cuda.Event()
-        # Pinned by torch, as it does not wait; the numbers hold once the event has happened.
+        # Pinned by torch because it does not wait; the numbers are valid once the event happened.
         numbers = numbers.to("cpu", non_blocking=True)
         event.record(torch.cuda.current_stream(like.device))
         self._late.append(_Late(call, numbers, event))
 
     def _take(self, call: _Call, holds: bool, value: Tensor | float | None) -> None:
         if call.attempt != self._attempt:
-            return  # said in a branch that was left
+            return  # from a discarded attempt
         if not holds:
             self._say(self._alerts.end(call.name))
             return
@@ -141,10 +141,10 @@ class RankAlerts:
             holds, value = numbers.tolist()
             self._take(call, bool(holds), None if math.isnan(value) else value)
 
-    # ------------------------------------------------------------------- what the emitter writes
+    # ---------------------------------------------------------------------- rows of the emitter
 
     def saw_row(self, step: int, attempt: int, row: Sequence[Value]) -> None:
-        """Judge a step's row, in the order of the emitter's columns; renew what holds."""
+        """Judge a step's row, in the order of the emitter's columns; renew active alerts."""
         with self._faults.fail_open("alerts"):
             if attempt != self._attempt:
                 return
@@ -159,7 +159,7 @@ class RankAlerts:
                 self._look_for_series(step)
 
     def saw_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
-        """Judge a scalar of the loop's own."""
+        """Judge a scalar of the loop."""
         if self._unseen and len(self._scalar_names) < MISSING_AFTER:
             self._scalar_names.add(name)
         rules = self._rules.by_series.get(name)
@@ -200,14 +200,14 @@ class RankAlerts:
             event = FindingRaised(finding=finding)
             self._emitter.event(event, step=finding.step, attempt=self._attempt)
 
-    # -------------------------------------------------------------------------- the run's branch
+    # ------------------------------------------------------------------------ the run's attempt
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rules' windows: of what the loop says, it says anew what holds."""
+        """Return the rules' windows; the loop repeats its own calls as long as they hold."""
         return self._rules.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Give the rules the windows of a state that was restored; None: they begin anew."""
+        """Restore the rules' windows from a restored state; None: they start empty."""
         with self._faults.fail_open("alerts"):
             for rules in self._rules.by_series.values():
                 for rule in rules:
@@ -216,18 +216,18 @@ class RankAlerts:
                 self._rules.load_state_dict(state)
 
     def begin(self, attempt: int, step: int) -> None:
-        """Go on as a branch from ``step``: what was said of a branch that was left is void."""
+        """Continue as an attempt from ``step``: calls from a discarded attempt are void."""
         self._attempt = attempt
         self._alerts.went_back(step)
 
     def close(self) -> None:
-        """Take in what has come to the host since the last step."""
+        """Process the numbers that have reached the host since the last step."""
         with self._faults.fail_open("alerts"):
             self._take_late()
 
 
 def _number(value: Tensor | float | None, like: Tensor) -> Tensor:
-    """Return it on the device of ``like``; a plain one is written by a kernel: nothing waits."""
+    """Return the number on the device of ``like``; a kernel writes a plain one without waiting."""
     if isinstance(value, Tensor):
         return value.to(like)
     return torch.full_like(like, math.nan if value is None else float(value))

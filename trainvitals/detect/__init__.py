@@ -1,4 +1,4 @@
-"""Detectors: what is wrong with a step, told from reduced numbers alone."""
+"""Detectors: problems of a step, found in reduced numbers only."""
 
 from trainvitals.detect.level import (
     DriftConfig,

@@ -1,15 +1,15 @@
-"""What moved first: the origin of a bad step, by each series' own quiet steps.
+"""Origin of a bad step: the series that left its own quiet range first.
 
-Every series is held against its own last 200 quiet steps: it is out where it leaves the median of
-its last 20 values by more than 8 robust sigmas *and* by 1.5 times the furthest that it went in the
-reference. What is out opens an episode, and while one is open nothing enters the reference: trouble
-must not make itself usual. The first step of an episode is its onset; where several series leave in
-one step, the cause comes before its effect: settings, data wait, what was written into weights and
-moments from outside, what was not finite in the order of forward, losses, activations, gradients,
-updates.
+Every series is compared with its own last 200 quiet steps: it is out if it leaves the median of its
+last 20 values by more than 8 robust sigmas *and* by 1.5 times its largest deviation in the
+reference. A series that is out opens an episode, and during an episode nothing enters the
+reference: a problem must not become the reference. The first step of an episode is its onset. If
+several series leave in one step, the cause comes before its effect: settings, data wait, external
+writes to weights and optimizer state, non-finite values in the order of forward, losses,
+activations, gradients, updates.
 
-Onsets are recorded as the steps come in. Sought later, when somebody asks, half of the names were
-wrong: what is out by then is mostly a consequence.
+Onsets are recorded when the steps arrive. A later search, on request, got half of the names wrong:
+by then most series that are out are a consequence.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ Floats = npt.NDArray[np.float64]
 Subject = Literal[
     "lr", "config", "loader", "layer", "optimizer", "data", "loss", "rank", "losses", "gradients"
 ]
-"""What an onset names: the learning rate, a setting, the loader, a layer, the state or the step of
-the optimizer, the data, the loss itself, one rank's gradients. ``losses`` and ``gradients`` are
-what moved, and no cause: what would tell it was not measured."""
+"""Subject of an onset: the learning rate, a setting, the loader, a layer, the state or the step of
+the optimizer, the data, the loss itself, one rank's gradients. ``losses`` and ``gradients`` moved
+but are not the cause, which could not be measured."""
 
 SIGMAS = 8.0
 """Robust sigmas from which a series is out."""
 OF_LARGEST = 1.5
 """Multiple of the reference's largest deviation that it must exceed as well."""
 REFERENCE = 200
-"""Quiet values of a series that are its reference."""
+"""Quiet values of a series in its reference."""
 LAG = 20
 """Values whose median a new one is compared with; an episode ends after as many quiet steps."""
 WINDOW = 40
-"""An onset that was over so many steps before the trouble is no cause of it."""
+"""Steps after which an ended onset no longer counts as the cause of a problem."""
 GUARD = 3
-"""A series that is out within its first judged steps moved before anybody could see it."""
+"""A series that is out within this many judged steps may have moved before it was observed."""
 LEAST = 20
-"""Values without which there is no reference; they must span ``SPAN`` steps as well. Layers
-are written every 10th step by default."""
+"""Minimum number of values of a reference, which must also span ``SPAN`` steps. Layers are written
+every 10th step by default."""
 SPAN = 100
-"""Steps of a reference at least."""
+"""Minimum number of steps of a reference."""
 MOST_LAYERS = 4096
 MOST_RANKS = 1024
-"""What is beyond is not followed: memory has a bound."""
+"""Layers and ranks above these numbers are not followed: this bounds the memory."""
 MOST_ONSETS = 128
-"""Episodes that are kept: the newest."""
+"""Number of latest episodes kept."""
 _LONGEST = 100
-"""Steps of an episode after which what was trouble is how the run is now."""
+"""Steps of an episode after which its values count as the new normal."""
 _SETTING = 1.5
-"""Ratio from which a setting was changed, not scheduled."""
+"""Ratio from which a change of a setting is deliberate, not scheduled."""
 _WARM = 50
 """Steps before a learning rate is judged: warm-up multiplies it."""
 _WRITTEN = 1e-9
-"""Relative change from which something was written. Untouched tensors give exactly 0."""
+"""Relative change from which a tensor was written. Untouched tensors have exactly 0."""
 _RENEWED = 16
-"""Values after which the reference's figures are taken again."""
+"""Values after which the figures of the reference are computed again."""
 _MOST_NEXT = 8
 _FEW_RANKS = 32
-"""Up to so many, the median of the others is exact."""
+"""Up to this number of ranks, the median of the others is exact."""
 
 
 class Next(msgspec.Struct, frozen=True, array_like=True):
-    """What followed an onset in its episode."""
+    """A series that followed an onset in its episode."""
 
     step: int
     subject: Subject
@@ -82,34 +82,34 @@ class Next(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Onset(msgspec.Struct, frozen=True, kw_only=True):
-    """The step at which an episode began, and what was out first."""
+    """The first step of an episode, and the series that was out first."""
 
     attempt: int
     step: int
     last_step: int
-    """The last step, so far, in which anything was out."""
+    """The last step, so far, in which any series was out."""
     subject: Subject
     where: str = ""
-    """A layer's name, or ``rank:3``; empty where it is of all."""
+    """A layer's name, or ``rank:3``; empty if all layers and ranks are concerned."""
     series: str
     """The column that was out."""
     value: float | None = None
-    """None: not finite."""
+    """None: non-finite."""
     usual: float | None = None
     sigmas: float | None = None
-    """None: exact, no statistic."""
+    """None: exact, without statistics."""
     is_old: bool = False
-    """It was out when watching began: what came first is not known."""
+    """Whether it was out when observation started, so that the first change is unknown."""
     next: tuple[Next, ...] = ()
 
     @property
     def is_cause(self) -> bool:
-        """Whether it names where the trouble came from, and not only what moved."""
+        """Whether it identifies the origin of the problem, not only a series that moved."""
         return self.subject not in ("losses", "gradients")
 
     @property
     def is_of_speed(self) -> bool:
-        """Whether it says how fast the run went, not what it learned."""
+        """Whether it concerns the speed of the run, not its numbers."""
         return self.subject == "loader"
 
 
@@ -130,7 +130,7 @@ class _Out(NamedTuple):
 
 
 class _Course:
-    """One series, as ``_Courses`` has many: in Python it costs a tenth of numpy's calls."""
+    """One series, like the many of ``_Courses``: Python costs a tenth of numpy's calls here."""
 
     __slots__ = (
         "_age", "_at", "_away", "_floor", "_largest", "_limit", "_now", "_ordered", "_quiet",
@@ -154,7 +154,7 @@ class _Course:
         return self._scale < math.inf
 
     def look(self, value: float) -> float:
-        """Return the sigmas of a value that is out, else 0."""
+        """Return the sigmas of a value that is out, otherwise 0."""
         ordered = self._ordered
         num = len(ordered)
         if not num or value - value != 0.0:
@@ -169,7 +169,7 @@ class _Course:
         return away / self._scale if abs(away) > self._limit else 0.0
 
     def take(self, value: float, step: int, *, is_quiet: bool) -> None:
-        """Take the value that was just looked at in."""
+        """Add the value that was just checked."""
         if value - value != 0.0:
             return
         raw, ordered = self._raw, self._ordered
@@ -212,11 +212,11 @@ def _middle(ordered: Sequence[float]) -> float:
 
 
 class _Courses:
-    """Series of one kind: the last values of each, and how far its quiet ones went from these."""
+    """Series of one kind: latest values of each, and the deviations of its quiet values."""
 
     def __init__(self, floor: float) -> None:
         self._floor = floor
-        """Smallest scale: what is constant to the last digit has no sigma."""
+        """Smallest scale: a series that is constant to the last digit has no sigma."""
         self.num = 0
         self._raw = np.empty((0, LAG))
         self._away = np.empty((0, REFERENCE), dtype=np.float32)
@@ -226,10 +226,10 @@ class _Courses:
         self._age = 0
         self._spans = False
         self._since: int | None = None
-        """Step of the first value: a reference spans as many steps as it says."""
+        """Step of the first value: a reference must span ``SPAN`` steps."""
 
     def reach(self, num: int) -> None:
-        """Have a place for so many series."""
+        """Make room for this number of series."""
         more = num - self.num
         if more <= 0:
             return
@@ -241,7 +241,7 @@ class _Courses:
         self._largest = np.pad(self._largest, (0, more), constant_values=np.inf)
 
     def look(self, values: Floats) -> tuple[Floats, Floats]:
-        """Return the sigmas of what is out, 0 elsewhere, and the middle of each series."""
+        """Return the sigmas of series that are out, 0 elsewhere, and the middle of each series."""
         lower, upper = LAG // 2 - 1, LAG // 2
         parted = np.partition(self._raw, (lower, upper), axis=1)
         middle = (parted[:, lower] + parted[:, upper]) / 2
@@ -249,7 +249,7 @@ class _Courses:
         self._now = away
         sigmas = away / self._scale
         is_out = np.abs(sigmas) > SIGMAS / 2
-        if is_out.any():  # figures of some steps ago were enough to see that it may be
+        if is_out.any():  # outdated figures are sufficient to find candidates
             if self._age:
                 self._renew()
                 sigmas = away / self._scale
@@ -257,7 +257,7 @@ class _Courses:
         return np.where(is_out & np.isfinite(sigmas), sigmas, 0.0), middle
 
     def take(self, values: Floats, step: int, *, is_quiet: bool) -> None:
-        """Take the values that were just looked at in; missing ones are NaN."""
+        """Add the values that were just checked; missing ones are NaN."""
         there = np.flatnonzero(np.isfinite(values))
         if not len(there):
             return
@@ -312,7 +312,7 @@ class _Peaks:
         self._now, self._before, self._num = np.empty(0), np.empty(0), 0
 
     def out(self, values: Floats) -> npt.NDArray[np.bool_]:
-        """Return which values stand out: written, and by more than was usual."""
+        """Return the values that stand out: written, and by more than usual."""
         more = len(values) - len(self._now)
         if more > 0:
             self._now, self._before = np.pad(self._now, (0, more)), np.pad(self._before, (0, more))
@@ -321,7 +321,7 @@ class _Peaks:
         return is_out
 
     def take(self, values: Floats) -> None:
-        """Take values of a quiet step in."""
+        """Add the values of a quiet step."""
         np.fmax(self._now, values, out=self._now)
         self._num += 1
         if self._num >= REFERENCE // 2:
@@ -346,7 +346,7 @@ _WRITES: tuple[tuple[str, float, Subject], ...] = (
 
 
 _Looked = tuple[_Course, float, bool] | tuple[_Courses, Floats, bool]
-"""What was looked at in a step, its values, and whether it is of speed; taken in at the end."""
+"""Checked series, its values, and whether it concerns speed; added at the end of the step."""
 
 
 class _Layers:
@@ -368,7 +368,7 @@ class _Layers:
 
 
 class _Episode:
-    """What goes on: the onset, and how long ago anything was out."""
+    """The current episode: its onset, and the time since any series was out."""
 
     def __init__(self) -> None:
         self.onset: Onset | None = None
@@ -377,11 +377,11 @@ class _Episode:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the reference takes values in: nothing is out, or has been for so long."""
+        """Whether values enter the reference: no series is out, or one has been for too long."""
         return self.onset is None or self._long >= _LONGEST
 
     def advance(self, attempt: int, out: Sequence[_Out], *, is_old: bool) -> bool:
-        """Take a step in; return whether the onset changed."""
+        """Add a step; return whether the onset changed."""
         self._long += 1
         if not out:
             self._quiet += 1
@@ -397,7 +397,7 @@ class _Episode:
             self.onset = _onset(attempt, first, out, now, is_old=is_old)
             return True
         if (first.step, first.order) < (onset.step, self._order):
-            self._order = first.order  # an update is known with the next step's row
+            self._order = first.order  # an update is only known with the next step's row
             self.onset = msgspec.structs.replace(
                 _onset(attempt, first, out, now, is_old=onset.is_old), next=_next(onset, out)
             )
@@ -427,7 +427,7 @@ def _as_next(each: _Out) -> Next:
 
 
 def _next(onset: Onset, out: Sequence[_Out]) -> tuple[Next, ...]:
-    """Return what followed, each of it once, at its first step."""
+    """Return the series that followed, each once, at its first step."""
     followed = {(each.subject, each.where, each.series): each for each in onset.next}
     own = (onset.subject, onset.where, onset.series)
     for each in out:
@@ -475,19 +475,19 @@ class OnsetTracker:
 
     @property
     def judged_from(self) -> tuple[int, int]:
-        """Attempt and step from which on it can tell; the end of all while it cannot."""
+        """Attempt and step from which onsets are found; the maximum while this is impossible."""
         return self._judged_from
 
     @property
     def onsets(self) -> tuple[Onset, ...]:
-        """The newest onsets, in the order in which they were seen."""
+        """The latest onsets, in the order in which they were seen."""
         return tuple(self._onsets.values())
 
     def update(self, merged: MergedStep) -> bool:
-        """Take one step in; return whether an onset began, or was found to be another one."""
+        """Add one step; return whether an onset started, or was replaced by an earlier one."""
         before, self._key = self._key, (merged.attempt, merged.step)
         follows = (merged.attempt, merged.step - 1) == before
-        if not follows and before[1] >= 0:  # it went back, or begins anew: no difference to before
+        if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
             self._applied = None
         out: list[_Out] = []
         speed: list[_Out] = []
@@ -539,7 +539,7 @@ class OnsetTracker:
         *,
         of_layers: bool = False,
     ) -> tuple[Floats, Floats]:
-        """Return the sigmas of what is out in a column, and its middles; it is taken in later."""
+        """Return the sigmas of a column's series that are out, and its middles; added later."""
         courses = self._of_layers if of_layers else self._courses
         course = courses.get(name)
         if course is None:
@@ -560,7 +560,7 @@ class OnsetTracker:
         before, self._rate = self._rate, asked if asked is not None else self._rate
         if asked is not None:
             peak = self._peak_rate
-            # A schedule may come back to what it had, may fall in one step, and be declared.
+            # A schedule may return to an earlier rate, may fall in one step, and may be declared.
             is_declared = int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED
             is_jump = before is not None and asked > _SETTING * before and asked > 1.02 * peak
             if (
@@ -582,7 +582,7 @@ class OnsetTracker:
         return out
 
     def _is_rare(self, name: str) -> bool:
-        """Say whether a setting has not jumped in the reference; note that it has now."""
+        """Return whether a setting has not jumped in the reference; record the current jump."""
         last, self._changed_at[name] = self._changed_at.get(name), self._num_steps
         return last is None or self._num_steps - last > REFERENCE
 
@@ -604,7 +604,7 @@ class OnsetTracker:
         if lossy:
             bad = [rank for rank, value in enumerate(given) if number(value) is None]
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(given) else ""
-            # An output that is not finite comes before; without activations nobody would know.
+            # A non-finite output comes first; without activations its origin would be unknown.
             subject: Subject = "loss" if "activation_rms" in self._of_layers else "losses"
             out.append(_Out(step, 7, subject, where, "loss"))
         elif losses:
@@ -620,7 +620,7 @@ class OnsetTracker:
         mean = math.fsum(losses) / len(losses)
         sigmas, middle = self._look_at("loss", mean, looked)
         if sigmas > SIGMAS:
-            # Weights that were damaged raise every rank's loss as bad data do.
+            # Damaged weights raise every rank's loss, as bad data do.
             subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
             out.append(_Out(step, 10, subject, "", "loss", mean, middle, sigmas))
         lossy = sigmas > SIGMAS / 2
@@ -629,7 +629,7 @@ class OnsetTracker:
             zeds = self._look_at_ranks("rank_loss", losses, others, looked)
             top = max(range(len(zeds)), key=zeds.__getitem__)
             second = max((z for rank, z in enumerate(zeds) if rank != top), default=0.0)
-            # Where the others' own loss is out as well, it is no trouble of one rank's data.
+            # If the others' loss is out as well, the data of one rank are not the problem.
             common, _ = self._look_at("others", others[top], looked)
             if zeds[top] > SIGMAS and second < zeds[top] / 2 and common <= SIGMAS / 2:
                 numbers = (losses[top], others[top], zeds[top])
@@ -655,7 +655,7 @@ class OnsetTracker:
             out.append(_Out(merged.step, 12.5, "rank", where, "rank_grad_norm", *numbers))
 
     def _look_at(self, name: str, value: float, looked: list[_Looked]) -> tuple[float, float]:
-        """Return a series' sigmas where it is out, else 0, and its middle; it is taken in later."""
+        """Return a series' sigmas if it is out, otherwise 0, and its middle; added later."""
         course = self._series.get(name)
         if course is None:
             course = self._series[name] = _Course(_FLOORS[name.partition("/")[0]])
@@ -670,7 +670,7 @@ class OnsetTracker:
         others: Sequence[float],
         looked: list[_Looked],
     ) -> Sequence[float]:
-        """Return the sigmas of each rank's distance from the others, 0 where it is not out."""
+        """Return the sigmas of each rank's distance from the others, 0 if it is not out."""
         relative = [value - other for value, other in zip(values, others, strict=True)]
         if len(values) > _FEW_RANKS:
             zeds, _ = self._look(name, np.array(relative), looked)
@@ -690,7 +690,7 @@ class OnsetTracker:
         wait = max(waits)
         sigmas, middle = self._look_at("data_wait_seconds", _log(wait), looked)
         longest = step_seconds(merged)
-        # A wait that is shorter than a step holds nobody up.
+        # A wait shorter than a step delays no rank.
         if sigmas > SIGMAS and self._durations and wait > _middle(sorted(self._durations)):
             late = [rank for rank, each in zip(ranks, waits, strict=True) if each > wait / 2]
             num = len(merged.ranks["data_wait_seconds"])
@@ -742,7 +742,7 @@ class OnsetTracker:
             written = rows.column(name)
             if written is None:
                 continue
-            # Missing is nothing; what is not a number any more was written with one that is none.
+            # A missing value counts as 0; a NaN was caused by writing a NaN.
             written = np.where(rows.has(name), np.where(np.isnan(written), np.inf, written), 0.0)
             peaks = self._peaks.setdefault(name, _Peaks())
             is_out = peaks.out(written)
@@ -805,7 +805,7 @@ class OnsetTracker:
         if far.max() <= SIGMAS:
             return
         at = int(np.argmax(far > SIGMAS / 2))
-        # What already the first module gives out is what it was given.
+        # If the first module's output is already out, its input was.
         first = int(np.argmax(rows.has("activation_rms")))
         subject: Subject = "data" if at == first else "layer"
         where = "" if at == first else self._names[at]
@@ -822,12 +822,12 @@ class OnsetTracker:
         *,
         lossy: bool,
     ) -> bool:
-        """Return whether any layer's gradient norm left its course."""
+        """Return whether any layer's gradient norm left its normal range."""
         if norms is None:
             return False
         bad = ~np.isfinite(norms) & rows.has("grad_norm")
         if bad.any():
-            # Backward comes from the last layer: of those that turned, it was the first.
+            # Backward starts at the last layer, so the last of the bad layers was the first.
             out.append(self._layer(step, 8, int(np.flatnonzero(bad)[-1]), "grad_norm"))
         before = np.zeros(len(norms), dtype=np.bool_)
         before[: len(self._had_gradient)] = self._had_gradient
@@ -856,9 +856,9 @@ class OnsetTracker:
         *,
         calm: bool,
     ) -> None:
-        """Judge the update that led to this step: it belongs to the one before.
+        """Judge the update that led to this step: it belongs to the previous step.
 
-        ``calm``: the gradients of that step were as ever, so they are not what made it.
+        ``calm``: the gradients of that step were normal, so they did not cause it.
         """
         updates = rows.column("update_norm")
         if updates is None or not self._applied:
@@ -877,18 +877,18 @@ class OnsetTracker:
 
 
 def _logarithm(values: Floats) -> Floats:
-    """Return logarithms; NaN of what has none."""
+    """Return logarithms; NaN for values without one."""
     is_positive = values > 0.0
     return np.log(np.where(is_positive, values, np.nan))
 
 
 def _log(value: float | None) -> float:
-    """Return a logarithm; NaN of what has none."""
+    """Return a logarithm; NaN for a value without one."""
     return math.log(value) if value is not None and value > 0.0 else math.nan
 
 
 def _others(values: Sequence[float]) -> list[float]:
-    """Return of each value the median of the others; of many, that of all."""
+    """Return for each value the median of the others; with many values, the median of all."""
     num = len(values)
     if num > _FEW_RANKS:
         return [_middle(sorted(values))] * num
@@ -902,14 +902,14 @@ def _others(values: Sequence[float]) -> list[float]:
 
 
 def _is_set(before: float | None, value: float | None) -> bool:
-    """Say whether a setting was set to something else, and not scheduled."""
+    """Return whether a setting was changed deliberately, not by a schedule."""
     if before is None or value is None:
         return before is not value
     low, high = sorted((abs(before), abs(value)))
     return high > _SETTING * low
 
 
-# ----------------------------------------------------------------------------------- the answer
+# ------------------------------------------------------------------------------- the origin
 
 
 def origin(
@@ -920,15 +920,15 @@ def origin(
     is_of_speed: bool | None = None,
     planned: Sequence[tuple[int, int]] = (),
 ) -> Onset | None:
-    """Return what moved first before, or at, a step in trouble; None: no precursor.
+    """Return the first change before, or at, a problematic step; None if there is no precursor.
 
     Args:
-        onsets: of the run.
-        attempt: the branch in trouble.
-        step: the step at which the trouble was seen.
-        is_of_speed: whether the trouble is one of speed; None: either.
-        planned: first step and number of steps of changes that the run announced: what begins there
-            was meant.
+        onsets: onsets of the run.
+        attempt: attempt of the problem.
+        step: step at which the problem was found.
+        is_of_speed: whether the problem concerns speed; None: either.
+        planned: first step and number of steps of changes that the run announced: onsets there are
+            intended.
     """
     near = [
         onset

@@ -48,7 +48,7 @@ class GuardDetector(Detector):
         self._zero_told = False
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Take one step in and return the findings about it."""
+        """Add one step and return the findings about it."""
         if not (record.failed_ranks or record.no_gradient or self._weight or self._zero):
             return ()
         findings = [*self._unmeasured(record), *self._zero_gradient(record)]
@@ -88,7 +88,7 @@ class GuardDetector(Detector):
 
     def _zero_gradient(self, record: StepRecord) -> list[Finding]:
         if not record.no_gradient:
-            if not record.failed_ranks:  # an unmeasured step shows nothing
+            if not record.failed_ranks:  # an unmeasured step neither counts nor ends the row
                 self._zero, self._zero_told = 0, False
             return []
         if not self._zero:

@@ -1,11 +1,12 @@
-"""Who holds up a job in which nothing moves: decided by asymmetry, never by silence alone.
+"""The blocking rank of a hang: found by asymmetry, never by silence only.
 
-Ranks that wait for each other have begun as many collectives; the one they wait for has begun
-fewer, or its process is stopped or gone. Two levels: *waiting* is shown and wakes nobody, for one
-rank may evaluate or save alone; *page* is for a rank that is stopped, gone or blocked for longer
-than such a phase takes here, and for one that computes only after minutes.
+Ranks that wait for each other have started the same number of collectives; the blocking rank has
+started fewer, or its process is stopped or has ended. There are two levels: *waiting* is shown
+without a page, because one rank may evaluate or save alone; *page* is for a rank that is stopped,
+has ended or is blocked for longer than such a phase takes in this run, and for one that computes,
+only after minutes.
 
-Pure: what the agents see goes in, a verdict comes out; nothing here reads a clock or a process.
+Pure: the observations of the agents go in, a verdict comes out; no clock or process is read here.
 """
 
 from __future__ import annotations
@@ -52,22 +53,22 @@ class HangConfig(Settings, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is waited for, and whether somebody must come."""
+    """The blocking ranks, and whether an operator is needed."""
 
     pages: bool
     culprits: tuple[int, ...]
-    """Empty where all ranks stand at the same place."""
+    """Empty if all ranks are at the same place."""
     reason: Reason
     step: int
     seconds: float
     limit: float
-    """After which it pages; infinite where it does not."""
+    """Time after which it pages; infinite if it does not."""
     text: str
-    """For people."""
+    """Human-readable description."""
 
     @property
     def key(self) -> tuple[tuple[int, ...], Reason]:
-        """What must change for it to be told anew."""
+        """Properties that must change before it is reported again."""
         return self.culprits, self.reason
 
 
@@ -76,29 +77,29 @@ _FEW = 8
 
 
 class WaitHistory:
-    """How long ranks went without a step or a collective so far, by phase."""
+    """Durations without a step or a collective so far, by phase."""
 
     def __init__(self) -> None:
         self._gaps: dict[Phase, deque[float]] = {}
         self._longest = 0.0
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Take in a gap that ended."""
+        """Add a gap that ended."""
         self._gaps.setdefault(phase, deque(maxlen=_KEPT)).append(seconds)
 
     def ended(self, seconds: float) -> None:
-        """Take in a wait for a rank that computed: it ended by itself."""
+        """Add the duration of a wait for a computing rank that ended by itself."""
         self._longest = max(self._longest, seconds)
 
     def p99(self, phase: Phase) -> float | None:
-        """Return the phase's 99th percentile; None while little is known of it."""
+        """Return the phase's 99th percentile; None while there are too few gaps."""
         gaps = self._gaps.get(phase, ())
         if len(gaps) < _FEW:
             return None
         return sorted(gaps)[int(0.99 * (len(gaps) - 1))]
 
     def limits(self, config: HangConfig) -> HangLimits:
-        """Return after which times a wait is shown, and pages."""
+        """Return the times after which a wait is shown, and pages."""
         usual = {phase: self.p99(phase) or 0.0 for phase in get_args(Phase)}
         shows = {p: max(config.show_seconds, config.show_ratio * s) for p, s in usual.items()}
         pages = {p: max(config.page_seconds, config.page_ratio * s) for p, s in usual.items()}
@@ -112,17 +113,17 @@ def decide(
     *,
     world_size: int,
 ) -> Verdict | None:
-    """Return who is waited for; None while all is well, or nobody can tell.
+    """Return the blocking ranks; None if there is no problem, or no evidence.
 
     Args:
-        ranks: what is known of each; those of other nodes may be missing, and then nobody is named
-            but who is stopped or gone.
-        limits: how long ranks may wait, by what is usual in this run.
+        ranks: state of each rank. Ranks of other nodes may be missing; then only stopped or ended
+            ranks are named.
+        limits: allowed waits, based on the usual ones in this run.
         world_size: ranks of the job.
     """
     living = [rank for rank in ranks if rank.process not in ("gone", "ended")]
     if not living or all(rank.process == "stopped" for rank in living):
-        return None  # the job is over, or a person or a scheduler has stopped all of it
+        return None  # the job is over, or an operator or a scheduler has stopped all of it
     judge = _Judge(ranks, living, limits)
     return (
         judge.of_process("gone")
@@ -133,35 +134,35 @@ def decide(
 
 
 def may_end(verdict: Verdict, ranks: Sequence[RankActivity]) -> bool:
-    """Return whether a job that pages may be ended: never one that a rank may still go on with.
+    """Return whether a job that pages may be ended: never if a rank may still continue.
 
-    A rank that computes, reads, writes or waits for a disk may evaluate or save for longer than it
-    ever did; what stands in a debugger has somebody's eyes on it; and where a rank has finished
-    training, a restart would only train its end again.
+    A rank that computes, reads, writes or waits for a disk may evaluate or save for longer than
+    before. A rank in a debugger is being examined. If a rank has finished training, a restart would
+    only repeat its end.
     """
     if not verdict.pages or verdict.reason in ("computing", "debugged", "ended"):
         return False
     living = [rank for rank in ranks if rank.process not in ("gone", "ended", "stopped")]
-    # Those who wait may spin, as NCCL does; only who is waited for can be at work.
+    # Waiting ranks may spin, as NCCL does; only blocking ranks can be doing useful work.
     waited_for = [rank for rank in living if not verdict.culprits or rank.rank in verdict.culprits]
     is_at_work = any(rank.is_active or rank.is_announced for rank in waited_for)
     return not is_at_work and not any(rank.is_debugged for rank in living)
 
 
 class HangFollower:
-    """Follows a job from look to look: what is new is told once, and what ended is learnt from."""
+    """Follows a job over time: reports a new verdict once, and learns from waits that ended."""
 
     def __init__(self, config: HangConfig | None = None) -> None:
         self.config = config or HangConfig()
         self.history = WaitHistory()
         self.verdict: Verdict | None = None
-        """What holds now."""
+        """The current verdict."""
         self._has_paged = False
 
     def look(
         self, ranks: Sequence[RankActivity], *, world_size: int, limits: HangLimits | None = None
     ) -> tuple[Finding, ...]:
-        """Return what is to be told of this look that was not told before."""
+        """Return the findings of this check that were not reported before."""
         verdict = decide(ranks, limits or self.history.limits(self.config), world_size=world_size)
         before, self.verdict = self.verdict, verdict
         if verdict is None or before is None or verdict.key != before.key:
@@ -194,7 +195,7 @@ def _finding(kind: str, verdict: Verdict) -> Finding:
 
 
 class _Judge:
-    """The questions of ``decide``, over one look at the ranks."""
+    """The checks of ``decide``, over one observation of the ranks."""
 
     def __init__(
         self,
@@ -207,19 +208,19 @@ class _Judge:
         self._limits = limits
 
     def of_process(self, state: Literal["gone", "stopped"]) -> Verdict | None:
-        """Name the ranks whose process says it, while the others make no progress."""
+        """Name the ranks whose process has this state, while the others make no progress."""
         culprits = [rank for rank in self._ranks if rank.process == state]
         others = [rank for rank in self._living if rank.process != "stopped"]
         if not culprits or not others:
             return None
         seconds = min(rank.still_seconds for rank in (*culprits, *others))
-        # A fact needs no pattern: that it is so is shown at once, and a moment may be an accident.
+        # A fact needs no pattern, so it is shown at once, but an instant may be an accident.
         if seconds < 1.0:
             return None
         return self._verdict(culprits, others, state, seconds)
 
     def of_order(self) -> Verdict | None:
-        """Name the ranks that called another collective than the others under the same number."""
+        """Name the ranks that called another collective than the others with the same number."""
         seconds = min(rank.still_seconds for rank in self._living)
         if seconds < self._limits.show["exchange"]:
             return None
@@ -247,7 +248,7 @@ class _Judge:
         return self._made(culprits, "order", seconds, limit, text)
 
     def of_sequences(self) -> Verdict | None:
-        """Name the ranks that are behind in a collective, or a step, and wait for nobody."""
+        """Name the ranks that are behind in a collective, or a step, and wait for no rank."""
         seen = [rank for rank in self._ranks if rank.process != "gone"]
         waits = {
             rank.rank: {ahead.rank for ahead in seen if _is_behind(rank, ahead)} for rank in seen
@@ -269,16 +270,16 @@ class _Judge:
         return self._verdict(culprits, others, _reason(culprits), seconds)
 
     def of_all(self) -> Verdict | None:
-        """Tell of a job that stands as a whole, with no rank that computes or said it would."""
+        """Report a job without any progress, and without a computing or announced rank."""
         seconds = min(rank.still_seconds for rank in self._living)
         limit = self._limits.computing
         is_told = any(r.is_announced or r.is_debugged or r.is_active for r in self._living)
-        # One rank alone may be somebody's notebook, or wait for its next batch: a stall tells.
+        # A single rank may be a notebook, or wait for its next batch: a stall is reported instead.
         if seconds < limit or is_told or len(self._living) < 2:
             return None
         return self._made([], "all", seconds, limit, f"No rank has moved{_places(self._living)}")
 
-    # ------------------------------------------------------------------------------ what is said
+    # ------------------------------------------------------------------------------ the verdict
 
     def _verdict(
         self,
@@ -319,7 +320,7 @@ class _Judge:
         is_announced = any(rank.is_announced for rank in culprits)
         if reason == "computing" or any(rank.is_active for rank in culprits):
             return float("inf") if is_announced else self._limits.computing
-        # A first step compiles, reads, connects; and what was announced may wait for a disk.
+        # A first step compiles, reads, connects; an announced phase may wait for a disk.
         is_first = any(rank.num_steps < 2 for rank in culprits)
         if is_announced or is_first:
             return max(blocked, self._limits.computing)
@@ -337,7 +338,7 @@ class _Judge:
             pages=seconds >= limit,
             culprits=tuple(sorted(rank.rank for rank in culprits)),
             reason=reason,
-            # Not the culprit's own: what it said last may be half a second, and ten steps, old.
+            # Not the culprit's own step: its last report may be half a second, and ten steps, old.
             step=max(rank.step for rank in self._ranks),
             seconds=seconds,
             limit=limit,
@@ -346,11 +347,11 @@ class _Judge:
 
 
 def _is_behind(rank: RankActivity, other: RankActivity) -> bool:
-    """Return whether the other has begun a collective that this rank has not."""
+    """Return whether the other has started a collective that this rank has not."""
     shared = rank.sequences.keys() & other.sequences.keys()
     if any(rank.sequences[group] < other.sequences[group] for group in shared):
         return True
-    # Without numbers the steps tell, as far as they can.
+    # Without sequence numbers, compare the steps.
     return not shared and rank.step < other.step
 
 
@@ -367,11 +368,11 @@ def _reason(culprits: Iterable[RankActivity]) -> Reason:
 
 
 _SAME_SIZES = frozenset({"all_reduce", "allreduce", "broadcast"})
-"""Collectives in which every rank gives as much; of the others only the names are compared."""
+"""Collectives in which all ranks contribute equal sizes; otherwise only the names are compared."""
 
 
 def _odd_ones(calls: Mapping[int, str]) -> tuple[int, ...]:
-    """Return who called another one than most; all where there is no most."""
+    """Return the ranks whose call differs from the majority; all ranks if there is no majority."""
     names = {rank: call.partition("(")[0] for rank, call in calls.items()}
     if set(names.values()) <= _SAME_SIZES:
         names = dict(calls)
@@ -383,7 +384,7 @@ def _odd_ones(calls: Mapping[int, str]) -> tuple[int, ...]:
 
 
 def _call_of(rank: RankActivity) -> str:
-    """Return the collective that a rank waits in: of the group that the recorder told last."""
+    """Return the collective that a rank waits in, from the group last reported by the recorder."""
     of_groups = [calls for calls in rank.last_collectives.values() if calls]
     return of_groups[0][max(of_groups[0])] if len(of_groups) == 1 else ""
 

@@ -1,4 +1,4 @@
-"""Where the loss lies: divergence, drift, a recovery that fails, progress that is lost.
+"""The loss level: divergence, drift, a recovery that fails, progress that is lost.
 
 A spike is one step compared with its neighbours. A slow divergence, or a rise of 3 % that never
 recovers, contains no such step; it shows in the level: the median of the newest steps, compared
@@ -26,32 +26,32 @@ from trainvitals.detect.outliers import Detector
 from trainvitals.records import Finding, StepRecord
 
 _SIGMA_OF_DIFFERENCES = 1.28 * math.sqrt(2.0)
-"""The distance that one in five differences of two normal samples exceeds, in their deviations.
-Not the median: where most losses repeat and some jump (two kinds of batches, sparse rewards) it
-says nothing."""
+"""The distance that one in five differences of two normal samples exceeds, in their deviations. Not
+the median: if most losses repeat and some jump (two kinds of batches, sparse rewards), the median
+has no meaning."""
 _EXCEEDED_BY = 0.2
 _LOOKS = 7
-"""Looks at the level, evenly spaced, that a stretch of ``flat_steps`` is told by."""
+"""Checks of the level, evenly spaced, over ``flat_steps``."""
 _RECURS, _HIGHER = 3, 1.3
 _EVERY = 8
-"""Steps from one look at the level to the next: a median of 64 hardly moves in so few."""
+"""Steps between two checks of the level: a median of 64 hardly moves in so few."""
 _NOISE_EVERY = 4
-"""Looks from one estimate of the noise to the next."""
+"""Checks between two estimates of the noise."""
 
 
 _NOISE_STEPS = 256
-"""Steps whose differences give the noise of the loss."""
+"""Steps whose differences define the noise of the loss."""
 _FAR = 0.25
-"""Rise from which a loss that stays is told as a divergence alone, and not as a plateau too; unless
-it got there at once."""
+"""Rise from which a lasting loss is reported only as a divergence, and not as a plateau too; unless
+it rose at once."""
 _RISES_WITHIN = 3000
-"""Steps within which three rises that were told and went back are this run's way: told no more up
+"""Steps within which three reported rises that ended are normal for this run: no longer reported up
 to 1.3 times the highest."""
 _RECOVERING = 0.6
 """Share of its excess to which the loss has fallen within a quarter of the window when it recovers.
 Real divergences were at 0.66 and above when they were reported, slow recoveries below 0.52."""
 _FLAT = 0.01
-"""What the level may move by in ``flat_steps`` and still be flat; half of it downwards."""
+"""Largest change of a flat level in ``flat_steps``; half of it downwards."""
 
 
 class LevelConfig(Settings, frozen=True, kw_only=True):
@@ -101,20 +101,20 @@ class LevelDetector(Detector):
     def _forget_level(self) -> None:
         self._best: float | None = None
         self._onset = -1
-        """First step of the rise, or -1 while the level is where it should be."""
+        """First step of the rise, or -1 while the level is normal."""
         self._low = 0.0
         self._num_told = 0
         self._is_far = self._at_once = self._silent = False
         self._top = 0.0
         self._recovered: deque[list[float]] = deque(maxlen=_RECURS + 1)
-        """Rises that were told and went back: when, and how far they went."""
+        """Reported rises that ended: time and height."""
         self._since = 0
         self._looks: list[float] = []
 
     def update(self, record: StepRecord, shifted: bool = False) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it.
+        """Add one step and return the findings about it.
 
-        A step that was not applied is left out. ``shifted``: in this step a new level was told.
+        A step that was not applied is left out. ``shifted``: a new level was reported in this step.
         """
         self._at_once = self._at_once or shifted
         loss = record.loss
@@ -128,8 +128,8 @@ class LevelDetector(Detector):
             return ()
         if self._seen % (_EVERY * _NOISE_EVERY) == 0 or self._noise == 0.0:
             self._noise = _noise_of(losses)
-        # Sorted anew, and no ordered window kept: one sort in eight steps costs less than keeping
-        # order at every step.
+        # Sorted again instead of keeping an ordered window: one sort in eight steps costs less than
+        # keeping order at every step.
         newest = sorted(list(losses)[-window:])
         return self._judge(record, newest[window >> 1], self._noise)
 
@@ -159,15 +159,15 @@ class LevelDetector(Detector):
         self._onset, self._at_once, self._silent = -1, False, False
 
     def _recurs(self, rise: float) -> bool:
-        """Say whether such rises come and go by themselves: the run was told of them often."""
+        """Return whether such rises end by themselves: the run has had several of them."""
         tops = [top for seen, top in self._recovered if self._seen - seen <= _RISES_WITHIN]
         return len(tops) >= _RECURS and rise <= _HIGHER * max(tops)
 
     def _is_recovering(self, best: float) -> bool:
-        """Whether the latest quarter of the window has undone much of what the one before rose by.
+        """Whether the latest quarter of the window has undone most of the rise of the previous one.
 
-        After a spike the median stays high for longer than the loss does: half of its window lies
-        in the spike. What stops falling above the lowest level is reported then.
+        After a spike the median stays high for longer than the loss: half of its window is in the
+        spike. A loss that stops falling above the lowest level is reported then.
         """
         quarter = self._config.window // 4
         losses = list(self._losses)[-2 * quarter :]
@@ -210,7 +210,7 @@ class LevelDetector(Detector):
     def _plateau(self, record: StepRecord, level: float, best: float) -> tuple[Finding, ...]:
         config = self._config
         if self._is_far and not self._at_once:
-            return ()  # told with all weight already
+            return ()  # already reported as a divergence
         self._since += _EVERY
         if self._since < config.flat_steps // (_LOOKS - 1) - _EVERY // 2:
             return ()
@@ -227,7 +227,7 @@ class LevelDetector(Detector):
             level,
             best,
         )
-        self._best, self._onset = level, -1  # a new regime: what comes is measured against it
+        self._best, self._onset = level, -1  # a new regime: later losses are compared with it
         self._at_once = False
         return (finding,)
 
@@ -247,7 +247,7 @@ class LevelDetector(Detector):
         )
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Forget the level and the lowest: a planned or accepted change."""
+        """Discard the level and the lowest: a planned or accepted change."""
         self._losses.clear()
         self._steps.clear()
         self._noise = 0.0
@@ -255,7 +255,7 @@ class LevelDetector(Detector):
 
 
 def _noise_of(losses: Iterable[float]) -> float:
-    """Return the deviation of single losses, by how much neighbours differ."""
+    """Return the deviation of single losses, from differences between adjacent losses."""
     values = list(losses)
     differences = sorted(abs(newer - older) for older, newer in pairwise(values))
     finite = [difference for difference in differences if math.isfinite(difference)]
@@ -278,17 +278,17 @@ _SPANS = (4, 8, 16)
 """Blocks of 32 steps whose mean is a level: 128 to 512 steps."""
 _DIFFERENCES = 64
 _MOST_WANDERED = 0.2
-"""Rise that came back and counts as the run's way, at most."""
+"""Largest rise that ended and counts as normal for the run."""
 _FEW_MOVES = 4
 _NOT_AGAIN = 8
-"""Blocks after any other finding about the loss in which a rise is not told once more."""
+"""Blocks after any other finding about the loss in which a rise is not reported again."""
 
 
 _FALL = 0.15
-"""A fall (in logarithm) from one block to the next after which the level is learned anew: a new
-epoch of a set that is learned by heart creeps up afterwards, by 12 % in a clean real run."""
+"""A fall (in logarithm) from one block to the next after which the level is learned again: a new
+epoch of memorized data rises slowly later, by 12% in a clean real run."""
 _REMEMBERED = 2.0
-"""A rise must be this multiple of the largest one that went back by itself."""
+"""A rise must be this multiple of the largest one that ended by itself."""
 
 
 class DriftConfig(Settings, frozen=True, kw_only=True):
@@ -336,12 +336,12 @@ class DriftDetector(Detector):
         self._wandered = [0.0] * len(_SPANS)
         self._told = 0.0
         self._known = 0
-        """Blocks for which what else was told about the loss stands for a rise."""
+        """Blocks in which another finding about the loss already covers a rise."""
 
     def update(self, record: StepRecord, already: bool = False) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it.
+        """Add one step and return the findings about it.
 
-        ``already``: something else was told about the loss in this step.
+        ``already``: another finding about the loss was reported in this step.
         """
         if already:
             self._known = _NOT_AGAIN
@@ -399,7 +399,7 @@ class DriftDetector(Detector):
                 if not self._known:
                     findings = (self._finding(record, level, lowest, span, noise),)
         if back:
-            # What went up and came down by itself is how this run is.
+            # A rise that ended by itself is normal for this run.
             self._wandered = [
                 max(0.99 * before, min(peak, _MOST_WANDERED))
                 for before, peak in zip(self._wandered, self._peaks, strict=True)
@@ -409,7 +409,7 @@ class DriftDetector(Detector):
         return findings
 
     def _noise(self) -> float:
-        """Return a block's deviation, by how much neighbours differ; few jumps do not count."""
+        """Return a block's deviation, from adjacent blocks; a few jumps do not count."""
         ordered = sorted(self._differences)
         if not ordered:
             return 0.0
@@ -418,9 +418,9 @@ class DriftDetector(Detector):
         return math.sqrt(squares / len(ordered) / 2.0)
 
     def _upward(self, i: int, span: int) -> float:
-        """Return how far a level moves up from one span to the next, as a deviation.
+        """Return the upward movement of a level from one span to the next, as a deviation.
 
-        What may belong to the rise that is judged is left out.
+        Blocks that may belong to the judged rise are left out.
         """
         moves = list(self._moves[i])[: -2 * span]
         ups = [move * move for move in moves if move > 0.0]
@@ -453,7 +453,7 @@ class DriftDetector(Detector):
         self._forget()
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Forget everything: a planned change."""
+        """Discard everything: a planned change."""
         self._block.clear()
         self._begin_anew()
         self._differences.clear()
@@ -465,28 +465,28 @@ class DriftDetector(Detector):
 
 
 _PROGRESS_EVERY = 16
-"""Steps from one look to the next."""
+"""Steps between two checks."""
 _FIRST = 20
-"""First losses whose median is where the run began."""
+"""First losses whose median is the start of the run."""
 _START = 64
 """First losses that a loss which never learns is compared with."""
 _BEGINNINGS = (9, 20, 64)
-"""Of these many first losses: the medians that say where it began."""
+"""Numbers of first losses whose medians define the start."""
 _LEVEL = 64
 _GIVEN_BACK = 100
-"""Steps for which what was learned must be gone."""
+"""Steps for which the progress must be lost."""
 _KEPT = _LEVEL + _GIVEN_BACK
 _LEAST_GAIN = 0.25
-"""Part of the first losses that must have been gained before it can be lost."""
+"""Share of the first losses that must have been gained before it can be lost."""
 _REGAINED = 0.1
-"""Part of the gain that may be missing where what was lost counts as learned again."""
+"""Share of the gain that may be missing when lost progress counts as regained."""
 _MOST_LOST = 2
-"""Times it is told, at most, until progress is measured anew."""
+"""Maximum number of reports until progress is measured again."""
 _BOTTOM = 16
-"""Steps in a row that lie far below, for a collapse."""
+"""Steps in a row that are far below, for a collapse."""
 _STEADY = 1.3
 _WIDE = 1.25
-"""The error of a median of n normal samples is this deviation over the root of n."""
+"""The error of a median of n normal samples is this deviation divided by the root of n."""
 
 
 class ProgressConfig(Settings, frozen=True, kw_only=True):
@@ -544,21 +544,21 @@ class ProgressDetector(Detector):
         """Lowest level that is older than 100 steps."""
         self._lowest: float | None = None
         self._learning = 0
-        """Steps since the learning rate's warm-up ended; -1: it has learned, or was told."""
+        """Steps since the learning rate's warm-up ended; -1: it has learned, or was reported."""
         self._rate = 0.0
         self._lost, self._num_lost = False, 0
         self._collapsed: float | None = None
-        """Where the loss was before it collapsed; it is over at half of that."""
+        """Loss before the collapse; the collapse ends at half of it."""
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it."""
+        """Add one step and return the findings about it."""
         loss = record.loss
         if loss is None or record.skipped or not math.isfinite(loss):
             return ()
         self._losses.append(loss)
         self._seen += 1
         if self._learning >= 0:
-            self._learn(record, loss)  # at every step: a warm-up's rate may rise between two looks
+            self._learn(record, loss)  # at every step: a warm-up's rate may rise between two checks
         if self._seen % _PROGRESS_EVERY:
             return ()
         if self._first is None:
@@ -579,7 +579,7 @@ class ProgressDetector(Detector):
             self._start.append(loss)
         if rate is not None and (rate > self._rate or rate <= 0.0):
             self._rate = max(rate, self._rate)
-            self._learning = 0  # a warm-up: what it learns shows after it
+            self._learning = 0  # a warm-up: its effect on the loss comes later
         else:
             self._learning += 1
 
@@ -659,7 +659,7 @@ class ProgressDetector(Detector):
         start, ordered = self._start, sorted(losses)
         if len(start) < _START or len(losses) < _KEPT or min(start) <= 0.0 or ordered[0] <= 0.0:
             return ()
-        # A run may learn all that it learns within a few steps: where it began is the highest.
+        # A run may learn everything in the first few steps: its start is the highest median.
         began = max(sorted(start[:num])[num >> 1] for num in _BEGINNINGS)
         level = ordered[_KEPT >> 1]
         spread = 0.5 * (ordered[int(0.84 * _KEPT)] - ordered[int(0.16 * _KEPT)]) / began
@@ -672,7 +672,7 @@ class ProgressDetector(Detector):
             return ()
         before = self._before
         if before is not None and level < self._config.stuck * before:
-            return ()  # as good as it was before the restart
+            return ()  # as good as before the restart
         self._learning = -1
         num = self._seen
         if before is None:
@@ -718,7 +718,7 @@ class ProgressDetector(Detector):
         )
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Measure progress anew: a planned change or a restart; the set is silent meanwhile."""
+        """Measure progress again: a planned change or a restart; the other detectors are silent."""
         lowest = min(
             (level for level in (self._best, self._lowest, self._before) if level is not None),
             default=None,

@@ -1,16 +1,16 @@
-"""The two rules that may keep an update back, and the window of trained steps behind them.
+"""The two rules that may skip an update, and the window of trained steps that they use.
 
-What is not finite needs no history. Of finite steps one rule may keep an update back: the limit of
-each metric is one number, and ``value > limit`` is an outlier. It must be one number, because the
-device compares with it without waiting for the host, one or two steps after it was computed. So the
-finding is made against ``record.<metric>_limit``, the limit that was in force.
+Non-finite values need no history. For finite steps one rule may skip an update: the limit of each
+metric is one number, and ``value > limit`` is an outlier. It must be one number, because the device
+compares with it without waiting for the host, one or two steps after it was computed. So the
+finding uses ``record.<metric>_limit``, the limit that was in force.
 
-These limits are where no healthy run has been: a loss that is far above the run's first losses, a
-norm of 100 times the usual. Everything below is found by the other detectors, and only reported.
+No healthy run reaches these limits: a loss far above the run's first losses, a norm of 100 times
+the usual. The other detectors find everything below, and only report it.
 
-The window holds the steps that were trained, outliers that were applied included: the limits move
-with the data. Everything here is float64 arithmetic in a fixed order, so that every
-rank, the collector and a replay get the same bits.
+The window holds the trained steps, including outliers that were applied: the limits move with the
+data. All arithmetic here is float64 in a fixed order, so that every rank, the collector and a
+replay get the same bits.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from trainvitals.records import Finding, StepRecord
 from trainvitals.stateful import Stateful, StatefulRow
 
 SIGMA_PER_MAD = 1.4826
-"""Standard deviations per median absolute deviation, where the samples are normal."""
+"""Standard deviations per median absolute deviation for normal samples."""
 
 
 class RobustWindow(StatefulRow):
-    """The newest ``size`` samples, kept in order of arrival and in order of value."""
+    """The latest ``size`` samples, kept in order of arrival and in order of value."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -49,14 +49,14 @@ class RobustWindow(StatefulRow):
         value += 0.0  # -0.0 becomes 0.0: equal values must also be equal bits
         arrived, ordered = self._arrived, self._sorted
         if len(ordered) == self._size:
-            # Both lists hold the same bits, so bisection hits the oldest or its equal: no search
-            # through 200 samples at every step.
+            # Both lists hold the same bits, so bisection finds the oldest or an equal sample
+            # without a search through 200 samples at every step.
             del ordered[bisect_left(ordered, arrived[0])]
         arrived.append(value)
         insort(ordered, value)
 
     def clear(self) -> None:
-        """Forget every sample."""
+        """Discard every sample."""
         self._arrived.clear()
         self._sorted.clear()
 
@@ -69,7 +69,7 @@ class RobustWindow(StatefulRow):
         return self.values()
 
     def restore(self, values: Iterable[float]) -> None:
-        """Hold exactly these samples, oldest first; the newest stay where they are too many."""
+        """Hold exactly these samples, oldest first; the latest ones if there are too many."""
         self.clear()
         self._arrived.extend(values)
         self._sorted.extend(sorted(self._arrived))
@@ -86,8 +86,8 @@ class RobustWindow(StatefulRow):
     def mad(self) -> float:
         """Return the median absolute deviation from the median. The window must not be empty.
 
-        The half that lies nearest to the median is a stretch of the ordered samples: the stretch
-        that reaches least far, found by bisection.
+        The half nearest to the median is a contiguous part of the ordered samples: the part with
+        the smallest reach, found by bisection.
         """
         ordered = self._sorted
         half = len(ordered) >> 1
@@ -110,7 +110,7 @@ class RobustWindow(StatefulRow):
 
 
 class Detector(Stateful):
-    """Judges one step after another. Reads no clock, draws no random number, never raises on data.
+    """Judges one step after another. Reads no clock, no random number, never raises on data.
 
     Every rank, the collector and a replay run it on the same records and get the same findings.
     """
@@ -118,16 +118,16 @@ class Detector(Stateful):
     name: str
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it. Steps come in order."""
+        """Add one step and return the findings about it. Steps come in order."""
         raise NotImplementedError
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Forget what is usual: a planned change comes within ``steps`` steps."""
+        """Discard the reference: a planned change comes within ``steps`` steps."""
         raise NotImplementedError
 
 
 def is_clean(record: StepRecord) -> bool:
-    """Say whether a step may enter a reference: applied, finite, and below the limits in force."""
+    """Return whether a step may enter a reference: applied, finite, and below its limits."""
     if record.skipped or record.overflow or record.nonfinite_ranks or record.nonfinite_params:
         return False
     return not (
@@ -141,7 +141,7 @@ def _bad(value: float | None, limit: float | None) -> bool:
     return not math.isfinite(value) or (limit is not None and value > limit)
 
 
-# ----------------------------------------------------------------------------- what is not finite
+# ----------------------------------------------------------------------------- non-finite values
 
 
 MAX_OVERFLOWS = 40
@@ -163,7 +163,7 @@ class NonFiniteDetector(Detector):
         self._overflows = 0
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it."""
+        """Add one step and return the findings about it."""
         self._overflows = min(self._overflows + 1, MAX_OVERFLOWS + 1) if record.overflow else 0
         loss, norm = record.loss, record.grad_norm
         bad_loss = loss is not None and not math.isfinite(loss)
@@ -181,7 +181,7 @@ class NonFiniteDetector(Detector):
         return tuple(findings)
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Do nothing: a change that was planned is not finite numbers that are none."""
+        """Do nothing: a planned change does not make non-finite numbers normal."""
 
     def _step(self, record: StepRecord, *, bad_loss: bool) -> Finding:
         ranks = record.nonfinite_ranks
@@ -242,15 +242,15 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 LossKind = Literal["minimize", "rl", "adversarial"]
-"""What a loss is good for: where it is not what the training makes small, it keeps nothing back."""
+"""Meaning of a loss: if training does not minimize it, it withholds no updates."""
 
 _LARGEST = sys.float_info.max
 _EVERY = 4
-"""Samples between two looks at the reference: one of 64 moves a median by nothing."""
+"""Samples between two checks of the reference: one of 64 does not move a median."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the device compares the next steps with; None: that rule has no say yet."""
+    """Limits for the next steps on the device; None: the rule has no limit yet."""
 
     loss: float | None = None
     grad_norm: float | None = None
@@ -300,13 +300,13 @@ class _Metric(Stateful):
         self._age = 0
 
     def push(self, value: float) -> None:
-        """Take in the value of a trained step."""
+        """Add the value of a trained step."""
         if len(self.first) < self._config.first:
             self.first.append(value)
             self._age = 0
         self.window.push(value)
         if len(self.window) <= self._config.warm_up:
-            self._age = 0  # of few samples each one moves the median
+            self._age = 0  # with few samples each one moves the median
         if not self._age:
             self._limit = self._compute()
         self._age = (self._age + 1) % _EVERY
@@ -315,7 +315,7 @@ class _Metric(Stateful):
         return self._limit
 
     def clear(self) -> None:
-        """Forget the reference; the run's first values stay."""
+        """Discard the reference; the run's first values stay."""
         self.window.clear()
         self._limit, self._age = self._compute(), 0
 
@@ -343,7 +343,7 @@ class _Metric(Stateful):
 
 
 class OutlierRule(Detector):
-    """Gives the limits, and reports the steps that were withheld for them."""
+    """Provides the limits, and reports the steps that were withheld because of them."""
 
     name = "outlier"
     STATE = ("_loss", "_grad_norm", "_suspended")
@@ -358,11 +358,11 @@ class OutlierRule(Detector):
         self._suspended = 0
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it."""
+        """Add one step and return the findings about it."""
         if self._suspended:
             self._suspended -= 1
-        # By the device's verdict and the limits in the record, not by the present ones: these are
-        # newer. An outlier that was applied is the other detectors' to report.
+        # By the device's verdict and the limits in the record: the current limits are newer. The
+        # other detectors report outliers that were applied.
         spikes = self._spikes(record) if record.withheld else ()
         if record.skipped or record.overflow or record.failed_ranks or record.nonfinite_ranks:
             return spikes
@@ -398,9 +398,9 @@ class OutlierRule(Detector):
         return tuple(spikes)
 
     def _culprit(self, record: StepRecord) -> int:
-        """Return the rank whose own loss makes the mean an outlier; -1 where none stands out.
+        """Return the rank whose own loss makes the mean an outlier; -1 if no rank stands out.
 
-        With one bad rank of N, it lies N - 1 times as far above the mean as the mean is too high.
+        With one bad rank of N, it is N - 1 times as far above the mean as the mean is too high.
         """
         if record.loss is None or record.loss_max is None or not len(self._loss.window):
             return -1
@@ -408,7 +408,7 @@ class OutlierRule(Detector):
         return record.loss_max_rank if record.loss_max - record.loss >= 0.8 * excess else -1
 
     def limits(self) -> Limits:
-        """Return what the next steps are compared with."""
+        """Return the limits for the next steps."""
         if self._suspended:
             return Limits()
         loss = self._loss.limit() if self._judges_loss else None
@@ -425,7 +425,7 @@ class OutlierRule(Detector):
         return window.median(), SIGMA_PER_MAD * window.mad(), abs(self._loss.first_value())
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Forget the reference, and have no limit for the next ``steps`` steps."""
+        """Discard the reference, and have no limit for the next ``steps`` steps."""
         self._loss.clear()
         self._grad_norm.clear()
         self._suspended = max(self._suspended, steps)

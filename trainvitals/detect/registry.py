@@ -1,7 +1,7 @@
-"""Every detector and every kind of finding, once: what it is about, and which alert it raises.
+"""Every detector and every kind of finding: its subject, and the alert that it raises.
 
-Alerts, the grouping of incidents, the Ranks page, what an operator may accept, and
-docs/DETECTORS.md are made from these rows; CONTRIBUTING.md says what a new detector takes.
+Alerts, the grouping of incidents, the Ranks page, the levels that an operator may accept, and
+docs/DETECTORS.md are made from these rows; CONTRIBUTING.md lists what a new detector needs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 from trainvitals.records import Level
 
 Domain = Literal["numbers", "speed", "gpu", "memory", "storage"]
-"""What trouble is about: findings of one domain that are near each other are one incident."""
+"""Subject of a problem: findings of one domain that are close together are one incident."""
 Subject = Literal["training", "layer", "machine"]
-"""Whom a finding names: ``machine`` is a rank, a GPU, a node or its disks."""
+"""Object of a finding: ``machine`` is a rank, a GPU, a node or its disks."""
 Where = Literal["rank", "collector", "agent"]
-"""Where it runs: in every rank, over the merged steps, or over the samples of nodes."""
+"""Place where it runs: in every rank, over the merged steps, or over the samples of nodes."""
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,31 +26,31 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     alert: str = ""
-    """The alert it raises by itself; none where the decision that it leads to tells of it."""
+    """The alert it raises by itself; none if the alert of the resulting decision covers it."""
     alerts: Mapping[str, str] = {}
-    """Alerts of single causes, where these differ."""
+    """Alerts of single causes, if these differ."""
     causes: tuple[str, ...] = ()
-    """Further causes that stand for this kind in decisions and in the grouping of incidents."""
+    """Further causes that represent this kind in decisions and in the grouping of incidents."""
     domain: Domain = "numbers"
     subject: Subject = "training"
     has_one_alert: bool = False
     """All causes raise the same alert, because the cause may change while the problem lasts."""
     is_of_the_level: bool = False
-    """Whether it judges where the loss lies: only logged where that means little."""
+    """Whether it judges the level of the loss: only logged if the level has little meaning."""
     may_be_accepted: bool = False
-    """Whether it is about finite numbers, which somebody who knows better may call healthy."""
+    """Whether it is about finite numbers, which an operator may accept as healthy."""
 
     @property
     def all_causes(self) -> tuple[str, ...]:
-        """Its name, and the causes that stand for it."""
+        """Its name, and the causes that represent it."""
         return (self.name, *self.alerts, *self.causes)
 
 
 class DetectorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A detector, or what of the policy tells findings of its own."""
+    """A detector, or a part of the policy with findings of its own."""
 
     name: str
-    """As its findings name it, in ``detector``."""
+    """Name in the field ``detector`` of its findings."""
     where: Where
     kinds: Mapping[str, Level]
     section: str = ""
@@ -67,7 +67,7 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="nonfinite"),
         Kind(name="nonfinite_params"),
         Kind(name="nonfinite_state", alert="NonFiniteState"),
-        # Of one domain with what GPUs say of themselves: an Xid beside it is the same incident.
+        # In the same domain as the GPU's own reports: an Xid at the same time is the same incident.
         Kind(name="replica_corrupted", alert="ReplicaCorrupted", domain="gpu", subject="machine"),
         Kind(name="replica_named", domain="gpu", subject="machine"),
         Kind(name="settings_differ", alert="SettingsDiffer", subject="machine"),
@@ -183,18 +183,18 @@ ACTED_CAUSES = (
     "command",
     "other",
 )
-"""The causes of skips and rollbacks: counters by cause begin with 0 for each of them."""
+"""The causes of skips and rollbacks: counters by cause start at 0 for each of them."""
 
 
 def acted_cause(cause: str) -> str:
-    """Return under which cause it is counted: one that nobody foresaw had no 0 to rise from."""
+    """Return the cause for counting; an unlisted one becomes "other", which started at 0."""
     return cause if cause in ACTED_CAUSES else "other"
 
 
 DETECTORS: Mapping[str, DetectorSpec] = {
     spec.name: spec
     for spec in (
-        # In every rank, in the order in which they are fed.
+        # In every rank, in the order in which they run.
         DetectorSpec(
             name="nonfinite",
             where="rank",
@@ -243,7 +243,7 @@ DETECTORS: Mapping[str, DetectorSpec] = {
             kinds={"lost_progress": "advisory", "plateau": "advisory", "collapse": "advisory"},
             section="progress",
         ),
-        # What the policy asks and decides by.
+        # Inputs of the policy's decisions.
         DetectorSpec(
             name="outlier",
             where="rank",
@@ -275,12 +275,12 @@ DETECTORS: Mapping[str, DetectorSpec] = {
         DetectorSpec(
             name="policy", where="rank", kinds={"approval_needed": "advisory"}, section="ladder"
         ),
-        # What a person asked for: rules of the settings file, and `monitor.alert`.
+        # Custom alerts: rules of the settings file, and `monitor.alert`.
         DetectorSpec(name="rule", where="rank", kinds={"user_alert": "advisory"}),
         DetectorSpec(name="loop", where="rank", kinds={"user_alert": "advisory"}),
-        # Beside the schedule that the run declared.
+        # Compared with the schedule that the run declared.
         DetectorSpec(name="schedule", where="rank", kinds={"schedule": "advisory"}),
-        # Over the merged steps of all ranks; of the rate each rank tells by itself.
+        # Over the merged steps of all ranks; each rank reports its own rate.
         DetectorSpec(
             name="learning_rate",
             where="collector",
@@ -307,7 +307,7 @@ DETECTORS: Mapping[str, DetectorSpec] = {
         DetectorSpec(
             name="checkpoint_overdue", where="collector", kinds={"checkpoint_overdue": "advisory"}
         ),
-        # Over the heartbeats of the ranks; of a job on several nodes in the collector.
+        # Over the heartbeats of the ranks; in the collector for a job on several nodes.
         DetectorSpec(
             name="hang",
             where="agent",
@@ -327,11 +327,11 @@ DETECTORS: Mapping[str, DetectorSpec] = {
 DOMAINS: Mapping[str, Domain] = {
     cause: kind.domain for kind in KINDS.values() for cause in kind.all_causes
 }
-"""By kind of finding, or a cause that stands for it."""
+"""By kind of finding, or a cause that represents it."""
 
 
 def kinds_about(subject: Subject) -> frozenset[str]:
-    """Return the kinds of findings that name such a thing."""
+    """Return the kinds of findings about such an object."""
     return frozenset(kind.name for kind in KINDS.values() if kind.subject == subject)
 
 

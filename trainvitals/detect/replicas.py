@@ -1,4 +1,4 @@
-"""Which of several replicas is wrong: by a vote of the ranks, or by a replay. Pure."""
+"""The wrong one of several replicas: found by a vote of the ranks, or by a replay. Pure."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import NamedTuple
 EVERY = 50
 """Steps in which each replicated parameter is compared once; optimizer state in ten times that."""
 _CLEARLY = 2.0
-"""Of two ranks, the wrong one must be this much further from what a replay came to."""
+"""With two ranks, the wrong one must differ this many times more from the result of a replay."""
 
 
 class Vote(NamedTuple):
-    """What the words of the ranks say."""
+    """Result of comparing the ranks' fingerprints."""
 
     apart: tuple[int, ...] = ()
-    """Ranks whose word is not that of most of their group; of a tie, all but the lowest's side."""
+    """Ranks that differ from the majority of their group; in a tie, from the lowest rank's side."""
     suspects: tuple[int, ...] = ()
-    """The ranks that may be wrong: those apart, and where no majority decides all of the group."""
+    """Ranks that may be wrong: those apart, or the complete group without a majority."""
 
     @property
     def rank(self) -> int:
-        """The one rank that is wrong; -1 where it is none, several, or not known."""
+        """The one wrong rank; -1 if there is none, or several, or if it is unknown."""
         return self.suspects[0] if len(self.suspects) == 1 else -1
 
 
 def vote(words: Sequence[object], groups: Sequence[Sequence[int]]) -> Vote:
-    """Return who differs from the others.
+    """Return the ranks that differ from the others.
 
     Args:
-        words: of each rank, what its replicas are compared by; one that is false says nothing.
-        groups: ranks that must have the same word.
+        words: each rank's fingerprint of its replicas; a false value is ignored.
+        groups: ranks that must have equal fingerprints.
     """
     apart: list[int] = []
     suspects: list[int] = []
@@ -40,7 +40,7 @@ def vote(words: Sequence[object], groups: Sequence[Sequence[int]]) -> Vote:
         counts = Counter(word for _, word in given)
         if len(counts) < 2:
             continue
-        usual, most = counts.most_common(1)[0]  # of a tie, what the lowest rank has
+        usual, most = counts.most_common(1)[0]  # in a tie, the value of the lowest rank
         minority = [rank for rank, word in given if word != usual]
         apart += minority
         suspects += minority if 2 * most > len(given) else [rank for rank, _ in given]
@@ -48,15 +48,15 @@ def vote(words: Sequence[object], groups: Sequence[Sequence[int]]) -> Vote:
 
 
 def minority(words: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks whose word is not that of most; () where all that gave one agree.
+    """Return the ranks that differ from the majority; () if all given fingerprints agree.
 
-    Of two halves, the one with the lowest rank is taken to be right. 0 is no word.
+    With two equal halves, the half with the lowest rank counts as correct. 0 is ignored.
     """
     return vote(words, [range(len(words))]).apart
 
 
 def further(distances: Mapping[int, float]) -> int:
-    """Return the rank that is clearly further than all others from a replay; -1: none is."""
+    """Return the rank that is clearly further than all others from a replay; -1: no rank."""
     if len(distances) < 2:
         return -1
     (second, _), (first, rank) = sorted((d, r) for r, d in distances.items())[-2:]
@@ -64,7 +64,7 @@ def further(distances: Mapping[int, float]) -> int:
 
 
 def shown(ranks: Sequence[int]) -> str:
-    """Return ranks in words, eight at most.
+    """Return a list of ranks as text, at most eight.
 
     >>> shown((1,)), shown((0, 2))
     ('rank 1', 'ranks 0, 2')

@@ -1,7 +1,7 @@
-"""The learning rate beside the schedule that the run declared: told where it leaves it.
+"""Comparison of the learning rate with the declared schedule: reports a departure.
 
-Pure: the declared rates of a step come in beside those that the loop asks for. What the escalation
-policy multiplies rates by is in neither. It only tells.
+Pure: the inputs are the declared rates of a step and the rates that the loop requests. Factors of
+the escalation policy are in neither. It only reports.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from trainvitals.stateful import Stateful, row
 ScheduleKind = Literal["constant", "linear", "cosine", "wsd"]
 
 ROWS = 3
-"""Compared steps in a row off the schedule until it is told: one is a resume's or a hook's."""
+"""Compared steps in a row off the schedule until a report: one may be a resume or a hook."""
 CLEAR_AFTER = 100
-"""Compared steps back on it after which it can be told again."""
+"""Compared steps back on the schedule after which it can be reported again."""
 _WSD_DECAY = 0.1
-"""Part of a run in which WSD decays, where nothing else is said (Hu et al., MiniCPM, 2024)."""
+"""Share of a run in which WSD decays, if not specified (Hu et al., MiniCPM, 2024)."""
 _SHAPE_TOLERANCE = 0.01
-"""Of the peak: what conventions of counting differ by, with a step to either side."""
+"""Share of the peak: differences between conventions of counting, by a step to either side."""
 _MOST_NAMED = 3
 
 
 class Band(NamedTuple):
-    """Between what values a rate is as declared."""
+    """Range in which a rate is as declared."""
 
     low: float
     high: float
 
     def widened(self, tolerance: float, floor: float) -> Band:
-        """Return it with room for rounding: a part of the rate, and a floor where that is 0."""
+        """Return the band widened for rounding: by a share of the rate, at least by a floor."""
         return Band(
             self.low - tolerance * abs(self.low) - floor,
             self.high + tolerance * abs(self.high) + floor,
         )
 
     def times(self, factor: float) -> Band:
-        """Return it for rates that are so many times as high."""
+        """Return the band for rates multiplied by a factor."""
         return Band(self.low * factor, self.high * factor)
 
 
@@ -87,7 +87,7 @@ class LRSchedule:
             )
 
     def band(self, step: int, total_steps: int) -> Band:
-        """Return between what multiples of the peak the rate lies at a step."""
+        """Return the range of the rate at a step, as multiples of the peak."""
         if step < self.warmup_steps:
             return Band(0.0, 1.0 + _SHAPE_TOLERANCE)
         near = [self._at(each, total_steps) for each in (step - 1, step, step + 1)]
@@ -116,10 +116,10 @@ class LRSchedule:
 
 
 class ScheduleFollower(Stateful):
-    """Compares the rates of all groups with the declared ones; tells a departure once.
+    """Compares the rates of all groups with the declared ones; reports a departure once.
 
     Args:
-        name: what was declared, for people.
+        name: display name of the declared schedule.
         tolerance: relative difference allowed.
     """
 
@@ -129,18 +129,18 @@ class ScheduleFollower(Stateful):
         self._name = name
         self._tolerance = tolerance
         self._off = 0
-        """Compared steps in a row that were off; below 0: on it again for so many."""
+        """Compared steps in a row that were off; below 0: steps since it is on again."""
         self._on = False
-        """Whether a departure was told that still holds."""
+        """Whether a reported departure still holds."""
         self._since = 0
         self._left = 0
         """Steps of an announced change that are not compared."""
         self._scales: list[float] = []
-        """By group, how many times the declared rate the run goes on with after such a change."""
+        """By group, the factor on the declared rate after an announced change."""
         self._highest = 0.0
 
     def expect(self, steps: int) -> None:
-        """Take in that a change was announced: what the rates are after it is as declared."""
+        """Accept an announced change: the rates after it count as declared."""
         self._left = max(self._left, steps)
 
     def is_declared(self, rate: float, band: Band) -> bool:
@@ -150,7 +150,7 @@ class ScheduleFollower(Stateful):
     def update(
         self, step: int, rates: Sequence[float | None], declared: Sequence[Band | None]
     ) -> Finding | None:
-        """Return what is to be told of a step; a group without a rate or a band is passed over."""
+        """Return the finding about a step; a group without a rate or a band is skipped."""
         if len(self._scales) != len(rates):
             self._scales = [1.0] * len(rates)
         if self._left > 0:
@@ -183,7 +183,7 @@ class ScheduleFollower(Stateful):
             return None
         self._on = True
         _, rate, band = off[0]
-        expected = min(max(rate, band.low), band.high)  # its nearer end
+        expected = min(max(rate, band.low), band.high)  # the nearer end of the band
         return Finding(
             kind="schedule",
             level="advisory",
@@ -211,14 +211,14 @@ class ScheduleFollower(Stateful):
         return not low <= rate <= high
 
     def _scale(self, scale: float, rate: float | None, band: Band | None) -> float:
-        """Return by how much a group's rate is to differ from now on."""
+        """Return the factor by which a group's rate differs from now on."""
         if rate is None or band is None or not self._is_off(rate, band.times(scale)):
             return scale
         middle = (band.low + band.high) / 2
         return rate / middle if middle > 0.0 and rate >= 0.0 else scale
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on as the one that gave ``state``; without one, as new."""
+        """Continue as the follower that returned ``state``; start over without one."""
         if state:
             super().load_state_dict(state)
 

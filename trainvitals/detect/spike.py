@@ -34,54 +34,54 @@ _RARE_SIGMAS = 2.05
 """Normal samples are above this many standard deviations that often."""
 _FAR_SIGMAS = 4.5
 """The farthest of a thousand normal samples is at 3.2 standard deviations; farther ones are a heavy
-tail, and widen the deviation by which several steps are added up."""
+tail, and widen the deviation used for adding up several steps."""
 _MOST_OF_RARE = 3.0
-"""The spread counts for no more than this multiple of what 2 % of the steps go beyond. Where one
-batch in five is of a second, heavier kind, the spread is the distance between the kinds, and a
-multiple of that would let everything pass."""
+"""The spread counts for at most this multiple of the distance that 2% of the steps exceed. If one
+batch in five belongs to a second, heavier kind, the spread is the distance between the kinds, and a
+multiple of it would let everything pass."""
 _HEAVY_TAIL = 0.4
-"""What is above the limit is beyond what 2 % of the steps go beyond by as much again, or by half
-as much again (this logarithm) where that is less."""
+"""A value above the limit exceeds the distance that 2% of the steps exceed by as much again, or by
+half as much again (this logarithm) if that is less."""
 _FEW = 2.5
 _ON_THE_WORD_OF_FEW = math.log(4.0)
-"""Two samples, which are 2 % of a hundred and more of fewer, widen the limit to no more than four
-times the course: no limit was in force while the first were taken in, and one spike among them
-would hide all that come after."""
+"""Two samples, which are 2% of a hundred and more of fewer, widen the limit to at most four times
+the trend: no limit was in force for the first samples, and one spike among them would hide all
+later ones."""
 _STEADY_RATIO = 1.3
-"""What the medians of the first and the second half of a new level may differ by."""
+"""Largest ratio of the medians of the first and the second half of a new level."""
 _AROUND_ZERO = 10.0
-"""A loss that passes zero (reinforcement learning) says little: ten times its whole range."""
+"""A loss that crosses zero (reinforcement learning) has little meaning: ten times its range."""
 _REFRESH = 8
-"""Clean steps after which the spread is computed anew; the course is, at every one."""
+"""Clean steps after which the spread is computed again; the trend is, at every one."""
 _FADES = 0.999
-"""What is left after a step of the largest distance that was taken for normal."""
+"""Share of the largest normal distance that is left after each step."""
 _OF_TWO = math.log(1.5)
-"""Two steps are told together from here on; what is less needs three."""
+"""Minimum for reporting two steps together; smaller ones need three."""
 _BEYOND_SEEN = 1.15
 """And the limit exceeds the farthest clean step of the last thousand or so by this factor."""
 _OFTEN = 400
 """Steps within which ``recurs`` single outliers make two in a row nothing new either."""
 _REGULAR, _REGULAR_WITHIN = 3, 0.1
-"""Intervals that must be alike, and what they may differ by: what comes with every epoch or every
-evaluation is told three times."""
+"""Number of similar intervals, and their largest difference: events of every epoch or evaluation
+are reported three times."""
 _NOISE_BEGINS, _NOISE_WITHIN = 10, 100
-"""Outliers that begin anew so often within so many steps are the run's noise, and are learnt."""
+"""Number of times outliers start within a number of steps that makes them noise to be learned."""
 _ALLOWANCE = 1.0
-"""Deviations that a step may be above the course without being evidence."""
+"""Deviations that a step may be above the trend without being evidence."""
 _MOST = 4.0
-"""Deviations beyond the allowance that one step counts for at most, however far it is."""
+"""Maximum deviations above the allowance that one step counts for."""
 _DEVIATION = 0.02
-"""Smallest deviation assumed where steps are added up."""
+"""Smallest deviation assumed when steps are added up."""
 _TOGETHER = 1.35
-"""Multiple of the course that steps which are told together lie at, on average."""
+"""Average multiple of the trend of steps that are reported together."""
 _REMEMBERED = 1.25
-"""The sum must exceed by this factor the largest one that came to nothing: a loss that wanders
+"""The sum must exceed the largest one that had no consequence by this factor: a loss that wanders
 by itself collects evidence too."""
 _RECURS_WITHIN = 2000
-"""Steps within which outliers that come back are counted."""
+"""Steps within which recurring outliers are counted."""
 _OF_HIGHER = 0.5
-"""Part of the distance of higher steps, told lately, that steps which are told together must have:
-a run that jumps to four times its loss now and then is not told of 1.7 times."""
+"""Share of the distance of higher steps, reported lately, that steps reported together must have: a
+run that occasionally jumps to four times its loss has no report of 1.7 times."""
 
 
 class CourseConfig(Settings, frozen=True, kw_only=True):
@@ -188,39 +188,39 @@ class SpikeDetector(Detector):
         self._suspended = 0
         self._clock = 0
         self._groups: deque[list[float]] = deque(maxlen=self._config.recurs + 3)
-        """Last outliers apart from each other: first, last, how many, the largest distance."""
+        """Latest separate outliers: first, last, number, and the largest distance."""
         self._begins: deque[int] = deque(maxlen=_REGULAR + 1)
-        """Steps of the clock at which the last episodes were told."""
+        """Times on the clock at which the latest episodes were reported."""
         self._rises: deque[int] = deque(maxlen=_NOISE_BEGINS)
-        """Steps of the clock at which outliers began, behind a step that was none."""
+        """Times on the clock at which outliers started, after a normal step."""
         self._newest: deque[float] = deque(maxlen=_NOISE_WITHIN)
-        """The newest values, whatever was said of them."""
+        """The latest values, with or without findings."""
         self._recurring_told = -1
         self._accepted: list[float] = []
-        """Step of the clock and logarithm of the highest value of the newest accepted level."""
+        """Time on the clock and logarithm of the highest value of the latest accepted level."""
         self._forget()
 
     def _forget(self) -> None:
         self._farthest = 0.0
         self._wandered = 0.0
         self._highest = 0.0
-        """Distance of the highest step that was told, fading."""
+        """Distance of the highest reported step, fading."""
         self._middle = self._sigma = 0.0
         self._far: float | None = None
         self._stale = 0
         self._end()
 
     def _end(self) -> None:
-        """End what is going on: evidence is gone."""
+        """End the current episode: evidence is discarded."""
         self._sum, self._peak, self._onset = 0.0, 0.0, -1
         self._num, self._height, self._usual = 0, 0.0, 0
         self._told = self._silent = False
         self._held: list[float] = []
 
     def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it."""
+        """Add one step and return the findings about it."""
         if self._suspended:
-            self._suspended -= 1  # steps, also those without a value: that is how it was announced
+            self._suspended -= 1  # steps without a value count too: the announcement was in steps
         value = record.loss if self.metric == "loss" else record.grad_norm
         if value is None or not math.isfinite(value):
             return ()
@@ -239,7 +239,7 @@ class SpikeDetector(Detector):
         if distance > self._far:
             return self._outlier(record, value, logarithm, distance, beyond)
         if not self._enough and self._held:
-            self._end()  # held steps become a level in a row only, and this one ends the row
+            self._end()  # held steps become a level only in a row, and this one ends the row
         if not self._enough or (self._sum == 0.0 and beyond <= 0.0):
             if clean:
                 self._push(value, logarithm, distance)
@@ -247,7 +247,7 @@ class SpikeDetector(Detector):
         return self._evidence(record, value, logarithm, distance, beyond, clean)
 
     def limit(self) -> float | None:
-        """Return the value above which the next step is an outlier; None while there is no say."""
+        """Return the value above which the next step is an outlier; None without a limit."""
         if self._suspended or self._far is None or not len(self._course):
             return None
         course = self._course.median()
@@ -258,7 +258,7 @@ class SpikeDetector(Detector):
     # ------------------------------------------------------------------------ the reference
 
     def _unjudged(self, record: StepRecord, value: float, clean: bool) -> tuple[Finding, ...]:
-        """Take in a step of the warm-up, or of an announced change."""
+        """Add a step of the warm-up, or of an announced change."""
         if clean:
             course = self._course.median() if len(self._course) else value
             if value > 0.0 and course > 0.0:
@@ -275,7 +275,7 @@ class SpikeDetector(Detector):
     def _push(self, value: float, logarithm: float, distance: float) -> None:
         self._deviations.push(distance)
         # A window of 200 forgets too soon, and a maximum never: one far step of a clean run widens
-        # the limit for a thousand steps or so, and then no more.
+        # the limit for about a thousand steps.
         farthest = self._farthest * _FADES
         self._farthest = distance if distance > farthest else farthest
         self._wandered *= _FADES
@@ -289,7 +289,7 @@ class SpikeDetector(Detector):
             self._refresh()
 
     def _refresh(self) -> None:
-        """Compute the spread of the clean steps, and how far above the course one may be.
+        """Compute the spread of the clean steps, and the distance above the trend that is normal.
 
         If every sample is positive, distances are ratios to the median of the newest steps, which
         follows the trend. Only values above the trend count: a fast-falling metric is below its
@@ -348,7 +348,7 @@ class SpikeDetector(Detector):
         config = self._config
         share = min(beyond, _MOST)
         if self._onset < 0 or (not self._told and share > max(2.0 * self._sum, 1.0)):
-            # What outweighs twice all that was collected is where it begins.
+            # A share above twice the sum so far is the start.
             self._onset = record.step
             self._num, self._height = 0, 0.0
         self._sum = min(max(self._sum + share, 0.0), 2.0 * config.enough or 13.0)
@@ -410,7 +410,7 @@ class SpikeDetector(Detector):
         beyond: float,
         clean: bool,
     ) -> tuple[Finding, ...]:
-        """Add a step that is no outlier up; hold it back while there is evidence."""
+        """Add up a step that is below the limit; hold it back while there is evidence."""
         self._collect(record, distance, beyond)
         if self._sum == 0.0:
             self._release(value, logarithm, distance, clean)
@@ -454,7 +454,7 @@ class SpikeDetector(Detector):
         )
 
     def _release(self, value: float, logarithm: float, distance: float, clean: bool) -> None:
-        """Evidence came to nothing, or what was told is over: go on from here."""
+        """End evidence without a report, or a reported episode, and continue from here."""
         if self._enough:
             most = self._peak if not self._told else min(self._peak, self._enough)
             self._wandered = max(self._wandered, most)
@@ -465,7 +465,7 @@ class SpikeDetector(Detector):
     # --------------------------------------------------------------------- what is known
 
     def _begin_told(self) -> bool:
-        """Note that what is going on is told; say whether it comes at regular intervals."""
+        """Record the report of an episode; return whether episodes come at regular intervals."""
         begins = self._begins
         if not self._told:
             self._told = True
@@ -476,7 +476,7 @@ class SpikeDetector(Detector):
         return max(gaps) - min(gaps) <= max(_REGULAR_WITHIN * max(gaps), 2.0)
 
     def _is_known(self, logarithm: float) -> bool:
-        """Say whether a value belongs to a level that was accepted lately."""
+        """Return whether a value belongs to a recently accepted level."""
         if not self._accepted:
             return False
         since, highest = self._accepted
@@ -486,7 +486,7 @@ class SpikeDetector(Detector):
         return logarithm <= highest
 
     def _recurs(self, distance: float) -> bool:
-        """Note an outlier; say whether such single ones come back again and again."""
+        """Record an outlier; return whether such single ones keep recurring."""
         config, clock, groups = self._config, self._clock, self._groups
         if groups and clock - groups[-1][1] <= 1:
             group = groups[-1]
@@ -512,14 +512,14 @@ class SpikeDetector(Detector):
         return distance <= max(group[3] for group in singles) + math.log(1.5)
 
     def _is_noise(self) -> bool:
-        """Note an outlier; say whether they begin so often that the reference must be wrong."""
+        """Record an outlier; return whether too many start, so that the reference is wrong."""
         rises, groups = self._rises, self._groups
         if not groups or self._clock - groups[-1][1] > 1:
             rises.append(self._clock)
         return len(rises) == _NOISE_BEGINS and rises[-1] - rises[0] <= _NOISE_WITHIN
 
     def _take_for_noise(self) -> None:
-        """Begin anew from the newest steps, all of them."""
+        """Start again from all of the latest steps."""
         values = list(self._newest)
         course = math.log(sorted(values)[len(values) // 2])
         self._deviations.restore([math.log(value) - course for value in values])
@@ -529,7 +529,7 @@ class SpikeDetector(Detector):
         self._refresh()
 
     def _accept_if_steady(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Make high steps in a row the new level, where they are many and alike."""
+        """Make high steps in a row the new level, if they are many and similar."""
         held, num = self._held, self._config.accept_after
         if len(held) < num:
             return ()
@@ -544,10 +544,10 @@ class SpikeDetector(Detector):
         steady = bottom > 0.0 and high <= low * _STEADY_RATIO and top <= widest * bottom
         high = self._middle + _ALLOWANCE * self._sigma
         if low > 0.0 and math.log(newer.median() / self._course.median()) < high:
-            self._adopt(held[-num:])  # it has come back: the course is where it is now
+            self._adopt(held[-num:])  # it has come back: the trend is at its current values
             self._accepted = []
             return ()
-        # What still falls is on its way back, and not a level.
+        # Values that still fall are returning, and not a level.
         falling = newer.median() < older.median() * math.exp(-2.0 * self._sigma / math.sqrt(half))
         if not steady or (falling and len(held) < 5 * num):
             if len(held) > 5 * num:
@@ -573,7 +573,7 @@ class SpikeDetector(Detector):
         return (shift,)
 
     def _adopt(self, values: list[float]) -> None:
-        """Let these values be the course from now on; the spread around it stays."""
+        """Make these values the trend from now on; the spread around it stays."""
         kept = values[-self._config.trend_window :]
         highest = max(values)
         self._end()
@@ -586,7 +586,7 @@ class SpikeDetector(Detector):
             self._refresh()
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Forget the reference, and have no limit for the next ``steps`` steps and a warm-up."""
+        """Discard the reference, and have no limit for the next ``steps`` steps and a warm-up."""
         self._deviations.clear()
         self._course.clear()
         self._groups.clear()
@@ -602,20 +602,20 @@ class SpikeDetector(Detector):
 
 
 _BURST_RARE_SIGMAS = 4.0
-"""Where one step in 50 lies far off, this run's steps do: a quarter of that is a deviation."""
+"""If one step in 50 is far off, this is normal for the run: a quarter of it is a deviation."""
 _COURSE = 9
 _FALLS = 0.02
 _HIGHER = math.log(1.5)
 
 
 _NORM_DEVIATION = 0.3
-"""Smallest standard deviation assumed of the logarithm of the norm: 35 %."""
+"""Smallest standard deviation assumed of the logarithm of the norm: 35%."""
 _NORM_ALLOWANCE = 3.0
 """Deviations a step may be above the median without being evidence."""
 _NORM_MOST = 8.0
-"""Deviations that one step counts for at most, however far it is."""
+"""Maximum deviations that one step counts for."""
 _BURSTS_WITHIN = 3000
-"""Steps within which bursts that come back are counted."""
+"""Steps within which recurring bursts are counted."""
 
 
 class BurstConfig(Settings, frozen=True, kw_only=True):
@@ -665,7 +665,7 @@ class BurstDetector(Detector):
         self._deviations = RobustWindow(self._config.window)
         self._course = RobustWindow(_COURSE)
         self._bursts: deque[list[float]] = deque(maxlen=self._config.recurs + 1)
-        """When the last bursts were told, by the clock, and how high above the median."""
+        """Times of the latest reported bursts, by the clock, and their height above the median."""
         self._clock = 0
         self._held: list[float] = []
         self._sum = 0.0
@@ -673,9 +673,9 @@ class BurstDetector(Detector):
         self._told = False
 
     def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it.
+        """Add one step and return the findings about it.
 
-        ``clean`` says whether it may enter the reference; None: by the record itself.
+        ``clean``: whether it may enter the reference; None: decide by the record itself.
         """
         if clean is None:
             clean = is_clean(record)
@@ -691,7 +691,7 @@ class BurstDetector(Detector):
             return ()
         beyond = self._distance(norm) - _NORM_ALLOWANCE
         if beyond <= 0.0:
-            self._end()  # two spikes with a usual step between them are two spikes
+            self._end()  # two spikes with a normal step between them are two spikes
             if clean:
                 self._push(norm)
             return ()
@@ -708,7 +708,7 @@ class BurstDetector(Detector):
         return falls
 
     def _distance(self, norm: float) -> float:
-        """Return how far the norm is above the median, in deviations of its logarithm."""
+        """Return the distance of the norm above the median, in deviations of its logarithm."""
         middle = self._deviations.median()
         deviation = max(
             _NORM_DEVIATION,
@@ -752,7 +752,7 @@ class BurstDetector(Detector):
         return (finding,)
 
     def _recurs(self, distance: float) -> bool:
-        """Note a burst; say whether bursts like it come back again and again."""
+        """Record a burst; return whether bursts like it keep recurring."""
         config, clock = self._config, self._clock
         earlier = [height for begin, height in self._bursts if clock - begin <= _BURSTS_WITHIN]
         self._bursts.append([clock, distance])
@@ -770,7 +770,7 @@ class BurstDetector(Detector):
         self._window.push(norm)
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Forget the reference: a planned or accepted change."""
+        """Discard the reference: a planned or accepted change."""
         self._window.clear()
         self._deviations.clear()
         self._course.clear()

@@ -1,6 +1,6 @@
-"""Alerts of a person's own: rules over one series, and what a training loop says by name.
+"""Custom alerts: rules over one series, and alerts that a training loop raises by name.
 
-A rule is a condition on what a rank records::
+A rule is a condition on a series that a rank records::
 
     [[rules]]
     name = "reward hacked"
@@ -8,8 +8,8 @@ A rule is a condition on what a rank records::
     for = 20
     level = "page"
 
-Both end as findings of the kind ``user_alert`` whose cause is the alert's name: from there on they
-are alerts as Vitals' own are. Pure: reads no clock, and sees one value after the other.
+Both end as findings of the kind ``user_alert`` whose cause is the alert's name: they are then
+handled like the alerts of Vitals. Pure: reads no clock, and sees one value after the other.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from trainvitals.stateful import Stateful
 
 KIND = "user_alert"
 MAX_NAME = 80
-"""Characters of an alert's name."""
+"""Maximum characters of an alert's name."""
 MAX_NAMES = 100
-"""Different names that one rank may raise: each is an alert with a life of its own."""
+"""Maximum number of names that one rank may raise: each is a separate alert."""
 MAX_MESSAGE = 300
-"""Characters of what an alert says."""
+"""Maximum characters of an alert's message."""
 MAX_RULES = 64
 MAX_WINDOW = 1_000
-"""Values that a rule looks at: they are looked at again with each new one."""
+"""Maximum values in a rule's window: all are read again with each new one."""
 MAX_FOR = 1_000_000
 RENEW_STEPS = 50
-"""Steps between two findings of an alert that holds: a point alert that nobody renews for 100
-healthy steps is over, and so no end has to be said, not even by a process that was killed."""
+"""Steps between two findings of an alert that holds: a point alert that is not renewed for 100
+healthy steps is over, so that no end must be reported, not even by a process that was killed."""
 _END_STEPS = 10
-"""The same at its end: it is said where it was, unless it comes and goes all the time."""
+"""The same at its end: the end is reported, unless the alert flips frequently."""
 
 SEVERITIES: tuple[str, ...] = get_args(Severity)
 _WORDS_OF_LEVELS = "page: someone must act now; notify: without urgency; log: only stored"
@@ -81,28 +81,28 @@ _CONDITION = re.compile(
 
 
 class Condition(NamedTuple):
-    """What a rule asks, taken apart."""
+    """The parts of a rule's condition."""
 
     function: str
     series: str
-    """A column of the steps, or a scalar of the loop's own."""
+    """A column of the steps, or a scalar of the loop."""
     window: int
     operator: str
     limit: float
 
     @property
     def measure(self) -> str:
-        """What is held against the limit, as it is written."""
+        """The measure that is compared with the limit, as written."""
         if self.function == "last":
             return self.series
         return f"{self.function}({self.series}, {self.window})"
 
 
 def parse_condition(text: str) -> Condition:
-    """Return the condition that a text says.
+    """Return the condition in a string.
 
     Raises:
-        ValueError: it says none; the text is what was expected.
+        ValueError: it is not a condition; the message contains the expected form.
     """
     match = _CONDITION.fullmatch(text)
     if match is None:
@@ -157,10 +157,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """Severity: `page`, `notify` or `log`."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
+        """Refuse an invalid rule.
 
         Raises:
-            ConfigError: with the rule, the key, its value and what is expected.
+            ConfigError: with the rule, the key, its value and the expectation.
         """
         what = f"rule {self.name!r}"
         if wrong := wrong_name(self.name):
@@ -182,7 +182,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wrong_name(name: object) -> str:
-    """Return what is wrong with an alert's name; empty where nothing is."""
+    """Return what is wrong with an alert's name; empty if it is valid."""
     if isinstance(name, str) and name.isprintable() and 0 < len(name.strip()) <= MAX_NAME:
         return ""
     shown = repr(name) if len(repr(name)) <= MAX_NAME else f"{repr(name)[:40]}..."
@@ -190,15 +190,15 @@ def wrong_name(name: object) -> str:
 
 
 def wrong_level(level: object) -> str:
-    """Return what is wrong with an alert's level; empty where nothing is."""
+    """Return what is wrong with an alert's level; empty if it is valid."""
     return "" if level in SEVERITIES else f"level is {level!r}; it must be page, notify or log"
 
 
 def refuse_alert(name: object, level: object) -> None:
-    """Refuse an alert that cannot be raised.
+    """Refuse an invalid alert.
 
     Raises:
-        UsageError: its name or its level is none.
+        UsageError: its name or its level is invalid.
     """
     if error := wrong_name(name):
         hint = "name it in a few words; what changes belongs in message= or value="
@@ -208,10 +208,10 @@ def refuse_alert(name: object, level: object) -> None:
 
 
 def load_rules(path: Path) -> tuple[Rule, ...]:
-    """Return the rules of a settings file, which is TOML that was read before.
+    """Return the rules of a settings file, which is valid TOML.
 
     Raises:
-        ConfigError: one of them cannot work; the text names it.
+        ConfigError: one of them is invalid; the message identifies it.
     """
     tree = tomllib.loads(path.read_text(encoding="utf-8"))
     for key in tree:
@@ -259,11 +259,11 @@ def _rule_of(table: Mapping[str, Any], number: int) -> Rule:
 
 
 class WatchedRule(Stateful):
-    """One rule over the values of its series. ``update`` says whether it holds.
+    """One rule over the values of its series. ``update`` returns whether it holds.
 
-    A value that is NaN or infinite is left out, except by ``nonfinite``, and what was the case
-    before it stays so: unknown is not over. A rule judges once its window is full, one of
-    ``nonfinite`` from the first value on.
+    A NaN or infinite value is left out, except by ``nonfinite``, and the previous result stays:
+    unknown is not over. A rule judges once its window is full; ``nonfinite`` judges from the first
+    value on.
     """
 
     STATE = ("_values", "_steps", "_since", "holds")
@@ -276,20 +276,20 @@ class WatchedRule(Stateful):
         self.reset()
 
     def reset(self) -> None:
-        """Forget every value."""
+        """Discard every value."""
         self._values: deque[float] = deque(maxlen=self.condition.window)
         self._steps: deque[int] = deque(maxlen=self.condition.window)
         self._since = -1
-        """The step from which on the condition is true; -1 where it is not."""
+        """First step at which the condition is true; -1 if it is not."""
         self.holds = False
         self.value = math.nan
-        """The newest measure."""
+        """The latest measure."""
 
     def update(self, step: int, value: float) -> bool:
-        """Take one value in; return whether the alert holds.
+        """Add one value; return whether the alert holds.
 
         Args:
-            step: the step that the value is of; they do not fall.
+            step: step of the value; steps never decrease.
             value: any number.
         """
         is_finite = math.isfinite(value)
@@ -313,7 +313,7 @@ class WatchedRule(Stateful):
         return self.holds
 
     def finding(self, step: int, rank: int) -> Finding:
-        """Return what is to be said of a rule that holds."""
+        """Return the finding about a rule that holds."""
         condition = self.condition
         since = f" since step {self._since}" if self._since < step else ""
         return Finding(
@@ -337,7 +337,7 @@ def _mean(values: Sequence[float], _steps: Sequence[int]) -> float:
 
 
 def _rate(values: Sequence[float], steps: Sequence[int]) -> float:
-    # Values of one step, micro-batches say, have no rate; NaN is above and below nothing.
+    # Values of one step, such as micro-batches, have no rate; NaN is above and below nothing.
     steps_between = steps[-1] - steps[0]
     return (values[-1] - values[0]) / steps_between if steps_between > 0 else math.nan
 
@@ -358,7 +358,7 @@ class RuleSet(Stateful):
     STATE = ("_watched",)
 
     def __init__(self, rules: Sequence[Rule]) -> None:
-        # By the condition too: a state of before the file was changed is of another rule.
+        # By the condition too: a state from before a change of the file belongs to another rule.
         self._watched = {f"{rule.name}: {rule.when}": WatchedRule(rule) for rule in rules}
         self.by_series: dict[str, list[WatchedRule]] = {}
         for watched in self._watched.values():
@@ -369,9 +369,9 @@ class RuleSet(Stateful):
 
 
 class UserAlerts:
-    """Of one rank: which alerts of a person's own hold, and when a finding is due.
+    """Active custom alerts of one rank, and the times at which findings are due.
 
-    An alert that holds is told at its beginning and every ``RENEW_STEPS`` steps. The first level
+    An alert that holds is reported at its start and every ``RENEW_STEPS`` steps. The first level
     of a name stays its level.
     """
 
@@ -379,17 +379,17 @@ class UserAlerts:
         self._levels: dict[str, Severity] = {}
         self._told: dict[str, int] = {}
         self.held: dict[str, Finding] = {}
-        """By name, what the newest call or value said of each alert that holds."""
+        """By name, the latest finding of each alert that holds."""
 
     def tell(self, finding: Finding, *, holds: bool) -> Finding | None:
-        """Take in that an alert's condition is true; return what is to be said of it, if anything.
+        """Note that an alert's condition is true; return the finding to report, if any.
 
         Args:
             finding: with the step and the alert's name as its cause.
-            holds: whether it is true until ``end``; else it is an event of that step alone.
+            holds: whether it is true until ``end``; otherwise it is an event of that step only.
 
         Raises:
-            UsageError: the rank has raised as many names as it may.
+            UsageError: the rank has raised the maximum number of names.
         """
         name = finding.cause
         if name not in self._levels and len(self._levels) >= MAX_NAMES:
@@ -408,12 +408,12 @@ class UserAlerts:
         return finding if self._is_due(name, finding.step) else None
 
     def end(self, name: str) -> Finding | None:
-        """Take in that a condition is true no more; return the last that was said of it, if new."""
+        """Note that a condition is no longer true; return its last finding if it is new."""
         last = self.held.pop(name, None)
         return last if last is not None and self._is_due(name, last.step, _END_STEPS) else None
 
     def due(self, step: int) -> Iterator[Finding]:
-        """Yield what holds still and was not told for a while."""
+        """Yield alerts that still hold and were not reported for a while."""
         for name, finding in list(self.held.items()):
             if self._is_due(name, step):
                 renewed = self.held[name] = replace(finding, step=step)
@@ -428,6 +428,6 @@ class UserAlerts:
         return True
 
     def went_back(self, step: int) -> None:
-        """Forget what was said of ``step`` and after it: the run goes on from there."""
+        """Discard findings of ``step`` and later ones: the run continues from there."""
         self.held.clear()
         self._told = {name: told for name, told in self._told.items() if told < step}

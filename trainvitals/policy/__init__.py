@@ -1,4 +1,4 @@
-"""What to do about findings: the ladder, its budgets, and the judge that runs in every rank."""
+"""Actions for findings: escalation policy, its budgets, and the judge that runs in every rank."""
 
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement, load_judge_config
 from trainvitals.policy.ladder import decide

@@ -1,9 +1,9 @@
-"""Evidence: what the probe is asked about the state, and what later steps say of a decision.
+"""Evidence: queries to the probe about the state, and the effect of decisions in hindsight.
 
-In shadow mode nobody acted, so the run itself shows what the update did. The deed was *needed*
-where the loss stayed above where it had been, and *unneeded* where the loss came back by itself (a
-skip costs one step). To hold a non-finite update back is always needed: it ruins the parameters. A
-judgement takes the steps that came after; until they are there it is *open*.
+In observe mode Vitals took no action, so the run itself shows the effect of the update. A decision
+was *needed* if the loss stayed above its earlier level, and *unneeded* if the loss recovered by
+itself (a skip costs one step). Skipping a non-finite update is always needed: the update ruins the
+parameters. A judgement needs the steps after the decision; until they exist it is *open*.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ Trigger = Literal["spike", "nonfinite", "level"]
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """One question to the state: how does it do now on batches that it did well on before?"""
+    """A query to the probe: loss of the current state on batches on which it was good before."""
 
     trigger: Trigger
     step: int
-    """The step whose verdict asks."""
+    """The step whose verdict needs the probe."""
     onset_step: int
-    """First step of the trouble; batches are taken from before it."""
+    """First step of the problem; batches are taken from before it."""
     floor: float
-    """Loss that is added to both sides of the ratio: a part of the run's first losses."""
+    """Loss added to both sides of the ratio: a share of the run's first losses."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, equal on all ranks. Losses are means over ranks of each rank's own loss."""
+    """Result of the probe, equal on all ranks. Losses are means over the losses of the ranks."""
 
     num_batches: int
-    """Batches of 16 to 40 steps before the onset that every rank had kept and read; where these are
-    fewer than three, the nearest of up to 100 steps before it."""
+    """Batches of 16 to 40 steps before the onset that every rank had kept and read. If there are
+    fewer than three, the nearest ones of up to 100 steps before it."""
     then: float
-    """Median of their losses when they were trained on."""
+    """Median of their losses at the time of training."""
     now: float
-    """Median of their losses with the present state; NaN or Inf where one was not finite."""
+    """Median of their losses with the current state; NaN or Inf if one of them is non-finite."""
     older: float | None = None
-    """The same ratio with batches of 64 and 256 steps before the onset in it, for the record."""
+    """The same ratio including batches of 64 and 256 steps before the onset, for the record."""
     detail: str = ""
-    """The steps that were read, or why they could not be."""
+    """The steps that were read, or the reason why none could be."""
     has_gradient: bool = True
-    """Whether the gradient of one kept batch is finite on every rank, or is not known."""
+    """Whether the gradient of one kept batch is finite on every rank, or unknown."""
 
     def ratio(self, floor: float) -> float | None:
-        """Return now over then; inf where a loss or a gradient is not finite; None: unknown.
+        """Return now / then; inf if a loss or a gradient is non-finite; None if unknown.
 
-        Fewer than three batches, and losses at or below zero, say nothing.
+        Fewer than three batches, or losses at or below zero, give no ratio.
         """
         if self.num_batches < MIN_BATCHES or not math.isfinite(self.then):
             return None
@@ -79,12 +79,12 @@ _MEANINGS_OF_STATE: dict[tuple[str, str], str] = {
     ("spike", "worse"): f"{_WORSE}; no update is withheld",
     ("row", "worse"): f"{_WORSE}; the next outliers in a row are applied, not withheld",
 }
-"""By trigger and verdict. Older versions asked with the triggers ``row`` and ``lr_jump``."""
+"""By trigger and verdict. Older versions used the triggers ``row`` and ``lr_jump`` too."""
 _MEANINGS = {"sound": "the state is healthy", "state": "the state is damaged", "worse": _WORSE}
 
 
 def of_reading(event: StateRead) -> str:
-    """Return what the probe or an evaluation said of the state, with its numbers."""
+    """Return a sentence about the result of the probe or an evaluation, with its numbers."""
     is_probe = event.trigger != "evaluation"
     who = "Probe" if is_probe else "Evaluation"
     if event.verdict == "abstained" or event.ratio is None:
@@ -105,7 +105,7 @@ def of_reading(event: StateRead) -> str:
 
 
 def meaning_of(event: StateRead) -> str:
-    """Return what a verdict about the state means for the run."""
+    """Return the meaning of a verdict about the state for the run."""
     return _MEANINGS_OF_STATE.get((event.trigger, event.verdict), _MEANINGS[event.verdict])
 
 
@@ -115,23 +115,23 @@ def meaning_of(event: StateRead) -> str:
 Outcome = Literal["needed", "unneeded", "open"]
 
 BEFORE = 32
-"""Steps before the onset whose median is where the loss had been."""
+"""Steps before the onset whose median is the earlier level of the loss."""
 AFTER = {"skip_step": 8, "rollback": 200, "halt": 200}
-"""Steps after it by which the loss must be back: for one update, and for a course of them."""
+"""Steps after the decision by which the loss must be back: for one update, and for many."""
 WITHIN = 8
-"""Steps whose median tells that it is."""
+"""Steps whose median shows whether the loss is back."""
 SIGMAS = 3.0
 _SIGMA_ABOVE = 0.16
 _LEAST = 0.01
-"""Of the loss: smaller rises are no harm that anybody could see."""
+"""Share of the loss: smaller rises are not noticeable harm."""
 
 
 def outcome(decision: Decision, losses: Mapping[int, float]) -> Outcome | None:
-    """Return what became of a decision that was not carried out; None for one that was.
+    """Return the outcome of a decision that was not carried out; None if it was carried out.
 
     Args:
-        decision: an entry of the ledger.
-        losses: the run's loss by step, around the decision; what is not finite counts as harm.
+        decision: an entry of the decision log.
+        losses: the run's loss by step, around the decision; a non-finite loss counts as harm.
     """
     patience = AFTER.get(decision.action)
     if decision.acted or patience is None:
@@ -157,7 +157,7 @@ def outcome(decision: Decision, losses: Mapping[int, float]) -> Outcome | None:
 
 
 def tally(outcomes: Iterable[str | None]) -> str:
-    """Return the outcomes in words; empty where there is none.
+    """Return a sentence about the outcomes; empty if there are none.
 
     >>> tally(["needed", "needed", "unneeded", None])
     '2 of 3 would have been needed, 1 was not'

@@ -1,28 +1,28 @@
-"""Judges a log that recorded no limits: what detectors and ladder would have found and done.
+"""Judges a log that recorded no limits: the findings and decisions that a live run would have had.
 
-The log's numbers are what happened; everything else has to be assumed, and is said here:
+The log provides the numbers. Everything else rests on these assumptions:
 
-- **Limits** are played as in a live loop: those in force at a step are what the detectors had
-  computed ``lag`` steps before. A step that is non-finite, or withheld, counts as skipped (unless
-  in ``observe``), so its value enters no reference.
-- **Checkpoints** are ideal ones: a healthy state from before the log begins, and one every
+- **Limits** are applied as in a live loop: the limits in force at a step are those that the
+  detectors had computed ``lag`` steps earlier. A non-finite or withheld step counts as skipped
+  (unless in ``observe``), so its value enters no reference.
+- **Checkpoints** are ideal: a healthy state from before the log starts, and one every
   ``checkpoint_every`` steps that becomes healthy as in a run, after ``ladder.margin`` good steps.
-- **After a would-be rollback** the log goes on as it was, for the other branch is not in it. The
-  ladder is told that it was done, so budgets and the cooldown count; the detectors go on over the
-  log, as they would in ``observe``. What follows is what would be done if rolling back had changed
-  nothing: the worst case.
-- **After a would-be HALT** nobody acts, everything is still judged, and the ladder acts again once
-  the log has recovered by itself (as in ``observe``) or was started again.
-- **Steps that go back** are a resumed run: a new branch, with the detectors as they were at that
-  step, or anew where the log was not yet there.
-- **A coarse log** has one record for many steps. There the ladder counts records, not steps.
-- **The probe** would be asked now and then, and no log can answer for it. So nothing that needs its
-  answer is played: where it would be asked is told, and of each action whether it could have ruled
-  it out.
-- **A loss scaler** skips its overflows itself. They are told by a scale that falls, or by a
-  gradient norm that is not finite beside a finite loss, and soon finite again.
-- **The clip** is taken to be there, unless it is said that the loop has none: then kept batches
-  must read worse until the state counts as damaged.
+- **After a would-be rollback** the log continues unchanged, because it does not contain the other
+  attempt. The escalation policy assumes that the rollback was done, so budgets and the cooldown
+  count; the detectors continue over the log, as they would in ``observe``. The rest shows the worst
+  case: the decisions if the rollback had changed nothing.
+- **After a would-be HALT** nobody acts, every step is still judged, and the escalation policy acts
+  again once the log has recovered by itself (as in ``observe``) or was started again.
+- **Steps that go back** are a resumed run: a new attempt, with the detectors as they were at that
+  step, or new ones if the log starts after it.
+- **A coarse log** has one record for many steps. The escalation policy then counts records.
+- **The probe** would run at some steps, and a log cannot provide its result. So no decision that
+  needs the result is simulated: the log shows the steps at which the probe would run, and for each
+  action whether the probe could have ruled it out.
+- **A loss scaler** skips its overflows itself. An overflow is recognized by a scale that falls, or
+  by a non-finite gradient norm with a finite loss, if the norm is soon finite again.
+- **The clip** is assumed to exist, unless the caller states that the loop does not clip: then kept
+  batches must read worse before the state counts as damaged.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ EVERY_STEP_SHARE = 0.9
 """Share of records that must follow the one before by one step, for steps to be counted."""
 
 LAG = 1
-"""Steps until a step's numbers are read back: what a live loop with a fused optimizer has."""
+"""Steps until a step's numbers are read back, as in a live loop with a fused optimizer."""
 
 CHECKPOINT_EVERY = 100
-"""Steps between the checkpoints that are assumed."""
+"""Steps between the assumed checkpoints."""
 
 EXPECTED_STEPS = 200
-"""Steps for which nothing finite is said after an announced change: ``monitor.expect``'s own."""
+"""Steps without finite findings after an announced change: the default of ``monitor.expect``."""
 
 MAX_STATES = 128
-"""Memories of the detectors kept for a log that goes back; every second goes when it is full."""
+"""Detector states kept for a log that goes back; every second one is deleted at this number."""
 
 
 MAX_OVERFLOWS, MAX_FIRST_OVERFLOWS = 5, 40
-"""Overflows in a row that a loss scaler makes; at its beginning, while it looks for its scale."""
+"""Most overflows in a row of a loss scaler: later, and at the start while it finds its scale."""
 
 _RULED_OUT = frozenset({"nonfinite_streak", "stuck"})
-"""Rules of actions that a probe which reads the state sound would have kept from being taken."""
+"""Rules of actions that would not have been taken if the probe had found the state healthy."""
 
 _QUESTIONS = {
     "spike": "a spike or burst since step {}: the probe would run here; only a damaged state would "
@@ -76,10 +76,10 @@ _QUESTIONS = {
 
 
 class LoggedStep(NamedTuple):
-    """One record of a log; a value that is not in it is None, which is not NaN."""
+    """One record of a log. A value that the log lacks is None, which is not NaN."""
 
     row: int
-    """Where it is in the log, from 0."""
+    """Position in the log, from 0."""
     step: int
     loss: float | None = None
     grad_norm: float | None = None
@@ -89,11 +89,11 @@ class LoggedStep(NamedTuple):
     tokens_per_second: float | None = None
     data_seconds: float | None = None
     time_seconds: float | None = None
-    """When it was logged: seconds since 1970."""
+    """Time at which it was logged: seconds since 1970."""
 
 
 class JudgedStep(NamedTuple):
-    """A record as the device would have completed it, and what was said and decided about it."""
+    """A record as the device would have completed it, with its findings and decision."""
 
     row: int
     record: StepRecord
@@ -102,22 +102,22 @@ class JudgedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """How a log's steps follow each other."""
+    """Spacing of a log's steps."""
 
     counts_records: bool
-    """Too few records follow each other step by step: the ladder counts records."""
+    """Whether the policy counts records, because too few of them are one step apart."""
     gaps: tuple[int, ...]
     """The usual distances between steps, the most frequent first."""
     restarts: frozenset[int]
-    """Places of the records at which the log goes back."""
+    """Positions of the records at which the log goes back."""
     num_repeated: int
-    """Records of the same step as the one before."""
+    """Records with the same step as the record before."""
     num_out_of_order: int
-    """Single records that came late: no restart."""
+    """Single late records, which are not a restart."""
 
 
 def cadence_of(log: Sequence[LoggedStep]) -> Cadence:
-    """Return how the steps of a log follow each other."""
+    """Return the spacing of a log's steps."""
     restarts: set[int] = set()
     forward: Counter[int] = Counter()
     num_repeated = num_late = 0
@@ -147,9 +147,9 @@ def cadence_of(log: Sequence[LoggedStep]) -> Cadence:
 
 
 def overflows_of(log: Sequence[LoggedStep]) -> frozenset[int]:
-    """Return the places of records at which a loss scaler found an overflow and skipped the step.
+    """Return the positions of records at which a loss scaler skipped the step for an overflow.
 
-    They come alone or in short rows, and end. Where the log has the loss scale, it must fall.
+    Overflows are single or in short rows. If the log has the loss scale, it must fall.
     """
     has_scale = any(logged.loss_scale is not None for logged in log)
     places: set[int] = set()
@@ -178,15 +178,15 @@ def _falls(stretch: Sequence[LoggedStep]) -> bool:
 
 
 def could_be_ruled_out(decision: Decision) -> bool:
-    """Say whether a probe that reads the state sound would have kept the action from being taken.
+    """Whether the action would not have been taken if the probe had found the state healthy.
 
-    No other action of a log needs one: those that do are never played.
+    No other action in a log depends on the probe: actions that do are never simulated.
     """
     return decision.rule in _RULED_OUT
 
 
 def question(read: StateRead) -> str:
-    """Return in words what the probe would have been asked."""
+    """Return a sentence about the query that the probe would have received."""
     return _QUESTIONS.get(read.trigger, "").format(read.onset_step)
 
 
@@ -200,14 +200,14 @@ def judge_history(
     clips: bool = True,
     expected: Iterable[int] = (),
 ) -> Iterator[JudgedStep]:
-    """Judge each record of a log, in order, with the class that judges live.
+    """Judge each record of a log, in order, with the class that judges a live run.
 
     Args:
-        log: the records, oldest first; they may go back where a run was resumed.
-        config: what counts as bad and what is done about it; None: the defaults.
-        mode: how far the ladder may climb.
+        log: the records, oldest first. The steps may go back if a run was resumed.
+        config: detectors and escalation policy; None: the defaults.
+        mode: mode of the escalation policy: its most severe action.
         lag: the readback lag in steps.
-        checkpoint_every: steps between the checkpoints that are assumed.
+        checkpoint_every: steps between the assumed checkpoints.
         clips: whether the loop that wrote the log clipped its gradients.
         expected: steps of planned changes, as if ``monitor.expect`` had announced each before it.
     """
@@ -215,7 +215,7 @@ def judge_history(
 
 
 def document(judged_steps: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
-    """Return findings, questions to the probe and decisions, each with the row it is about."""
+    """Return findings, queries to the probe and decisions, each with its row in the log."""
     findings: list[dict[str, Any]] = []
     decisions: list[dict[str, Any]] = []
     questions: list[dict[str, Any]] = []
@@ -241,7 +241,7 @@ def document(judged_steps: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any
 
 
 class _Player:
-    """Plays device and host over a log. Its clock counts steps, or records of a coarse log."""
+    """Simulates device and host over a log. Its clock counts steps, or records of a coarse log."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class _Player:
         yield from self._judge_waiting()
 
     def _is_announced(self, step: int) -> bool:
-        """Say whether this is the first record from an announced change on."""
+        """Whether this is the first record at or after an announced change."""
         num_left = len(self._expected)
         while self._expected and self._expected[-1] <= step:
             self._expected.pop()
@@ -319,7 +319,7 @@ class _Player:
         return self._step_of(clock) if self._cadence.counts_records else clock
 
     def _is_read(self, place: int, record: StepRecord, now: LoggedStep) -> bool:
-        """Say whether a record's numbers have come back to the host when ``now`` begins."""
+        """Whether a record's numbers have reached the host when the step of ``now`` starts."""
         return self._log[place].step + self._lag < now.step or len(self._waiting) > self._lag
 
     def _judge_waiting(self) -> Iterator[JudgedStep]:
@@ -328,7 +328,7 @@ class _Player:
 
     def _take(self, place: int, record: StepRecord) -> JudgedStep:
         if record.attempt != self._attempt:
-            record = replace(record, attempt=self._attempt)  # in flight: here it is not discarded
+            record = replace(record, attempt=self._attempt)  # in flight: not discarded in a log
         self._save(place, record.step)
         judgement = self._judge.judge(
             record,
@@ -351,7 +351,7 @@ class _Player:
         return JudgedStep(self._log[place].row, record, judgement)
 
     def _with_watched(self, place: int, judgement: Judgement) -> Judgement:
-        """Add what is told of a run's numbers beside loss and gradient norm: rate, scale, speed."""
+        """Add the findings about numbers other than loss and gradient norm: rate, scale, speed."""
         logged = self._log[place]
         run = {
             "learning_rate": logged.learning_rate,
@@ -371,7 +371,7 @@ class _Player:
         )
         causes = {finding.cause for finding in judgement.findings}
         watched = self._watches.update(merged)
-        # A jump of the rate is found in the job, too: it is told once.
+        # The job reports a jump of the learning rate too: report it once.
         new = tuple(finding for finding in watched if finding.cause not in causes)
         return judgement._replace(findings=judgement.findings + new)
 
@@ -384,7 +384,7 @@ class _Player:
         self._next_checkpoint = first + self._every
 
     def _save(self, place: int, step: int) -> None:
-        """Take an ideal checkpoint before this step where one is due; let older ones be proven."""
+        """Take an ideal checkpoint before this step if one is due; mark older ones as healthy."""
         good_since = self._judge.last_unhealthy_step + 1
         proven = step - self._config.ladder.margin
         while self._candidates and max(self._candidates[0].step, good_since) <= proven:
@@ -399,7 +399,7 @@ class _Player:
     # ------------------------------------------------------------------------ other branches
 
     def _rolled_back(self, target: int) -> None:
-        """Tell the judge that it was done; states after the target are of a branch given up."""
+        """Report the rollback to the judge; states after the target belong to a discarded one."""
         self._attempt += 1
         state = self._judge.detector_state()
         self._judge.rolled_back(detector_state=state, attempt=self._attempt)
@@ -407,7 +407,7 @@ class _Player:
         self._checkpoints = [ref for ref in self._checkpoints if ref.step <= target]
 
     def _go_back(self, place: int) -> None:
-        """Go on as a run that was resumed at an earlier step; if it was halted, by a person."""
+        """Continue as a run that was resumed at an earlier step; a halted one by an operator."""
         step, clock = self._log[place].step, self._clock(place)
         self._num_starts += 1
         self._states = [kept for kept in self._states if kept[0] <= step]
@@ -422,7 +422,7 @@ class _Player:
         self._next_checkpoint = clock + self._every
 
     def _become(self, mode: Mode) -> None:
-        """Go on in another mode with everything that is remembered."""
+        """Continue in another mode with the complete state of the judge."""
         kept = self._judge.state_dict()
         self._judge = Judge(self._config, mode)
         self._judge.load_state_dict(kept)
@@ -430,7 +430,7 @@ class _Player:
     # ----------------------------------------------------------------------- records as steps
 
     def _as_logged(self, judgement: Judgement) -> Judgement:
-        """Return the judgement with the log's steps in the place of numbers of records."""
+        """Return the judgement with the log's steps instead of record numbers."""
         findings = tuple(self._finding(finding) for finding in judgement.findings)
         made = judgement.decision
         readings = tuple(
@@ -460,7 +460,7 @@ class _Player:
 
 
 def _cannot_say(ask: Ask) -> Reading:
-    """Answer for the probe: a log has no state that could be asked."""
+    """Stand in for the probe: a log has no state to evaluate."""
     return NO_READING
 
 

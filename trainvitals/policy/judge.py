@@ -1,7 +1,7 @@
-"""Detectors and ladder together: the one class that judges a run, live and afterwards.
+"""Detectors and escalation policy together: the one class that judges a run, live or later.
 
-``DetectorSet`` is those that tell, in their order; ``Judge`` adds the rule that may withhold, and
-hands what both say to the ladder.
+``DetectorSet`` holds the detectors that only report, in their order; ``Judge`` adds the rule that
+may withhold updates, and passes all findings to the policy.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ class DetectConfig(Settings, frozen=True, kw_only=True):
 
 
 class DetectorSet(Stateful):
-    """Feeds every detector the same record, in a fixed order.
+    """Passes the same record to every detector, in a fixed order.
 
-    All of them tell, except the one of non-finite numbers. Where the loss is not minimized (``rl``,
-    ``adversarial``) its level says nothing: what is told about it are single outliers.
+    All of them only report, except the detector of non-finite numbers. If the loss is not minimized
+    (``rl``, ``adversarial``), its level has no meaning: only single outliers of it are reported.
     """
 
     STATE = (
         "_nonfinite", "_guard", "_loss_spike", "_grad_norm_spike", "_grad_norm_burst",
         "_loss_level", "_loss_drift", "_loss_progress", "_suspended",
     )  # fmt: skip
-    MAY_LACK = True  # a detector that an older version did not have starts anew
+    MAY_LACK = True  # a detector that an older version did not have starts without state
 
     def __init__(
         self, config: DetectConfig | None = None, *, loss_kind: LossKind = "minimize"
@@ -128,29 +128,29 @@ class DetectorSet(Stateful):
         self._suspended = 0
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Take one step in and return all findings about it."""
+        """Pass one step to the detectors and return all findings about it."""
         findings = self._nonfinite.update(record) + self._guard.update(record)
         clean = is_clean(record)
-        # The norm first: where it is an outlier, the loss of that step enters no reference either.
+        # The norm first: if it is an outlier, the loss of that step enters no reference either.
         outliers = self._grad_norm_spike.update(record, clean)
         loss = self._loss_spike.update(record, clean and not outliers)
         if outliers or loss:
-            clean = False  # what one rule tells enters no other rule's reference
+            clean = False  # a value that one rule reports enters no other rule's reference
         findings += loss + outliers + self._grad_norm_burst.update(record, clean)
         if not self._minimizes:
             return findings
         if self._suspended:
             self._suspended -= 1
             return findings
-        # In this order: the level must know whether the loss got there at once, and the drift, the
-        # slowest, what the others told already, so that one rise is told once.
+        # In this order: the level must know whether the loss rose at once. The drift is slowest and
+        # must know what the others already reported, so that one rise is reported once.
         shifted = any(finding.kind == "level_shift" for finding in loss)
         level = self._loss_level.update(record, shifted)
         drift = self._loss_drift.update(record, bool(loss or level))
         return findings + level + drift + self._loss_progress.update(record)
 
     def rebaseline(self, steps: int) -> None:
-        """Forget every reference, and say nothing about finite values for ``steps`` steps."""
+        """Discard every reference, and report no finite values for ``steps`` steps."""
         for part in self._parts:
             part.rebaseline(steps)
         self._suspended = max(self._suspended, steps)
@@ -165,11 +165,11 @@ class DetectorSet(Stateful):
         return Limits(self._loss_spike.limit(), self._grad_norm_spike.limit())
 
 
-# ---------------------------------------------------------------------- with the ladder
+# ---------------------------------------------------------------------- with the policy
 
 
 _FIRST_STEPS = 2
-"""Steps whose numbers are waited for: from the second on, what is absurd is stopped."""
+"""Steps whose numbers the host waits for: absurd values are stopped from the second step on."""
 
 
 class JudgeConfig(Settings, frozen=True, kw_only=True):
@@ -200,11 +200,11 @@ SECTIONS: dict[str, type[Settings]] = {
 
 
 def load_judge_config(environ: Mapping[str, str]) -> JudgeConfig:
-    """Return the settings of what judges a run: the sections of ``SECTIONS``.
+    """Return the settings of the judge: the sections of ``SECTIONS``.
 
-    They come from the TOML file that ``VITALS_CONFIG`` names, overridden by variables such as
-    ``VITALS_LADDER_MARGIN``; its ``[[rules]]`` are a person's own alerts. Rank 0
-    reads them for all ranks, and the run records them.
+    They come from the TOML file in ``VITALS_CONFIG``, overridden by variables such as
+    ``VITALS_LADDER_MARGIN``; its ``[[rules]]`` are custom alerts. Rank 0 reads the settings for
+    all ranks, and the run records them.
 
     Raises:
         ConfigError: an unknown key, a wrong type, or a value that cannot work.
@@ -222,18 +222,18 @@ def load_judge_config(environ: Mapping[str, str]) -> JudgeConfig:
 
 
 class Judgement(NamedTuple):
-    """What was said and decided about one step."""
+    """Findings and decision about one step."""
 
     findings: tuple[Finding, ...] = ()
     decision: Decision | None = None
     ack: CommandAck | None = None
     readings: tuple[StateRead, ...] = ()
     order: Proposal | None = None
-    """A command that is carried out."""
+    """A command to carry out."""
 
 
 class _Turn:
-    """What is judged by itself: an optimizer that is stepped alone has its own reference."""
+    """State that is judged separately: an optimizer that is stepped alone has its own reference."""
 
     def __init__(self, config: JudgeConfig) -> None:
         kind = config.loss_kind
@@ -255,14 +255,14 @@ class _Turn:
 
 
 class Judge:
-    """Feeds step records to the detectors, and their findings to the ladder.
+    """Passes step records to the detectors, and their findings to the escalation policy.
 
-    Optimizers that take turns (a record's ``turn``) are judged each by its own reference and rows;
-    what the ladder spends is the run's.
+    Each of several optimizers that alternate (a record's ``turn``) has its own reference and rows;
+    the budgets of the policy belong to the run.
 
-    Runs in every rank, in the collector and in a replay. Given the same records and arguments in
-    the same order it says the same. Its state has two parts, kept apart: ``detector_state()`` goes
-    into snapshots and checkpoints, ``facts`` goes into the plan journal and is never set back.
+    Runs in every rank, in the collector and in a replay. The same records and arguments in the same
+    order give the same judgements. The state has two separate parts: ``detector_state()`` goes into
+    snapshots and checkpoints, ``facts`` goes into the plan journal and is never set back.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class Judge:
         self._own.ladder = LadderState(facts=facts or LadderMemory())
         self._turn = 0
         self._waiting: dict[int, _Turn] = {}
-        """Those whose turn it is not."""
+        """State of the optimizers other than the current one."""
         self._last_step = -1
 
     @property
@@ -298,7 +298,7 @@ class Judge:
         self._turn = turn
 
     def _of(self, turn: int | None) -> tuple[_Turn, LadderState]:
-        """Return what one optimizer's next step is judged by, and change nothing."""
+        """Return the references for the next step of one optimizer, without changing anything."""
         if turn is None or turn == self._turn:
             return self._own, self._ladder
         own = self._waiting.get(turn) or _Turn(self.config)
@@ -316,22 +316,22 @@ class Judge:
         evaluation: float | None = None,
         lacks: Mapping[str, str] = MappingProxyType({}),
     ) -> Judgement:
-        """Take one step in and return what is to be said and done about it.
+        """Judge one step and return the findings and the action.
 
-        Call once per step, in order. A record of another branch (in flight while the run rolled
-        back) is ignored, and so is everything after a halt and between a decided rollback and
-        ``rolled_back``. A decided ``rollback`` names the checkpoint: restore it, then call
-        ``rolled_back``.
+        Call once per step, in order. A record of another attempt (in flight while the run rolled
+        back) is ignored. Everything after a halt, or between a decided rollback and
+        ``rolled_back``, is ignored too. A decided ``rollback`` identifies the checkpoint: restore
+        it, then call ``rolled_back``.
 
         Args:
             record: the step.
             decided_at_step: the step in whose call this happens.
-            checkpoints: what a rollback may go to.
+            checkpoints: possible targets of a rollback.
             command: a proposal.
-            now_attempt_id: id of the branch that a rollback would open.
-            probe: asks the state; called in the middle of judging, on all ranks alike.
-            evaluation: an evaluation's loss over the one before, if there was one with this step.
-            lacks: commands that this loop cannot carry out, and why.
+            now_attempt_id: id of the attempt that a rollback would start.
+            probe: evaluates the state; called during the judgement, on all ranks in the same way.
+            evaluation: ratio of an evaluation's loss to the previous one, if this step has one.
+            lacks: commands that this loop cannot carry out, with the reasons.
         """
         if record.turn != self._turn:
             self._take_turn(record.turn)
@@ -343,7 +343,7 @@ class Judge:
             return Judgement()
         spikes = own.outliers.update(record)
         detected = own.detectors.update(record)
-        if spikes and detected:  # said once: what may act says it with the limit that was in force
+        if spikes and detected:  # once: the rule that may act reports it with the limit in force
             detected = tuple(finding for finding in detected if finding.kind != "spike")
         findings = spikes + detected
         verdict = decide(
@@ -366,7 +366,7 @@ class Judge:
         if verdict.decision is not None and verdict.decision.rule == "operator_accepted":
             own.detectors.accept_level()
         elif is_restart(record, before, self.config.ladder):
-            # A warm restart: the loss rises, as it should, and nothing is withheld for it.
+            # A warm restart: the loss rises as expected, and nothing is withheld for it.
             own.outliers.suspend(self.config.ladder.lr_jump_steps)
             if record.rate_declared:
                 own.detectors.rebaseline(self.config.ladder.lr_jump_steps)
@@ -382,12 +382,12 @@ class Judge:
     def command(
         self, command: Proposal, *, decided_at_step: int, lacks: Mapping[str, str]
     ) -> Judgement:
-        """Answer a command between two steps, where the run is paused.
+        """Respond to a command between two steps, while the run is paused.
 
         Args:
-            command: one that leads to no entry in the ledger.
-            decided_at_step: the step that was made last.
-            lacks: commands that this loop cannot carry out, and why.
+            command: a command that adds no entry to the decision log.
+            decided_at_step: the latest completed step.
+            lacks: commands that this loop cannot carry out, with the reasons.
         """
         if command.number <= self._ladder.facts.last_command:
             return Judgement()
@@ -404,11 +404,11 @@ class Judge:
     def rolled_back(
         self, *, detector_state: Mapping[str, Any] | None, attempt: int, step: int = -1
     ) -> None:
-        """Go on as branch ``attempt`` after a restore, with the detectors of that checkpoint.
+        """Continue as attempt ``attempt`` after a restore, with the detectors of that checkpoint.
 
-        Call after the state was restored and before the first step of the new branch, also when a
-        relaunched job starts from a checkpoint. None as ``detector_state`` (the checkpoint has
-        none) starts the detectors anew. What was spent stays spent.
+        Call after the state was restored and before the first step of the new attempt, also when a
+        relaunched job starts from a checkpoint. If ``detector_state`` is None (the checkpoint has
+        none), the detectors start without state. Spent budgets stay spent.
         """
         saved = detector_state or {}
         turn = int(saved.get("turn", self._turn))
@@ -421,7 +421,7 @@ class Judge:
             state = states.get(t)
             if state:
                 own.load_state_dict(state)
-            # Of those that wait, the facts are not theirs: they are handed over with the turn.
+            # Facts belong to the run: they are passed on when another optimizer's turn comes.
             own.ladder = after_rollback(
                 ladders.get(t, self._ladder),
                 attempt=attempt,
@@ -432,10 +432,10 @@ class Judge:
         self._last_step = step - 1
 
     def limits(self, turn: int | None = None) -> Limits:
-        """Return what the device compares the next step with: never below what is reported.
+        """Return the limits for the next step on the device: never below the reported ones.
 
         Args:
-            turn: whose step that is; None: of whom the last one was.
+            turn: optimizer of that step; None: that of the last step.
         """
         own, ladder = self._of(turn)
         acting, reported = own.outliers.limits(), own.detectors.limits()
@@ -446,18 +446,18 @@ class Judge:
         return limits_in_force(limits, ladder, turn) if ladder.facts.accepted else limits
 
     def max_row(self, turn: int | None = None) -> int:
-        """Return how many updates in a row the device may withhold for finite outliers.
+        """Return the number of updates in a row that the device may withhold for finite outliers.
 
         Args:
-            turn: whose step comes next; None: of whom the last one was.
+            turn: optimizer of the next step; None: that of the last step.
         """
         return max_row(self._of(turn)[1], self.config.ladder)
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether the next step's numbers must be waited for: equal on all ranks.
+        """Whether the host must wait for the next step's numbers: equal on all ranks.
 
-        So while outliers or non-finite steps follow each other, and for the first steps.
+        True during a row of outliers or non-finite steps, and for the first steps.
         """
         ladder = self._ladder
         if ladder.row or ladder.nonfinite:
@@ -469,7 +469,7 @@ class Judge:
         return ladder.facts.clock < _FIRST_STEPS * (1 + len(self._waiting))
 
     def rebaseline(self, steps: int) -> None:
-        """Forget the finite rules' reference: a planned change comes within ``steps`` steps."""
+        """Discard the references of finite rules: a planned change comes within ``steps`` steps."""
         until = self._last_step + steps + 1
         for own in (self._own, *self._waiting.values()):
             own.outliers.rebaseline(steps)
@@ -478,22 +478,22 @@ class Judge:
 
     @property
     def facts(self) -> LadderMemory:
-        """What no restore sets back; ``msgspec.json.encode`` it into the plan journal."""
+        """Memory that no restore sets back: ``msgspec.json.encode`` it into the plan journal."""
         return self._ladder.facts
 
     @property
     def attempt(self) -> int:
-        """Id of the present branch; 0 until the first record or ``rolled_back`` tells it."""
+        """Id of the current attempt; 0 until the first record or ``rolled_back`` provides it."""
         return self._ladder.facts.attempt
 
     @property
     def halted(self) -> bool:
-        """Whether the ladder gave up. Never in ``observe``, where nobody is stopped."""
+        """Whether the policy halted the run. Never in ``observe``, which stops no run."""
         return bool(self._ladder.facts.halted) and self.mode != "observe"
 
     @property
     def last_unhealthy_step(self) -> int:
-        """The newest step of this branch that was bad, or -1; candidates become healthy by it."""
+        """The latest unhealthy step of this attempt, or -1: candidates become healthy by it."""
         return self._ladder.last_unhealthy_step
 
     def lr_factor_at(self, step: int, rate: float | None = None) -> float:
@@ -501,14 +501,14 @@ class Judge:
 
         Args:
             step: the step.
-            rate: what the schedule asks for: a rate that jumped may be held.
+            rate: rate that the schedule requests; a rate that jumped may be held.
         """
         if self.mode == "observe":
             return 1.0
         return lr_factor_at(self._ladder.facts, step, rate, jump=self.config.ladder.lr_jump)
 
     def digest(self) -> int:
-        """Return 32 bits that are equal on two ranks which judged alike; exact in a float64."""
+        """Return 32 bits that are equal on two ranks with equal judgements; exact in a float64."""
         facts, limits = self._ladder.facts, self.limits()
         numbers = struct.pack(
             "<qqqqqdd",
@@ -523,7 +523,7 @@ class Judge:
         return zlib.crc32(numbers)
 
     def detector_state(self) -> dict[str, Any]:
-        """Return the detectors' state as JSON types: the part that belongs into a checkpoint."""
+        """Return the detectors' state as JSON types: the part that belongs in a checkpoint."""
         state = self._own.state_dict()
         if self._waiting:
             others = {str(turn): own.state_dict() for turn, own in self._waiting.items()}
@@ -541,7 +541,7 @@ class Judge:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the judge that gave ``state``, spent budgets included."""
+        """Continue as the judge that returned ``state``, spent budgets included."""
         self._own, self._waiting = _Turn(self.config), {}
         self._own.load_state_dict(state["detectors"])
         self._ladder = msgspec.convert(state["ladder"], LadderState)
@@ -554,5 +554,5 @@ class Judge:
 
 
 def _larger(limit: float | None, other: float | None) -> float | None:
-    """Return the larger limit; None, which is no limit, stays."""
+    """Return the larger limit; None if one of them is None."""
     return limit if limit is None or other is None else max(limit, other)

@@ -1,9 +1,9 @@
 """The escalation policy: a skip needs evidence about the batch, a rollback about the state.
 
-``decide`` is pure but for one question: a state, the findings of one step and what every rank knows
-alike go in; the next state and at most one decision come out. The question goes to the probe, and
-its answer is as equal on all ranks as everything else. Every decision says in words why, with its
-numbers.
+``decide`` is pure except for one query. Its inputs are a state, the findings of one step, and data
+that all ranks share; it returns the next state and at most one decision. The query goes to the
+probe, whose result is equal on all ranks too. Every decision contains its reason in plain text,
+with numbers.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ _LEVEL_STEPS = 8
 _LEVEL_NOISE = 1.5
 _LEVEL_LEAST = 0.05
 _ABSURD = 1e5
-"""Multiple of the run's first losses beyond which a state reads nothing but damaged."""
+"""Multiple of the run's first losses above which a reading can only mean a damaged state."""
 _FRESH_STEPS = 8
-"""Steps after the first report in which a worse reading is damage; later it may be forgetting."""
+"""Steps after the first report in which a worse reading is damage; later it can be forgetting."""
 _WORSE = 1.25
-"""Least ratio at which progress that is undone counts as damage."""
+"""Minimum ratio at which lost progress counts as damage."""
 _LEAST_UNDONE = 0.1
-"""Share of the progress below which no multiple of the loss counts: a set that is learned by heart
-reads 2 to 3.5 times worse after one large step, and is as good as before soon."""
+"""Share of the progress below which no multiple of the loss counts: on memorized data one large
+step raises the loss 2 to 3.5 times, and it soon recovers."""
 _UNCLIPPED = 1.5
-"""Multiple of the share of undone progress without a clip: healthy states spike higher there."""
+"""Multiple of the share of lost progress without a clip: healthy states spike higher there."""
 _SPIKES = frozenset({"spike", "grad_explosion"})
 _LEVELS = frozenset({"level_shift", "divergence", "lost_progress", "plateau"})
-"""Kinds of findings that the probe is asked about."""
+"""Kinds of findings for which the probe runs."""
 _KNOWN = 1.001
-"""Multiple of the highest rate so far up to which a rate is one that was trained with."""
+"""Multiple of the highest rate so far up to which a rate counts as already used."""
 _JUMPS_AFTER = 20
-"""Steps of a run before which a rate that rises is its warm-up."""
+"""Steps of a run before which a rising rate is its warm-up."""
 
 
 def decide(
@@ -90,27 +90,27 @@ def decide(
     course: Callable[[], Course] = lambda: Course(0.0, 0.0, 0.0),
     lacks: Mapping[str, str] = MappingProxyType({}),
 ) -> Verdict:
-    """Return the next state and what to do about one step.
+    """Return the next state and the action for one step.
 
-    At most one decision a step. ``now_attempt_id`` is the id the new branch gets if this call rolls
-    back. After a halt, and until a decided rollback was reported done, nothing is decided.
+    At most one decision per step. After a halt, and until a decided rollback was reported done,
+    there are no decisions.
 
     Args:
-        state: what the last call returned.
-        findings: what the detectors say about the step.
+        state: state that the last call returned.
+        findings: findings of the detectors about the step.
         record: the step.
         decided_at_step: the step in whose call this happens.
-        checkpoints: what a rollback may go to, equal on all ranks.
-        command: a person's or the collector's proposal.
-        mode: how far it may go.
-        config: its settings.
-        now_attempt_id: id of the branch that a rollback would open.
-        loss_kind: what the loss is good for.
-        probe: asks the state; None where nothing can be asked.
-        evaluation: an evaluation's loss over the one before, both with the floor; None: there was
-            none with this step.
-        course: where the loss has been.
-        lacks: commands that this loop cannot carry out, and why.
+        checkpoints: possible targets of a rollback, equal on all ranks.
+        command: proposal of an operator or the collector.
+        mode: mode of the run: its most severe action.
+        config: settings of the policy.
+        now_attempt_id: id of the new attempt if this call decides a rollback.
+        loss_kind: meaning of the loss.
+        probe: evaluates the state; None if there is no probe.
+        evaluation: ratio of an evaluation's loss to the previous one, both with the floor; None if
+            this step has no evaluation.
+        course: returns the earlier level of the loss.
+        lacks: commands that this loop cannot carry out, with the reasons.
     """
     if state.rolling_back or (state.facts.halted and mode != "observe"):
         return Verdict(state)
@@ -140,7 +140,7 @@ def decide(
 
 
 def _tick(state: LadderState, case: Case) -> LadderState:
-    """Let time go on, and a hold of the learning rate end with its cause."""
+    """Advance the clock, and end a hold of the learning rate when its cause has ended."""
     record, facts = case.record, state.facts
     facts = replace(facts, clock=facts.clock + 1)
     rate = record.learning_rate
@@ -183,7 +183,7 @@ def _judge_step(state: LadderState, findings: Sequence[Finding], case: Case) -> 
 
 
 def _recover_observed(state: LadderState, findings: Sequence[Finding], case: Case) -> LadderState:
-    """Let an observed halt end when the run, which nobody stopped, has recovered by itself."""
+    """End an observed halt when the run, which was not stopped, has recovered by itself."""
     record = case.record
     if record.skipped or any(finding.level == "actionable" for finding in findings):
         return replace(state, last_unhealthy_step=record.step)
@@ -195,7 +195,7 @@ def _recover_observed(state: LadderState, findings: Sequence[Finding], case: Cas
 
 
 def _device_skip(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdict:
-    """Record a step that was skipped on the device for a reason that is no finding to act on."""
+    """Record a step that the device skipped for a reason without an actionable finding."""
     if not case.record.skipped or case.record.overflow:
         return Verdict(state)
     finding = next((f for f in findings if f.kind == "rank_failed"), None)
@@ -211,7 +211,7 @@ def _nonfinite_params(state: LadderState, bad: Finding, case: Case) -> Verdict:
     onset = min(step for step in (record.step, _onset_of_stretch(state)) if step >= 0)
     state = replace(state, last_flagged=record.step, last_unhealthy_step=record.step)
     if case.heals:
-        # A bit flip, a broken kernel: no batch is to blame, so none is left out.
+        # A bit flip or a broken kernel: no batch caused it, so all batches are trained again.
         return for_certain(
             state, case, rule="nonfinite_params", kind="nonfinite_params", onset=onset,
             reason=bad.reason, finding=bad, plays_all=True,
@@ -224,7 +224,7 @@ def _nonfinite_params(state: LadderState, bad: Finding, case: Case) -> Verdict:
 
 
 def _onset_of_stretch(state: LadderState) -> int:
-    """Return where the present stretch of trouble began; -1 where there is none."""
+    """Return the first step of the current problem; -1 if there is none."""
     if state.row:
         return state.row[0].step
     return state.nonfinite_onset if state.nonfinite else -1
@@ -267,7 +267,7 @@ def _nonfinite_by_state(
 
 
 def _nonfinite_row(state: LadderState, bad: Finding, onset: int, case: Case) -> Verdict:
-    """Skip a non-finite step; where they do not end, go back, or halt where nothing else helps."""
+    """Skip a non-finite step; in a long row roll back, or halt if nothing else helps."""
     config, num = case.config, state.nonfinite
     findings: tuple[Finding, ...] = ()
     if state.sound and num == config.nonfinite_in_a_row:
@@ -307,10 +307,10 @@ def _outlier(state: LadderState, spike: Finding | None, case: Case) -> Verdict:
 
 
 def _look_at_findings(verdict: Verdict, findings: Sequence[Finding], case: Case) -> Verdict:
-    """Ask the probe about what was reported. Any answer ends the hold; damage is acted on."""
+    """Run the probe for reported findings. Any result ends the hold; damage leads to an action."""
     state, config, step = verdict.state, case.config, case.record.step
     if any(finding.kind == "divergence" for finding in findings):
-        # No bad step, and yet nothing that was saved since is proven healthy by it.
+        # Not a bad step, but no state saved since then is proven healthy by it.
         state = replace(state, last_unhealthy_step=step)
     state = _follow_jump(state, case)
     verdict = verdict._replace(state=state)
@@ -327,7 +327,7 @@ def _look_at_findings(verdict: Verdict, findings: Sequence[Finding], case: Case)
     if (group := outliers_around(state, step)) and trigger == "spike":
         onset, since = min(onset, group[0].step), group[0].step
         if not case.record.clips and any(not outlier.withheld for outlier in group):
-            since = -1  # one unclipped update on new data is enough to forget the old
+            since = -1  # one unclipped update on new data can be enough to forget the old data
     asked = within_window(state.asked, clock, config)
     is_near = is_near_jump(state, onset, case)
     if clock < (asked[-1] + _LEVEL_STEPS if is_near and asked else ask_from(state, config)):
@@ -350,10 +350,10 @@ def _look_at_findings(verdict: Verdict, findings: Sequence[Finding], case: Case)
 
 
 def _is_evidence(read: StateRead, since: int, state: LadderState, case: Case) -> bool:
-    """Return whether it is damage that was read, or may be forgetting, which is no evidence.
+    """Return whether the reading is damage; it may be forgetting, which proves nothing.
 
-    What was learned before reads worse after updates on new data. A few updates do not forget, and
-    no forgetting leads to absurd losses or to gradients that are not finite.
+    Earlier batches read worse after updates on new data. A few updates do not cause forgetting, and
+    forgetting never leads to absurd losses or to non-finite gradients.
     """
     now = math.inf if read.now is None or not math.isfinite(read.now) else read.now
     if math.isinf(read.ratio or 0.0) or now > _ABSURD * case.course().first:
@@ -362,13 +362,13 @@ def _is_evidence(read: StateRead, since: int, state: LadderState, case: Case) ->
     return is_fresh or is_near_jump(state, read.onset_step, case)
 
 
-# ---------------------------------------------------------------------- what is asked and told
+# ---------------------------------------------------------------------- probe and its findings
 
 
 def _ask(
     state: LadderState, trigger: Literal["spike", "nonfinite", "level"], onset: int, case: Case
 ) -> StateRead | None:
-    """Ask the probe; return its answer, None where there is no probe."""
+    """Run the probe and return its result; None if there is no probe."""
     if case.probe is None:
         return None
     config, first = case.config, case.course().first
@@ -381,7 +381,7 @@ def _ask(
         undone = (reading.now - reading.then) / gain if gain > 0.0 else 0.0
         most = config.state_progress * (1.0 if case.record.clips else _UNCLIPPED)
         is_undone = undone > most and ratio > _WORSE
-        # Without a clip one update on new data may undo so much that it reads as damage.
+        # Without a clip one update on new data can undo enough progress to read as damage.
         least = _LEAST_UNDONE if case.record.clips else most
         is_far = ratio > _blames(state, onset, case) and (gain <= 0.0 or undone > least)
         is_damaged = math.isinf(ratio) or is_far or is_undone
@@ -400,7 +400,7 @@ def _ask(
 
 
 def _blames(state: LadderState, onset: int, case: Case) -> float:
-    """Return the ratio above which kept batches blame the state."""
+    """Return the ratio above which kept batches show a damaged state."""
     config = case.config
     if is_near_jump(state, onset, case):
         return config.state_ratio_jump
@@ -412,7 +412,7 @@ def _finite(value: float) -> float | None:
 
 
 def _in_words(read: StateRead) -> str:
-    """Return what the probe read, in words."""
+    """Return a sentence about the result of the probe."""
     if read.ratio is None:
         return "the probe gave no verdict"
     if read.detail.startswith(NONFINITE_GRADIENT):
@@ -439,7 +439,7 @@ def _state_damaged(read: StateRead, limit: float, case: Case, rank: int = -1) ->
 
 
 def _follow_jump(state: LadderState, case: Case) -> LadderState:
-    """Keep the losses behind a jump of the learning rate, while damage is attributed to it."""
+    """Collect the losses after a jump of the learning rate, while damage is attributed to it."""
     jump, loss = state.lr_jump, case.record.loss
     if jump is None:
         return state
@@ -451,7 +451,7 @@ def _follow_jump(state: LadderState, case: Case) -> LadderState:
 
 
 def _has_risen(state: LadderState, config: LadderConfig) -> bool:
-    """Return whether the latest losses behind a jump have lost a good part of the progress."""
+    """Return whether the latest losses after a jump have lost a large part of the progress."""
     jump, losses = state.lr_jump, state.losses
     if jump is None or len(losses) < _LEVEL_STEPS:
         return False
@@ -468,14 +468,14 @@ def jumps(record: StepRecord, last: float, config: LadderConfig) -> bool:
 
 
 def is_restart(record: StepRecord, state: LadderState, config: LadderConfig) -> bool:
-    """Return whether the rate jumps to where it should be: by schedule, or trained with before."""
+    """Return whether the rate jumps to an expected value: scheduled, or already trained with."""
     rate = record.learning_rate or 0.0
     is_known = record.rate_declared or rate <= _KNOWN * state.rate_to_know
     return is_known and jumps(record, state.learning_rate, config)
 
 
 def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
-    """Report a learning rate that jumps above all that was trained with, and nobody declared."""
+    """Report an undeclared jump of the learning rate above every rate used so far."""
     record, config, state = case.record, case.config, verdict.state
     rate, last = record.learning_rate, before.learning_rate
     if rate is None or not jumps(record, last, config):
@@ -504,7 +504,7 @@ def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
 
 
 def _look_at_snapshot(verdict: Verdict, case: Case) -> Verdict:
-    """Take in what the ranks said of the state that they looked at, or could not copy."""
+    """Add the ranks' reports about a state that they checked, or could not copy."""
     record = case.record
     if record.snapshots_missed:
         verdict = _missed(verdict, case)
@@ -530,7 +530,7 @@ def _look_at_snapshot(verdict: Verdict, case: Case) -> Verdict:
 
 
 def _on_top(verdict: Verdict, rung: Rung, case: Case, **given: Any) -> Verdict:
-    """Take a rung about the state on top of the step's own verdict: one entry a step."""
+    """Apply a rule about the state on top of the step's verdict: at most one entry per step."""
     done = rung(without_entry(verdict), case, **given)
     if done.decision is None:
         facts = replace(done.state.facts, ledger_seq=verdict.state.facts.ledger_seq)
@@ -540,7 +540,7 @@ def _on_top(verdict: Verdict, rung: Rung, case: Case, **given: Any) -> Verdict:
 
 
 def _look_at_replicas(verdict: Verdict, case: Case) -> Verdict:
-    """Take in that ranks do not hold alike what they must: settings, or the state itself."""
+    """Add reports of ranks that differ where they must be equal: settings, or the state itself."""
     record, rank = case.record, case.record.replica_rank
     if record.settings_differ:
         who = f"rank {rank}" if rank >= 0 else "a rank"
@@ -582,7 +582,7 @@ def _unhealthy(verdict: Verdict, step: int) -> Verdict:
 
 
 def _missed(verdict: Verdict, case: Case) -> Verdict:
-    """Tell of snapshots that could not be taken: of the first, the second, the fourth, ..."""
+    """Report snapshots that could not be taken: the first, the second, the fourth, ..."""
     num = verdict.state.num_missed + 1
     verdict = verdict._replace(state=replace(verdict.state, num_missed=num))
     if num & (num - 1):
@@ -602,11 +602,11 @@ def _missed(verdict: Verdict, case: Case) -> Verdict:
 
 
 def _look_at_evaluation(verdict: Verdict, before: LadderState, ratio: float, case: Case) -> Verdict:
-    """Take in an evaluation: evidence about the state where outliers came since the one before.
+    """Add an evaluation: evidence about the state if outliers came since the previous one.
 
-    Without one the loss may have risen by other data or by forgetting, and after a level was
-    accepted it surely may. An evaluation travels with the step behind it: that step is the first
-    one after it, and an outlier of the present one came too late.
+    Without an outlier the loss may have risen because of other data or forgetting, and after a
+    level was accepted this is certain to be possible. An evaluation is sent with the next step:
+    that step is the first one after it, so an outlier of the current step came too late.
     """
     state, record = verdict.state, case.record
     since, last = state.evaluated_at, before.last_flagged

@@ -1,7 +1,7 @@
-"""What the plan journal says of a run: what was spent, its branches, and the data it passed over.
+"""Content of a run's plan journal: spent budgets, attempts, and skipped data.
 
-Each line of the journal adds to what the lines before it said; nothing is ever taken back. It is
-written before the deed, so a relaunch after a crash in the middle of a rollback goes on with it.
+Each line of the journal adds to the lines before it; nothing is ever taken back. A line is written
+before its action, so a relaunch after a crash in the middle of a rollback continues the rollback.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ from trainvitals.policy.state import FOREVER, LadderMemory
 
 
 class Branch(msgspec.Struct, frozen=True, array_like=True):
-    """An attempt, and where it left the one before it."""
+    """An attempt, and the step at which it left the previous attempt."""
 
     id: int
     parent: int | None
     fork_step: int
-    """The step it trains first; states of the parent up to before that step are its own too."""
+    """First step that it trains; states of the parent up to before that step belong to it too."""
 
 
 class Window(msgspec.Struct, frozen=True, array_like=True):
-    """Batches that are never trained on again; it may run over the end of the epoch."""
+    """Batches that are never trained on again; the window may extend past the end of the epoch."""
 
     epoch: int
     first_batch: int
     num_batches: int
     loop: int = 0
-    """Which loop over data of the run it was in, from 0."""
+    """Index of the run's loop over data, from 0."""
     num_ranks: int = 0
-    """Ranks that shared the data then: the index is one rank's. 0 where that is not known."""
+    """Ranks that shared the data: the batch index applies to one rank. 0: unknown."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it."""
+    """The plan journal of a run."""
 
     facts: LadderMemory = LadderMemory()
     branches: tuple[Branch, ...] = ()
     windows: tuple[Window, ...] = ()
     expired: int = 0
-    """Number of the newest command that came too late: no clock that is set back revives it."""
+    """Number of the latest expired command: a clock that is set back cannot revive it."""
 
     @property
     def newest_attempt(self) -> int:
-        """The newest branch there ever was; 0 before the first."""
+        """Id of the latest attempt; 0 before the first."""
         return max((self.facts.attempt, *(branch.id for branch in self.branches)))
 
     def holds(self, step: int, attempt: int) -> bool:
-        """Return whether the state before ``step`` of ``attempt`` lies on the run's present branch.
+        """Return whether the state before ``step`` of ``attempt`` belongs to the current lineage.
 
-        States of a branch that was rolled back away do not. Before the first branch all do. A start
-        that found nothing to load rolls nothing back: what came before it is held as before.
+        States of a discarded attempt do not. Before the first attempt all of them do. A start that
+        found nothing to load rolls nothing back: earlier states stay valid.
         """
         if not self.branches:
             return True
@@ -89,7 +89,7 @@ def plan_line(
     window: Window | None = None,
     expired: int = 0,
 ) -> dict[str, object]:
-    """Return what is to be written down before a deed."""
+    """Return the line to write before an action."""
     line: dict[str, object] = msgspec.to_builtins(_Line(facts, branch, window, expired))
     return line
 
@@ -102,7 +102,7 @@ def extend(
     window: Window | None = None,
     expired: int = 0,
 ) -> Plan:
-    """Return the plan with one more line; a branch that is told again is the newer word."""
+    """Return the plan with one more line; the later line of an attempt replaces the earlier one."""
     branches, windows = plan.branches, plan.windows
     if branch is not None:
         branches = (*(b for b in branches if b.id != branch.id), branch)
@@ -113,7 +113,7 @@ def extend(
 
 
 def read_plan(lines: Iterable[Mapping[str, object]]) -> Plan:
-    """Return what the lines say together.
+    """Return the plan that the lines contain.
 
     Raises:
         msgspec.ValidationError: a line is damaged; a guess could give budgets back.

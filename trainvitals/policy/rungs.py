@@ -1,12 +1,12 @@
-"""The rungs: what each decision does to the ladder's memory, and its entry in the ledger. Pure.
+"""Decisions of the escalation policy: effect on its memory, and log entry. Pure functions.
 
-A skip, a rollback (for what, how often, to where, without which batches), a
-halt, and what becomes of a command: an operator's is never refused for a budget.
+These are a skip, a rollback (its cause, count, target, and skipped batches), a halt, and the
+response to a command: an operator's command is never refused because of a budget.
 
-Certain evidence (non-finite parameters, non-finite losses without end, an operator) is acted on at
-once, within budgets; out of budget the run halts. Finite evidence about the state (the probe, an
-evaluation) may be a large optimizer spike all the same: it has a cooldown, is spent once for an
-onset, and never halts a run.
+Certain evidence (non-finite parameters, an endless row of non-finite losses, an operator) leads to
+an action at once, within budgets; without a budget the run halts. Finite evidence about the state
+(the probe, an evaluation) can also come from a large optimizer spike: it has a cooldown, is spent
+once per onset, and never halts a run.
 """
 
 from __future__ import annotations
@@ -57,32 +57,32 @@ RULES: dict[str, str] = {
     "command": "a manual command",
     "rollback_failed": "the rollback failed",
 }
-"""By ``Decision.rule``; one that is not here is of an older version and stands for itself."""
+"""By ``Decision.rule``; a rule that is missing here is from an older version and shown as is."""
 
 
 def rule_words(rule: str) -> str:
-    """Return the rule for people: its words where there are any, else its name."""
+    """Return the display text of a rule; its name if there is none."""
     return RULES.get(rule, rule)
 
 
 WAITS_UNTIL = "waits_until_step"
-"""In the evidence of a rollback that waits for a yes: the step at which the default is done."""
+"""Key in the evidence of a rollback that waits for approval: step at which the default applies."""
 
 
 class Verdict(NamedTuple):
-    """What ``decide`` returns."""
+    """Result of ``decide``."""
 
     state: LadderState
     decision: Decision | None = None
     ack: CommandAck | None = None
     findings: tuple[Finding, ...] = ()
-    """What the policy itself has to say, beside the detectors."""
+    """Findings of the policy itself, in addition to those of the detectors."""
     readings: tuple[StateRead, ...] = ()
-    """What the probe and an evaluation said."""
+    """Results of the probe and of an evaluation."""
 
 
 class Course(NamedTuple):
-    """Where the loss has been: the reference of the outlier rule."""
+    """Earlier level of the loss: the reference of the outlier rule."""
 
     level: float
     noise: float
@@ -90,7 +90,7 @@ class Course(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One call's circumstances, handed down unchanged."""
+    """Circumstances of one call, passed on unchanged."""
 
     record: StepRecord
     decided_at_step: int
@@ -102,16 +102,16 @@ class Case(NamedTuple):
     probe: Callable[[Ask], Reading] | None = None
     course: Callable[[], Course] = lambda: Course(0.0, 0.0, 0.0)
     lacks: Mapping[str, str] = MappingProxyType({})
-    """Commands that this loop cannot carry out, and why."""
+    """Commands that this loop cannot carry out, with the reasons."""
 
     @property
     def heals(self) -> bool:
-        """Whether rolling back is the next rung: in heal mode, and observed where it could be."""
+        """Whether a rollback is the next action: in heal mode, or in observe with checkpoints."""
         return self.mode == "heal" or (self.mode == "observe" and bool(self.checkpoints))
 
 
 def without_entry(verdict: Verdict) -> LadderState:
-    """Return the verdict's state as if its decision had not been entered: one entry a step."""
+    """Return the verdict's state as if its decision had no entry: at most one entry per step."""
     state = verdict.state
     if verdict.decision is None:
         return state
@@ -121,7 +121,7 @@ def without_entry(verdict: Verdict) -> LadderState:
 def skip(
     state: LadderState, finding: Finding | None, reason: str, rule: str, case: Case
 ) -> Verdict:
-    """Enter a step that was not applied: the device had skipped it before the host knew."""
+    """Add an entry for a step that the device skipped before the host knew about it."""
     facts = replace(state.facts, num_skips=state.facts.num_skips + 1)
     return enter(
         replace(state, facts=facts),
@@ -146,7 +146,7 @@ def go_back(
     skip_batches: int = 0,
     command_number: int = 0,
 ) -> Verdict:
-    """Decide a rollback to ``target``, with what it spends already in ``facts``."""
+    """Decide a rollback to ``target``; ``facts`` already contains the spent budget."""
     acted = case.mode == "heal"
     after = replace(
         state,
@@ -187,7 +187,7 @@ def halt(
     case: Case,
     command_number: int = 0,
 ) -> Verdict:
-    """Give up, with the reason."""
+    """Halt the run, with the reason."""
     return enter(
         replace(state, facts=replace(state.facts, halted=reason)),
         case,
@@ -201,12 +201,12 @@ def halt(
 
 
 def spent_causes(facts: LadderMemory, config: LadderConfig) -> tuple[int, ...]:
-    """Return when causes were treated by rollback, of those within the window."""
+    """Return the times within the window at which causes were treated by rollback."""
     return tuple(time for time in facts.causes if time > facts.clock - config.budget_window)
 
 
 def budget_left(facts: LadderMemory, config: LadderConfig) -> int:
-    """Return how many rollbacks are left before one more must halt: the nearer of both budgets."""
+    """Return the rollbacks left before the run must halt: the smaller of both budgets."""
     tries = config.max_tries - (facts.cause.tries if facts.cause else 0)
     return max(0, min(tries, config.max_causes - len(spent_causes(facts, config))))
 
@@ -214,7 +214,7 @@ def budget_left(facts: LadderMemory, config: LadderConfig) -> int:
 def enter(
     state: LadderState, case: Case, finding: Finding | None, *, rule: str, **fields: Any
 ) -> Verdict:
-    """Write the ledger entry: the decision with everything it rests on."""
+    """Create the entry of the decision log: the decision with all its evidence."""
     facts = replace(state.facts, ledger_seq=state.facts.ledger_seq + 1)
     record = case.record
     fields.setdefault("cost_steps", int(record.skipped))
@@ -247,11 +247,11 @@ def _evidence(record: StepRecord, state: LadderState) -> dict[str, float]:
     return evidence
 
 
-# --------------------------------------------------------------------------------------- where to
+# ---------------------------------------------------------------------------------------- targets
 
 
 def newest_healthy(checkpoints: Sequence[CheckpointRef]) -> CheckpointRef | None:
-    """Return the newest healthy checkpoint; None where there is none."""
+    """Return the latest healthy checkpoint; None if there is none."""
     usable = _healthy(checkpoints, FOREVER)
     return usable[-1] if usable else None
 
@@ -259,10 +259,10 @@ def newest_healthy(checkpoints: Sequence[CheckpointRef]) -> CheckpointRef | None
 def choose_checkpoint(
     checkpoints: Sequence[CheckpointRef], onset: int, margin: int, below: int | None
 ) -> tuple[CheckpointRef | None, str]:
-    """Return the newest healthy checkpoint that lies far enough back, and the choice in words.
+    """Return the latest healthy checkpoint ``margin`` steps before the onset, and a description.
 
-    For a second try (``below`` is where the last one went) an older one; where none is, the oldest
-    that qualifies once more.
+    The second attempt (``below`` is the step of the last target) takes an older one; if there is
+    none, it takes the oldest suitable checkpoint again.
     """
     latest = max(0, onset - margin)
     usable = _healthy(checkpoints, latest)
@@ -282,7 +282,7 @@ def choose_checkpoint(
 def commanded_checkpoint(
     command: Proposal, checkpoints: Sequence[CheckpointRef]
 ) -> CheckpointRef | None:
-    """Return the healthy checkpoint a command names, by id, by step, or the newest."""
+    """Return the healthy checkpoint of a command, by id, by step, or the latest."""
     if command.checkpoint_id:
         return newest_healthy([ref for ref in checkpoints if ref.id == command.checkpoint_id])
     if command.argument == NEWEST:
@@ -298,18 +298,18 @@ def _healthy(checkpoints: Sequence[CheckpointRef], at_most: float) -> list[Check
     )
 
 
-# ------------------------------------------------------------------------------------- going back
+# -------------------------------------------------------------------------------------- rollbacks
 
 
 MAX_SKIPPED_WINDOWS = 100
 MAX_BLAMED = 100
 _SAME_ONSET = 3
 _TELL_AGAIN = 50
-"""Steps after which what still holds is said again: its alert would resolve 100 steps later."""
+"""Steps after which a lasting problem is reported again: its alert would resolve after 100."""
 _GROUP_STEPS = 10
-"""Steps without an outlier that end a group, for an operator's word on one of them."""
+"""Steps without an outlier that end a group, for an operator who accepts one of them."""
 _TOUCHES = 10
-"""Steps behind what was left out in which the same trouble is the same cause."""
+"""Steps after the skipped batches in which the same problem has the same cause."""
 
 
 def for_certain(
@@ -323,17 +323,17 @@ def for_certain(
     finding: Finding,
     plays_all: bool = False,
 ) -> Verdict:
-    """Go back on certain evidence, or halt where no budget or no checkpoint is left.
+    """Roll back on certain evidence, or halt if no budget or no checkpoint is left.
 
     Args:
-        state: the ladder's memory.
+        state: memory of the policy.
         case: the circumstances.
-        rule: what decided.
-        kind: kind of the cause; only faults of one kind that touch each other are one.
-        onset: first step of the trouble.
-        reason: in words.
-        finding: what the entry names.
-        plays_all: the cause lies outside of the data: every batch is trained again.
+        rule: rule that decided.
+        kind: kind of the cause; only overlapping problems of one kind have one cause.
+        onset: first step of the problem.
+        reason: explanation in plain text.
+        finding: finding of the entry.
+        plays_all: whether every batch is trained again because the cause is not the data.
     """
     config, facts = case.config, state.facts
     cause = _touched(facts, kind, onset)
@@ -358,11 +358,11 @@ def for_certain(
 
 
 def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding) -> Verdict:
-    """Go back for a state that is not finite while the loss is; else say so, and go on.
+    """Roll back a non-finite state with a finite loss; otherwise report it and continue.
 
-    It never halts: the losses are well, and what the model writes into a buffer may be meant. Where
-    it is there again after everything was trained again, going back does not cure it, and no
-    further rollback is spent on it within the budget's window.
+    It never halts: the losses are fine, and the model may write such buffers deliberately. If the
+    state is non-finite again after every batch was trained again, a rollback does not fix it, and
+    no further rollback is spent on it within the budget's window.
     """
     config, facts, kind = case.config, state.facts, "nonfinite_state"
     onset = case.record.step
@@ -395,11 +395,11 @@ def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding)
 
 
 def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Finding) -> Verdict:
-    """Go back to the last equal state where replicas differ; halt where it is there again.
+    """Roll back to the last equal state if replicas differ; halt if they differ again.
 
-    Once is a flipped bit, and training again cures it. Twice on one rank within the budget's window
-    is a faulty machine. What comes again bit for bit is cured by neither: it is said, and training
-    goes on.
+    One difference is a flipped bit, and training again fixes it. Two on one rank within the
+    budget's window mean a faulty machine. Neither fixes a difference that recurs bit for bit: it is
+    reported, and training continues.
     """
     config, facts, record = case.config, state.facts, case.record
     kind, onset, rank = "replica_corrupted", case.record.step, case.record.replica_rank
@@ -408,7 +408,7 @@ def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Findi
     )
     target: CheckpointRef | None = None
     if state.settings_since >= 0 and onset - state.settings_told <= 2 * _TELL_AGAIN:
-        return Verdict(state)  # it follows from that, which is told
+        return Verdict(state)  # it follows from the reported difference in settings
     if state.settings_since >= 0:
         note = f"ranks had other settings from step {state.settings_since} on, which explains it"
     elif record.replayed_alike:
@@ -447,7 +447,7 @@ def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Findi
 
 
 def _since(step: int, told: int, since: int) -> int | None:
-    """Return the first step of what still holds, where it is to be said again; else None."""
+    """Return the first step of a lasting problem if it must be reported again; otherwise None."""
     since_told = step - told if told >= 0 else FOREVER
     if since_told < _TELL_AGAIN:
         return None
@@ -463,16 +463,16 @@ def for_finite(
     reason: str,
     finding: Finding,
 ) -> Verdict:
-    """Go back on finite evidence about the state; where that may not be, say it and go on.
+    """Roll back on finite evidence about the state; if not allowed, report it and continue.
 
-    A jump of the learning rate right before the onset is taken to be the cause: then everything is
-    trained again with the earlier rate held.
+    A jump of the learning rate immediately before the onset counts as the cause: then every batch
+    is trained again with the earlier rate held.
     """
     config, facts = case.config, state.facts
     num_blamed = sum(abs(onset - blamed) <= _SAME_ONSET for blamed in facts.blamed)
     is_again = num_blamed == 1 and _touched(facts, "state", onset) is not None
     if num_blamed and not is_again:
-        return Verdict(state)  # it was acted on, or told
+        return Verdict(state)  # already acted on, or reported
     blamed = replace(facts, blamed=(*facts.blamed, onset)[-MAX_BLAMED:])
     blamed_state = replace(state, facts=blamed)
     if is_again:
@@ -519,14 +519,14 @@ def for_finite(
 
 
 def is_near_jump(state: LadderState, onset: int, case: Case) -> bool:
-    """Return whether trouble that began at ``onset`` may be the doing of a jump of the rate."""
+    """Return whether a jump of the learning rate may have caused a problem with this onset."""
     jump = state.lr_jump
-    # The onset of a level is known to eight steps.
+    # The onset of a level is accurate to eight steps.
     return jump is not None and -8 <= onset - jump.step <= case.config.lr_jump_steps
 
 
 def _touched(facts: LadderMemory, kind: str, onset: int) -> Cause | None:
-    """Return the cause under treatment, if this is the same trouble."""
+    """Return the current cause if this is the same problem."""
     cause = facts.cause
     if cause is None or cause.kind != kind:
         return None
@@ -534,9 +534,9 @@ def _touched(facts: LadderMemory, kind: str, onset: int) -> Cause | None:
 
 
 def _target(case: Case, cause: Cause | None, onset: int) -> tuple[CheckpointRef | None, str, int]:
-    """Return where to go back to, the choice in words, and where the trouble first began.
+    """Return the rollback target, its description, and the first step of the problem.
 
-    That it is there again right after a checkpoint does not make that checkpoint part of it.
+    A recurrence immediately after a checkpoint does not make that checkpoint part of the problem.
     """
     began = onset if cause is None else max(onset, cause.onset_step)
     below = None if cause is None else cause.target_step
@@ -552,9 +552,9 @@ def _spend(
     began: int,
     target: CheckpointRef,
 ) -> LadderMemory:
-    """Return the facts with one more rollback spent; from a cause's second try on the rate is cut.
+    """Return the facts with one more rollback spent.
 
-    The rate is cut only where leaving batches out did not help.
+    The rate is cut from the second rollback of a cause on: only if skipping batches did not help.
     """
     config = case.config
     margin = _leave_out_margin(case, 1 if cause is None else cause.tries + 1)
@@ -602,23 +602,23 @@ def _leave(
     command_number: int = 0,
     is_answered: bool = False,
 ) -> Verdict:
-    """Decide the rollback, with the batches that are left out; or ask a person whether to.
+    """Decide the rollback with its skipped batches, or request approval for it.
 
     Args:
-        state: the ladder's memory before anything is spent.
+        state: memory of the policy before anything is spent.
         case: the circumstances.
-        facts: with what it spends.
-        target: where to.
-        rule: what decided.
-        onset: first step of the trouble.
-        reason: in words, with where to.
-        finding: what the entry names.
-        plays_all: every batch is trained again.
-        why: the reason without where to, which is chosen anew after an answer.
-        is_finite: it rests on finite evidence.
-        jump: of the learning rate, which is to blame.
-        command_number: of the answer.
-        is_answered: a person, or the default, said yes.
+        facts: memory with the spent budget.
+        target: target of the rollback.
+        rule: rule that decided.
+        onset: first step of the problem.
+        reason: explanation in plain text, with the target.
+        finding: finding of the entry.
+        plays_all: whether every batch is trained again.
+        why: the reason without the target, which is chosen again after an approval.
+        is_finite: whether it is based on finite evidence.
+        jump: learning-rate jump that caused the problem.
+        command_number: number of the approving command.
+        is_answered: whether an operator approved, or the default applies.
     """
     cause = facts.cause
     assert cause is not None, "it was spent"
@@ -656,7 +656,7 @@ def _leave(
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------- asking a person
+# -------------------------------------------------------------------------------------- approvals
 
 
 def _must_ask(case: Case, cause: Cause, jump: LrJump | None) -> bool:
@@ -673,9 +673,9 @@ def _wait(
     target: CheckpointRef,
     reason: str,
 ) -> Verdict:
-    """Ask whether to go back, once; until the answer the run goes on without what is withheld."""
+    """Request approval once; until then the run continues without the withheld updates."""
     record, config = case.record, case.config
-    # The onset of finite evidence counts as blamed from the question on: it is told once.
+    # The onset of finite evidence counts as treated from the request on: it is reported once.
     state = replace(state, facts=replace(state.facts, blamed=spent.blamed))
     asked = state.facts.waiting
     if asked is not None:
@@ -720,7 +720,7 @@ def _wait(
 
 
 def after_silence(state: LadderState, config: LadderConfig) -> tuple[LadderState, bool]:
-    """Return the state once nobody answered for long enough, and whether the default is a yes."""
+    """Return the state after ``ask_steps`` without a response, and whether the default approves."""
     facts, waiting = state.facts, state.facts.waiting
     if waiting is None or facts.clock < waiting.until:
         return state, False
@@ -735,7 +735,7 @@ def _vetoed(facts: LadderMemory, waiting: Waiting, config: LadderConfig) -> Wait
 
 
 def after_yes(state: LadderState, case: Case, command_number: int = 0) -> Verdict:
-    """Go back as was asked, to what is healthy by now."""
+    """Roll back as requested, to a checkpoint that is healthy by now."""
     facts, waiting = state.facts, state.facts.waiting
     assert waiting is not None, "something waits"
     jump = waiting.jump
@@ -765,7 +765,7 @@ def after_yes(state: LadderState, case: Case, command_number: int = 0) -> Verdic
 
 
 def answer(verdict: Verdict, before: LadderState, command: Proposal, case: Case) -> Verdict:
-    """Carry a command out or refuse it, on top of the step's own verdict."""
+    """Carry out a command or refuse it, on top of the step's own verdict."""
     own = verdict.decision
     refusal = _refusal(verdict, command, case)
     if refusal:
@@ -781,7 +781,7 @@ def answer(verdict: Verdict, before: LadderState, command: Proposal, case: Case)
         return _acked(done, command, status, words, case)
     if command.action not in ("halt", "rollback"):
         return _set(verdict, command, case)
-    # The step's skip is part of the command's entry: one ledger entry a step.
+    # The step's skip is part of the command's entry: at most one log entry per step.
     state = replace(before, facts=replace(before.facts, num_skips=verdict.state.facts.num_skips))
     also = f"; this step: {own.reason}" if own else ""
     if command.action == "halt":
@@ -804,7 +804,7 @@ def answer(verdict: Verdict, before: LadderState, command: Proposal, case: Case)
 
 
 def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
-    """Take what changes the steps to come, or what is done beside them; the step's own stays."""
+    """Apply a command about later steps, or about actions outside the step; keep the verdict."""
     state, argument, first = verdict.state, command.argument, case.decided_at_step + 1
     facts, detail = state.facts, ""
     if command.action == "skip":
@@ -836,7 +836,7 @@ def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
         )
         detail += f"at least {case.config.ask_steps} steps"
         facts = replace(facts, waiting=_vetoed(facts, facts.waiting, case.config))
-    if command.action in ("lr", "lr_factor"):  # announced by it: a jump that is meant
+    if command.action in ("lr", "lr_factor"):  # the command announces the jump: it is intended
         until = max(state.announced_until, first + case.config.lr_jump_steps)
         state = replace(state, announced_until=until, lr_jump=None)
     return _acked(
@@ -845,10 +845,10 @@ def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
 
 
 def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
-    """Take an operator's word that a step, or the level it lies on, was healthy.
+    """Apply an operator's statement that a step, or its level, was healthy.
 
-    What was an outlier there is a level from now on, and its onset is blamed on the state no more.
-    Where no outlier is remembered, the level itself is meant: what tells of it starts anew.
+    Outliers there define a level from now on, and their onsets no longer count against the state.
+    If no outlier is remembered, the statement is about the level: its detectors start again.
     """
     step, state = int(command.argument), verdict.state
     outliers = outliers_around(state, step)
@@ -879,7 +879,7 @@ def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
     done = enter(
         state, case, None, action="accept_level", reason=words, rule="operator_accepted",
         acted=case.mode != "observe", command_number=command.number,
-        # A replay needs to know which step was meant.
+        # A replay needs the step that the operator accepted.
         evidence={**_evidence(case.record, state), "accepted_step": float(step)},
     )  # fmt: skip
     done = done._replace(findings=verdict.findings, readings=verdict.readings)
@@ -889,7 +889,7 @@ def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
 def _with_level(
     levels: tuple[AcceptedLevel, ...], outliers: Sequence[Outlier], turn: int
 ) -> tuple[AcceptedLevel, ...]:
-    """Return the accepted levels with the largest values of these outliers."""
+    """Return the accepted levels, raised to the largest values of these outliers."""
     if not outliers:
         return levels
     before = [level for level in levels if level.turn == turn]
@@ -906,7 +906,7 @@ def _with_level(
 
 
 def outliers_around(state: LadderState, step: int) -> tuple[Outlier, ...]:
-    """Return the reported steps at a step, and those that follow each other closely around it."""
+    """Return the reported steps around a step that are close to each other."""
     groups: list[list[Outlier]] = []
     for outlier in state.recent:
         if not groups or outlier.step - groups[-1][-1].step > _GROUP_STEPS:

@@ -1,13 +1,13 @@
-"""What the ladder knows and what is in force by it: memory, limits, withholding, the rate's factor.
+"""State of the escalation policy: memory, limits, withheld updates, learning-rate factor.
 
-The memory has two parts. What is in ``LadderMemory`` only moves forward (budgets spent, commands
-applied, ledger sequence): it lives in the plan journal, and no restore gives a budget back. The
-rest of ``LadderState`` describes the present branch and starts anew after a rollback.
+The memory has two parts. ``LadderMemory`` only moves forward (budgets spent, commands applied,
+sequence number of the decision log): it is stored in the plan journal, and no restore returns a
+budget. The rest of ``LadderState`` describes the current attempt and is reset by a rollback.
 
-A finite outlier that is far beyond all that the run has been through is withheld, within two
-bounds: two updates in a row, then one is applied; and eight in 1,000 steps. A withheld update
-leaves the weights where the next batch is an outlier too, so it creates its own evidence: without
-bounds a healthy run can freeze. All other outliers are reported only.
+A finite outlier far above everything that the run has seen is withheld, within two bounds: two
+updates in a row, then one is applied; and eight in 1,000 steps. After a withheld update the weights
+are unchanged, so the next batch is an outlier too and the rule creates its own evidence: without
+bounds a healthy run can freeze. All other outliers are only reported.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Mode = Literal["observe", "guard", "heal"]
 CheckpointState = Literal["candidate", "verified", "healthy", "retired", "bad"]
 
 FOREVER = 1 << 53
-"""A step that never comes."""
+"""A step that is never reached."""
 
 NEWEST = -1.0
-"""Argument of a rollback to the newest healthy checkpoint."""
+"""Argument of a rollback to the latest healthy checkpoint."""
 
 
 class LadderConfig(Settings, frozen=True, kw_only=True):
@@ -109,11 +109,11 @@ class LadderConfig(Settings, frozen=True, kw_only=True):
 
 
 class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A state training can go back to. The list given to the ladder is equal on all ranks."""
+    """A state to which a run can roll back. The list that the policy gets is equal on all ranks."""
 
     id: str
     step: int
-    """The step that is trained next from it: the number of steps attempted before it."""
+    """Step trained next from it: the number of steps attempted before it."""
     attempt: int = 0
     state: CheckpointState = "healthy"
     where: Literal["memory", "disk"] = "memory"
@@ -122,9 +122,9 @@ class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """A verified command as all ranks know it after the exchange.
 
-    Where only numbers travel, ``argument`` names the checkpoint of a rollback by its step; NEWEST
-    asks for the newest healthy one. Any other number that is no checkpoint's step is refused, so an
-    id that rank 0 cannot resolve should travel as -2.
+    If only numbers are exchanged, ``argument`` identifies the checkpoint of a rollback by its step;
+    NEWEST requests the latest healthy one. Any number that is not the step of a checkpoint is
+    refused, so send -2 for an id that rank 0 cannot resolve.
     """
 
     number: int
@@ -134,7 +134,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, command: Command) -> Proposal:
-        """Return the command's part that decides. A rollback without an id means the newest."""
+        """Return the part of a command that decides. A rollback without an id means the latest."""
         argument = NEWEST if command.action == "rollback" else command.argument
         return cls(
             number=command.number,
@@ -145,28 +145,28 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """The cause under treatment."""
+    """The cause that the policy currently treats."""
 
     kind: str
     onset_step: int
     until_step: int
-    """Trouble of the same kind before this step touches it, and is the same cause."""
+    """A problem of the same kind before this step has the same cause."""
     tries: int = 1
-    """Rollbacks for it."""
+    """Number of rollbacks for it."""
     target_step: int = -1
-    """Where the last rollback went to."""
+    """Step to which the last rollback went."""
 
 
 class SkippedWindow(msgspec.Struct, frozen=True, array_like=True):
-    """Data that training moved past."""
+    """Data that training skipped."""
 
     onset_step: int
-    """First step whose batches are left out."""
+    """First step whose batches are skipped."""
     num_batches: int
 
 
 class LrJump(msgspec.Struct, frozen=True, array_like=True):
-    """The newest jump of the learning rate that nobody announced."""
+    """The latest jump of the learning rate that was not announced."""
 
     step: int
     before: float
@@ -178,12 +178,12 @@ class LrJump(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollback that waits for a person's yes, or was vetoed."""
+    """A rollback that waits for approval, or was vetoed."""
 
     number: int
-    """Of its entry in the ledger."""
+    """Sequence number of its entry in the decision log."""
     until: int
-    """By the clock: when the default is done, or a veto is over."""
+    """Time on the clock at which the default is applied, or a veto ends."""
     rule: str
     kind: str
     onset_step: int
@@ -193,74 +193,74 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     is_finite: bool = False
     """Whether it rests on finite evidence, which has a cooldown."""
     jump: LrJump | None = None
-    """The jump of the learning rate that is to blame."""
+    """The learning-rate jump that caused the problem."""
     vetoed: bool = False
 
 
 class AcceptedLevel(msgspec.Struct, frozen=True, array_like=True):
-    """Values that an operator accepted: nothing up to them is withheld."""
+    """Values that an operator accepted: no value up to them is withheld."""
 
     loss: float = 0.0
-    """0 if the metric has no such value; so is ``grad_norm``."""
+    """0 if the metric has no such value. The same applies to ``grad_norm``."""
     grad_norm: float = 0.0
     turn: int = 0
-    """The optimizer whose steps they were; 0 if all are stepped together."""
+    """Optimizer of the steps; 0 if all optimizers step together."""
 
 
 class LadderMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the ladder's memory that no restore sets back. Lives in the plan journal."""
+    """Part of the policy's memory that no restore resets. Stored in the plan journal."""
 
     attempt: int = 0
-    """Id of the present branch; 0 until the first record tells it."""
+    """Id of the current attempt; 0 until the first record provides it."""
     clock: int = 0
-    """Steps judged in all branches: what cooldowns and budgets are counted in."""
+    """Steps judged in all attempts: the unit of cooldowns and budgets."""
     ledger_seq: int = 0
-    """Entries written to the ledger."""
+    """Number of entries written to the decision log."""
     num_skips: int = 0
     num_rollbacks: int = 0
     causes: tuple[int, ...] = ()
-    """When each cause was first treated by rollback, by the clock; those within the window."""
+    """Time of the first rollback for each cause, by the clock; only those within the window."""
     cause: Cause | None = None
     accepted: tuple[AcceptedLevel, ...] = ()
     """Levels that an operator accepted, at most one per optimizer."""
     blamed: tuple[int, ...] = ()
-    """Onsets that a rollback on finite evidence was spent on: none is repeated."""
+    """Onsets for which a rollback on finite evidence was spent: none is repeated."""
     corrupted: tuple[tuple[int, int], ...] = ()
-    """When a rollback was spent on replicas that differed, by the clock, and the rank that was
-    wrong, -1 where nobody knew; those within the window."""
+    """Time of each rollback for replicas that differed, by the clock, and the wrong rank, -1 if
+    unknown; only those within the window."""
     uncured_until: int = 0
-    """No rollback for a non-finite state before this time of the clock: one did not cure it."""
+    """No rollback for a non-finite state before this time on the clock: one did not fix it."""
     cooldown_until: int = 0
-    """No rollback on finite evidence before this time of the clock."""
+    """No rollback on finite evidence before this time on the clock."""
     last_command: int = 0
-    """Number of the newest command that was answered."""
+    """Number of the latest command with a response."""
     skipped_windows: tuple[SkippedWindow, ...] = ()
-    """The newest 100 of them."""
+    """The latest 100 of them."""
     lr_factor: float = 1.0
     lr_hold_until: int = 0
     """Step up to which the learning rate is multiplied by ``lr_factor``."""
     lr_full_from: int = 0
-    """Step from which it is whole again; between the two it climbs linearly."""
+    """Step from which the rate is complete again; between the two it rises linearly."""
     lr_cap: float = 0.0
-    """The rate before a jump, held while the schedule asks for ``lr_jump`` times it; 0: none."""
+    """Rate before a jump, held while the schedule requests ``lr_jump`` times it; 0: no hold."""
     lr_cap_from: int = 0
     """Step of that jump: before it, a lower rate does not end the hold."""
     lr_scale: float = 1.0
-    """An operator's factor on the schedule's learning rate, until the next one."""
+    """An operator's factor on the scheduled learning rate, until the next command."""
     lr_held: float = 0.0
-    """The learning rate that an operator holds; 0: the schedule's."""
+    """Learning rate that an operator holds; 0: the scheduled rate applies."""
     skip_attempt: int = 0
-    """The branch on which an operator has updates skipped: none of it holds on another one."""
+    """Attempt on which an operator skips updates; the range applies to no other attempt."""
     skip_first: int = 0
     skip_last: int = -1
     """First and last of those steps."""
     waiting: Waiting | None = None
-    """A rollback that waits for a yes."""
+    """A rollback that waits for approval."""
     halted: str = ""
-    """Why the ladder gave up, or empty."""
+    """Reason why the policy halted the run, or empty."""
 
     def is_skipped(self, step: int) -> bool:
-        """Return whether an operator has the update of this step of the present branch skipped."""
+        """Return whether an operator skips the update of this step of the current attempt."""
         return self.skip_first <= step <= self.skip_last and self.skip_attempt == self.attempt
 
 
@@ -274,7 +274,7 @@ class Outlier(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LadderState(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything ``decide`` carries from one step to the next."""
+    """State that ``decide`` carries from one step to the next."""
 
     facts: LadderMemory = LadderMemory()
     row: tuple[Outlier, ...] = ()
@@ -283,60 +283,60 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Non-finite steps in a row."""
     nonfinite_onset: int = -1
     sound: bool = False
-    """Whether the probe read the state sound in this stretch of non-finite steps."""
+    """Whether the probe found the state healthy in this row of non-finite steps."""
     withheld: tuple[int, ...] = ()
-    """Times of the updates that were withheld within the window."""
+    """Times of the updates withheld within the window."""
     asked: tuple[int, ...] = ()
-    """Times of the questions to the probe about finite values within the window."""
+    """Times of the queries to the probe about finite values within the window."""
     passes_until: int = 0
-    """Outliers are applied before this time of the clock: the probe has answered."""
+    """Outliers are applied before this time on the clock: the probe has responded."""
     state_told: int = -1
-    """Step at which it was last told that the state is non-finite, and nothing went back."""
+    """Step at which a non-finite state was last reported without a rollback."""
     state_since: int = -1
-    """Step at which that was told first, of a stretch that has not ended."""
+    """Step of the first such report in the current row."""
     replicas_told: int = -1
-    """The same two steps of replicas that differ."""
+    """The same two steps for replicas that differ."""
     replicas_since: int = -1
     settings_since: int = -1
-    """First step of this branch at which ranks had other settings; -1: none."""
+    """First step of this attempt at which the settings of ranks differed; -1: none."""
     settings_told: int = -1
-    """The newest such step."""
+    """The latest such step."""
     num_missed: int = 0
     """Snapshots that could not be taken."""
     recent: tuple[Outlier, ...] = ()
-    """The newest outliers, for an operator's word on one of them."""
+    """The latest outliers, for an operator who accepts one of them."""
     last_flagged: int = -1
-    """The latest step that was not finite, or that a detector reported."""
+    """The latest step that was non-finite, or that a detector reported."""
     losses: tuple[float, ...] = ()
-    """The newest finite losses since the last jump of the learning rate."""
+    """The latest finite losses since the last jump of the learning rate."""
     learning_rate: float = 0.0
-    """As it was applied in the step before; 0 before the first."""
+    """Rate applied in the step before; 0 before the first step."""
     known_rate: float = 0.0
-    """The highest rate that was trained with, jumps once they are ``lr_jump_steps`` old."""
+    """Highest rate used in training; a jump counts once it is ``lr_jump_steps`` old."""
     lr_jump: LrJump | None = None
     announced_until: int = -1
-    """Steps before this one were announced to change: nothing in them is a jump."""
+    """Changes before this step were announced: none of them is a jump."""
     evaluated_at: int = -1
     """Step of the last evaluation."""
     accepted_at: int = -1
     """Step at which an operator last accepted a level."""
     first_step: int = -1
-    """First step of this branch that was judged."""
+    """First judged step of this attempt."""
     last_unhealthy_step: int = -1
     rolling_back: bool = False
-    """A rollback was decided and not yet reported done: records are of the old branch."""
+    """A rollback was decided and not yet reported done: records belong to the old attempt."""
 
     @property
     def rate_to_know(self) -> float:
-        """``known_rate`` as it is from the next step on: that of the newest step counts by then."""
+        """``known_rate`` from the next step on, which includes the rate of the latest step."""
         return max(self.known_rate, self.learning_rate if self.lr_jump is None else 0.0)
 
 
 def in_turn(ladder: LadderState, before: LadderState) -> LadderState:
-    """Return the state of one optimizer's own, as it is after ``before`` of another one.
+    """Return the state of one optimizer, updated from ``before``, the state of another one.
 
-    What describes the run goes from one to the other; rows and the count of what is withheld stay
-    with the optimizer whose steps they are about.
+    Fields about the run are taken from ``before``; rows and the count of withheld updates stay with
+    the optimizer whose steps they describe.
     """
     return replace(
         ladder,
@@ -362,7 +362,7 @@ def in_turn(ladder: LadderState, before: LadderState) -> LadderState:
 def after_rollback(
     ladder: LadderState, *, attempt: int, step: int, known_rate: float
 ) -> LadderState:
-    """Return the state a branch starts with: what was withheld and asked still counts."""
+    """Return the state at the start of an attempt: withheld updates and probe queries are kept."""
     return LadderState(
         facts=replace(ladder.facts, attempt=attempt),
         first_step=step,
@@ -376,17 +376,17 @@ def after_rollback(
 def lr_factor_at(
     facts: LadderMemory, step: int, rate: float | None = None, *, jump: float = 3.0
 ) -> float:
-    """Return the factor on the learning rate at ``step``: held, climbing back, or 1.
+    """Return the factor on the learning rate at ``step``: held, rising again, or 1.
 
     Args:
-        facts: what the ladder has spent.
+        facts: memory of the policy.
         step: the step.
-        rate: what the schedule asks for; where it is above a hold, the factor brings it down.
+        rate: rate that the schedule requests; if it is above a hold, the factor lowers it.
         jump: multiple of the held rate from which it is held.
     """
     factor = _cut_at(facts, step) * facts.lr_scale
     if facts.lr_held and rate:
-        return facts.lr_held / rate  # what a person set is what is applied
+        return facts.lr_held / rate  # the rate that the operator set applies exactly
     if facts.lr_cap and rate is not None and rate >= jump * facts.lr_cap:
         factor *= facts.lr_cap / rate
     return factor
@@ -408,7 +408,7 @@ MAX_RECENT = 128
 
 
 class DeviceRule(msgspec.Struct, frozen=True):
-    """What the device knows of the steps before: it need not wait for the host."""
+    """State of the device about earlier steps, so that it need not wait for the host."""
 
     row: int = 0
     """Updates withheld in a row so far. A non-finite step neither counts nor ends the row."""
@@ -416,10 +416,10 @@ class DeviceRule(msgspec.Struct, frozen=True):
     def judge(
         self, record: StepRecord, limits: Limits, max_row: int, *, acts: bool
     ) -> tuple[StepRecord, DeviceRule]:
-        """Return the record as the device completes it, and what it knows for the next step.
+        """Return the record as the device completes it, and the state for the next step.
 
-        This is ``trainer_hooks.step.reduce_vector.judge_on_device`` in plain numbers, for logs and
-        tests.
+        Same rule as ``trainer_hooks.step.reduce_vector.judge_on_device``, with plain numbers for
+        logs and tests.
         """
         loss_limit = limits.loss if record.loss_limit is None else record.loss_limit
         norm_limit = limits.grad_norm if record.grad_norm_limit is None else record.grad_norm_limit
@@ -439,7 +439,7 @@ def _not_finite(value: float | None) -> bool:
 
 
 def is_outlier(record: StepRecord) -> bool:
-    """Return whether a finite loss or norm was above the limit in force; unknown is no outlier."""
+    """Return whether a finite loss or norm was above the limit in force; False if unknown."""
     if record.failed_ranks:
         return False
     return _is_above(record.loss, record.loss_limit) or (
@@ -466,11 +466,11 @@ def _raised(limit: float | None, least: float) -> float | None:
 
 
 def max_row(state: LadderState, config: LadderConfig) -> int:
-    """Return how many updates in a row the device may withhold; 0: outliers are applied.
+    """Return the number of updates in a row that the device may withhold; 0: outliers are applied.
 
-    The host learns of a step one step late. The bound of a window holds all the same: the device
-    counts the row itself, so with one update left it withholds none behind a step that the host
-    has not seen.
+    The host sees a step one step late. The bound of a window holds nevertheless: the device counts
+    the row itself, so with one update left it withholds none after a step that the host has not
+    seen.
     """
     clock = state.facts.clock
     if clock < state.passes_until:
@@ -489,7 +489,7 @@ def within_window(times: tuple[int, ...], clock: int, config: LadderConfig) -> t
 
 
 def note_outlier(state: LadderState, record: StepRecord, config: LadderConfig) -> LadderState:
-    """Take a step that is above its limit into the row and the count of what was withheld."""
+    """Add a step above its limit to the row, and to the withheld updates if it was withheld."""
     clock = state.facts.clock
     outlier = Outlier(record.step, record.loss, record.grad_norm, record.withheld)
     withheld = within_window(state.withheld, clock, config)
@@ -501,7 +501,7 @@ def note_outlier(state: LadderState, record: StepRecord, config: LadderConfig) -
 
 
 def note_reported(state: LadderState, record: StepRecord) -> LadderState:
-    """Take in a step that a detector reported: no state is proven healthy by it."""
+    """Add a step that a detector reported: it does not prove any state healthy."""
     outlier = Outlier(record.step, record.loss, record.grad_norm, record.withheld)
     return replace(
         state,
@@ -512,10 +512,10 @@ def note_reported(state: LadderState, record: StepRecord) -> LadderState:
 
 
 def ask_from(state: LadderState, config: LadderConfig) -> int:
-    """Return the time of the clock from which the probe may be asked about finite values again.
+    """Return the time on the clock from which the probe may run again for finite values.
 
-    The pause doubles with each question in the window: 16, 32, 64 ... steps. That is at most six
-    questions in 1,000 steps.
+    The pause doubles with each query in the window: 16, 32, 64 ... steps. That is at most six
+    queries in 1,000 steps.
     """
     asked = within_window(state.asked, state.facts.clock, config)
     return asked[-1] + (config.ask_pause << (len(asked) - 1)) if asked else 0

@@ -33,7 +33,7 @@ class EarlyStopping(Settings, frozen=True, kw_only=True):
 
 
 class Stopper(Stateful):
-    """Takes one value after the other; equal on all ranks, as it is fed with what they share."""
+    """Decides when to stop. Equal on all ranks, because all of them pass it the same values."""
 
     STATE = ("best", "best_step", "num_without")
 
@@ -43,21 +43,21 @@ class Stopper(Stateful):
 
     def _forget(self) -> None:
         self.best: float | None = None
-        """The best value so far; None before the first that is finite."""
+        """Best value so far; None before the first finite value."""
         self.best_step = -1
-        """The step that is trained next from the state which had it."""
+        """Step trained next from the state with the best value."""
         self.num_without = 0
-        """Evaluations since then, none of which was an improvement."""
+        """Number of evaluations without improvement since then."""
 
     @property
     def should_stop(self) -> bool:
-        """Whether patience is at its end."""
+        """Whether the number of evaluations without improvement has reached the patience."""
         return self.num_without >= self._config.patience
 
     def update(self, value: float, *, step: int) -> bool:
-        """Take one value in and return whether it is a new best.
+        """Add a value and return whether it is a new best.
 
-        One that is not finite is no improvement, whichever way the metric goes.
+        A non-finite value does not count as an improvement, in either mode.
 
         Args:
             value: the metric.
@@ -75,11 +75,11 @@ class Stopper(Stateful):
         if self.best is None:
             return True
         gain = self.best - value if self._config.mode == "min" else value - self.best
-        # The second test is for a delta of 0, and for one that is lost beside a large value.
+        # The second test is for a delta of 0, and for a delta lost in rounding at a large value.
         return gain >= self._config.min_delta and gain > 0.0
 
     def why(self, value: float, *, step: int) -> str:
-        """Return in words why the run ends with this value."""
+        """Return the sentence that explains why the run ends with this value."""
         config = self._config
         best = "had no finite value"
         if self.best is not None:
@@ -91,13 +91,13 @@ class Stopper(Stateful):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values, with what the numbers are of."""
+        """Return the state as plain values, with the metric and mode of the numbers."""
         return {"metric": self._config.metric, "mode": self._config.mode, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a state; from the beginning where there is none, or it is another metric's.
+        """Continue from a state; start over without one, or if it has another metric or mode.
 
-        Patience and delta are the present ones: who raises the patience trains on.
+        Patience and delta are the current settings: a higher patience continues the training.
         """
         self._forget()
         ours = {"metric": self._config.metric, "mode": self._config.mode}

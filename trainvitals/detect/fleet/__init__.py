@@ -1,4 +1,4 @@
-"""Watchers: detectors that only tell, on steps of the whole job and on samples of its nodes."""
+"""Fleet detectors: they only report, on steps of the job and on samples of its nodes."""
 
 from trainvitals.detect.fleet.set import FleetConfig, FleetDetectors
 

@@ -1,7 +1,7 @@
-"""What the watchers see, and what they share: one step of the whole job, one sample of a node.
+"""Input and base classes of fleet detectors: one step of the job, one sample of a node.
 
-The collector makes these, of the rows that all ranks wrote for a step; a replay of a stored run
-makes the same. Nothing here decides: what may act is judged in the job, on ``StepRecord`` alone.
+The collector makes these from the rows that all ranks wrote for a step; a replay of a stored run
+makes the same. Nothing here decides: actions are judged in the job, only on ``StepRecord``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Value = float | int | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedStep:
-    """One step: rank 0's columns, each rank's own, the layers' where they were written.
+    """One step: rank 0's columns, each rank's own, and the layers' if they were written.
 
     Columns have the names of ``trainvitals.catalog``. A missing one is absent or None, never 0.
     """
@@ -30,7 +30,7 @@ class MergedStep:
     run: Mapping[str, Value] = field(default_factory=dict)
     """Columns that rank 0 writes for all: ``loss``, ``learning_rate``, ``loss_scale``..."""
     ranks: Mapping[str, Sequence[Value]] = field(default_factory=dict)
-    """Columns of every rank's own, by rank: ``step_duration_seconds``, ``rank_loss``..."""
+    """Columns of each rank, by rank: ``step_duration_seconds``, ``rank_loss``..."""
     layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Columns of the layers, by layer: ``grad_norm``, ``update_norm``, ``activation_max``..."""
 
@@ -42,14 +42,14 @@ class NodeSample:
     node: str
     time_unix_ns: int
     step: int
-    """The newest step of the run that was known then."""
+    """The latest known step of the run at that time."""
     gpus: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     """Columns of every GPU, by its UUID."""
 
 
 INFINITY = math.inf
 LONGEST_SECONDS = 1e9
-"""Thirty years: a duration beyond is a broken clock, and no duration."""
+"""Thirty years: a longer duration is due to a broken clock."""
 
 
 def number(value: Value) -> float | None:
@@ -57,7 +57,7 @@ def number(value: Value) -> float | None:
     if value is None:
         return None
     if value.__class__ is float and value - value == 0.0:
-        return value  # the usual case, at the price of a comparison
+        return value  # the usual case: costs only a comparison
     try:
         converted = float(value)
     except OverflowError:
@@ -66,9 +66,9 @@ def number(value: Value) -> float | None:
 
 
 def finite(values: Sequence[Value] | None) -> tuple[Sequence[float], Sequence[int]]:
-    """Return the finite ones of all ranks' values, and which ranks they are of.
+    """Return the finite values of all ranks, and the ranks that they belong to.
 
-    Nearly always that is all of them, and one sum in C shows it.
+    Nearly always all of them are finite, and one sum in C shows it.
     """
     if not values:
         return (), ()
@@ -76,13 +76,13 @@ def finite(values: Sequence[Value] | None) -> tuple[Sequence[float], Sequence[in
         if math.isfinite(math.fsum(values)):  # type: ignore[arg-type]
             return values, range(len(values))  # type: ignore[return-value]
     except (TypeError, OverflowError, ValueError):
-        pass  # a None, a huge one, or both infinities: one by one
+        pass  # a None, a huge value, or both infinities: check them individually
     pairs = [(reading, rank) for rank, v in enumerate(values) if (reading := number(v)) is not None]
     return [reading for reading, _ in pairs], [rank for _, rank in pairs]
 
 
 def step_seconds(merged: MergedStep) -> float:
-    """Return how long the step took on the slowest rank; 0.0 where that is not known."""
+    """Return the duration of the step on the slowest rank; 0.0 if unknown."""
     durations, _ = finite(merged.ranks.get("step_duration_seconds"))
     longest = max(durations, default=0.0)
     return float(longest) if 0.0 < longest < LONGEST_SECONDS else 0.0
@@ -105,7 +105,7 @@ def tell(
     limit: float | None = None,
     onset_step: int | None = None,
 ) -> Finding:
-    """Return a finding that only tells; kind and cause are the detector's name unless given."""
+    """Return an advisory finding; kind and cause are the detector's name unless given."""
     return Finding(
         kind=kind or detector,
         level="advisory",
@@ -121,9 +121,9 @@ def tell(
 
 
 class Episode(StatefulRow):
-    """Lets a condition be told once, until it has been absent for a while.
+    """Reports a condition once, until it has been absent for a while.
 
-    Feed it only where the condition could be judged: unknown is not absent.
+    Call it only if the condition could be judged: unknown is not absent.
     """
 
     __slots__ = ("_absent", "_clear_after", "on")
@@ -135,7 +135,7 @@ class Episode(StatefulRow):
         self.on = False
 
     def begins(self, present: bool) -> bool:
-        """Take in whether the condition holds; say whether that begins an episode."""
+        """Add whether the condition holds; return whether this starts an episode."""
         if present:
             self._absent = 0
             was_on, self.on = self.on, True
@@ -148,10 +148,10 @@ class Episode(StatefulRow):
 
 
 class Watcher(Stateful):
-    """Base of the step watchers: knows when a run went back or was started anew.
+    """Base of the step detectors: detects a rollback or a new start of the run.
 
-    A subclass gives ``_judge`` and ``STATE``, ``_restarted`` where it keeps anything that a new
-    attempt makes void, and ``goes_on`` where it tells of what lasts.
+    A subclass provides ``_judge`` and ``STATE``, ``_restarted`` if it keeps state that a new
+    attempt makes void, and ``goes_on`` if it reports a lasting condition.
     """
 
     name: str
@@ -165,29 +165,29 @@ class Watcher(Stateful):
 
     @property
     def goes_on(self) -> bool:
-        """Whether what was told as it began still holds; of what happens at one step, never."""
+        """Whether a reported lasting condition still holds; never for events of one step."""
         return False
 
     def update(self, merged: MergedStep) -> tuple[Finding, ...]:
-        """Take one step in; steps come in order, a newer attempt may go back."""
+        """Add one step; steps come in order, a newer attempt may go back."""
         if self._has_seen and (merged.attempt != self._attempt or merged.step <= self._step):
             self._restarted(merged)
         self._attempt, self._step, self._has_seen = merged.attempt, merged.step, True
         return self._judge(merged)
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Drop what the first step of another attempt, or of another process, makes void."""
+        """Discard state that the first step of another attempt or process makes void."""
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         raise NotImplementedError
 
 
 class NodeWatcher(Stateful):
-    """Tells what a node's samples show. Reads no clock, draws no random number, never raises."""
+    """Reports problems in a node's samples. Reads no clock or random number, never raises."""
 
     FLAGS_ARE_NUMBERS = True
     name: str
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Take one sample in; those of one node come in order."""
+        """Add one sample; the samples of a node come in order."""
         raise NotImplementedError

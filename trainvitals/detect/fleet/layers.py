@@ -26,14 +26,14 @@ from trainvitals.records import Finding
 from trainvitals.stateful import StatefulRow, table
 
 MOST_LAYERS = 4096
-"""Layers followed; what comes beyond is not judged."""
+"""Maximum layers followed; further layers are not judged."""
 _SIGMA_PER_MEAN_DEVIATION = 1.2533
-"""Standard deviations per mean absolute deviation, where the samples are normal."""
+"""Standard deviations per mean absolute deviation for normal samples."""
 _LEAST_SPREAD = 0.05
 
 
 class Course(StatefulRow):
-    """A layer's own course: centre and mean deviation of the logarithm of a number."""
+    """A layer's trend: center and mean deviation of the logarithm of a number."""
 
     __slots__ = ("center", "count", "level", "spread", "streak")
     STATE = ("count", "center", "spread", "streak", "level")
@@ -43,12 +43,12 @@ class Course(StatefulRow):
         self.center = 0.0
         self.spread = 0.0
         self.streak = 0
-        """Samples in a row that stood out."""
+        """Samples in a row that were outside."""
         self.level = 0.0
-        """The centre that growth is counted from."""
+        """The center that growth is counted from."""
 
     def push(self, common: float, own: float, rate: float) -> None:
-        """Move with all layers by ``common``, and by what is this layer's ``own``, bounded."""
+        """Move by ``common``, shared by all layers, and by this layer's ``own``, bounded."""
         self.count += 1
         weight = 1.0 / self.count
         if weight < rate:
@@ -61,7 +61,7 @@ class Course(StatefulRow):
         self.spread = spread + weight * (abs(own) - spread)
 
     def begin(self, value: float) -> None:
-        """Start at a value, with nothing known before."""
+        """Start at a value, without earlier samples."""
         self.count, self.center, self.spread, self.streak = 1, value, 0.0, 0
 
 
@@ -96,7 +96,7 @@ class LayerConfig(Settings, frozen=True, kw_only=True):
 
 
 LEAST_LAYERS = 4
-"""With fewer there are no others to compare one with."""
+"""With fewer layers, there are no others to compare one with."""
 
 
 class LayerOutlierWatcher(Watcher):
@@ -118,11 +118,11 @@ class LayerOutlierWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether what was told as it began still holds."""
+        """Whether a reported condition still holds."""
         return self._episode.on
 
     def _numbers(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """Return what is watched, of every layer that has it and where it is above zero."""
+        """Return the judged number of every layer that has one above zero."""
         raise NotImplementedError
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
@@ -158,7 +158,7 @@ class LayerOutlierWatcher(Watcher):
         return self._tell(merged.step, numbers, outliers) if enough else ()
 
     def _stands_out(self, course: Course, own: float) -> bool:
-        """Say whether what is above the weak ratio is also out of this layer's own noise."""
+        """Return whether a value above the weak ratio also exceeds this layer's own noise."""
         sigma = _SIGMA_PER_MEAN_DEVIATION * max(course.spread, _LEAST_SPREAD)
         return own > self._config.sigmas * sigma
 
@@ -229,7 +229,7 @@ class UpdateRatioWatcher(LayerOutlierWatcher):
         return {layer: ratio for layer, ratio in _update_ratios(layers) if ratio < INFINITY}
 
     def _least(self, total: float) -> float:
-        return 0.0  # a ratio is no part of a whole
+        return 0.0  # a ratio is not a share of a total
 
 
 def _update_ratios(layers: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, float]]:
@@ -244,13 +244,13 @@ def _update_ratios(layers: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[
 COLLAPSE = "activation_collapse"
 """Kind of the findings about activations that collapse."""
 _GATED = 2
-"""Times that a module was dead and came back, from which on it is taken to be switched: an expert
-that no token of the batch was routed to, or a block that is left out at random (stochastic depth).
-How large its output is then tells how much came to it, and that it is 0 tells nothing."""
+"""Times that a module was dead and came back, from which on it counts as switched: an expert
+without any token of the batch, or a randomly omitted block (stochastic depth). The size of its
+output then depends on the number of tokens, and an output of 0 has no meaning."""
 
 
 class DeadCourse(StatefulRow):
-    """A module's own share of dead features."""
+    """A module's share of dead features over time."""
 
     __slots__ = ("count", "level", "returns", "streak")
     STATE = ("count", "level", "streak", "returns")
@@ -308,7 +308,7 @@ class ActivationWatcher(Watcher):
         "_collapse",
     )
     MAY_LACK = True
-    """Stores of an earlier version know no collapse."""
+    """States of an earlier version contain no collapse."""
 
     def __init__(self, config: ActivationConfig | None = None) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class ActivationWatcher(Watcher):
             ("activation_max", "largest magnitude", math.log(self._config.max_ratio)),
         )
         self._courses: dict[str, Course] = {}
-        """By layer and column, with a colon between."""
+        """By layer and column, separated by a colon."""
         self._dead: dict[str, DeadCourse] = {}
         """By layer."""
         self._episode = Episode(self._config.clear_after)
@@ -413,7 +413,7 @@ class ActivationWatcher(Watcher):
         )
 
     def _course(self, key: str, value: float) -> Course | None:
-        """Return the course; None where it only begins, or there are too many."""
+        """Return the trend; None if it only starts, or if there are too many."""
         course = self._courses.get(key)
         if course is None and len(self._courses) < len(self._columns) * MOST_LAYERS:
             self._courses[key] = begun = Course()
@@ -421,9 +421,9 @@ class ActivationWatcher(Watcher):
         return course
 
     def _died(self, layer: str, share: float) -> float | None:
-        """Take a share of dead features in; return the share before where it is told, else -1.
+        """Add a share of dead features; return the earlier share if it is reported, otherwise -1.
 
-        None where it is not known yet.
+        None while the earlier share is unknown.
         """
         course = self._dead.get(layer)
         if course is None:
@@ -434,14 +434,14 @@ class ActivationWatcher(Watcher):
         is_dead = share >= config.dead_ratio
         is_warm = course.count >= config.warm_up
         if course.streak and not is_dead:
-            # While a run is new nothing has died yet: there a single return is enough.
+            # In a new run no feature has died yet, so a single return is sufficient.
             course.returns = min(course.returns + 1, _GATED) if is_warm else _GATED
         course.streak = course.streak + 1 if is_dead else 0
         if not is_warm:
             course.count += 1
             course.level += max(1.0 / course.count, config.rate) * (share - course.level)
             if is_dead and course.count == config.warm_up:
-                course.level = share  # it is dead already
+                course.level = share  # already dead
             return None
         is_told = course.streak >= config.persistence and not course.is_gated
         if not is_told or course.level > config.dead_ratio / 2:
@@ -450,7 +450,7 @@ class ActivationWatcher(Watcher):
         return before
 
     def _growth(self, key: str, value: float, limit: float, *, falls: bool) -> float | None:
-        """Take one in; return its growth where that is told, 0 where not, None where unknown."""
+        """Add a value; return its growth if it is reported, 0 if not, None if unknown."""
         course = self._course(key, value)
         if course is None:
             return None

@@ -1,4 +1,4 @@
-"""Device memory that creeps up, and the steps that are left until it is used up."""
+"""Device memory that grows slowly, and the steps left until it is full."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trainvitals.stateful import StatefulRow
 from trainvitals.units import humanize_bytes
 
 _MOST_BYTES = 1e18
-"""An exabyte: more is a broken number, and no memory."""
+"""An exabyte: a larger number is invalid."""
 _LEVELS = 3
 _PER_LEVEL = 20
-"""Blocks of one level that make one of the next: 50, 1,000 and 20,000 steps long."""
+"""Blocks per block of the next level: blocks of 50, 1,000 and 20,000 steps."""
 
 
 class MemoryConfig(Settings, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class _Floors(StatefulRow):
         self.kept: list[list[float]] = []
 
     def add(self, values: Sequence[float]) -> list[float] | None:
-        """Take one row in; return the block's floors where that ends it."""
+        """Add one row; return the block's floors if this ends the block."""
         if len(values) != len(self.present):
             self.present, self.num, self.kept = list(values), 0, []
         elif self.num:
@@ -101,12 +101,12 @@ class MemoryCreepWatcher(Watcher):
         self._settling = self._config.warmup_rows
         self._scales = self._new_scales()
         self._creeps = [False] * _LEVELS
-        """Whether each scale showed a creep when it was last judged."""
+        """Whether each scale showed growth when it was last judged."""
         self._episode = Episode(self._config.clear_after)
 
     @property
     def goes_on(self) -> bool:
-        """Whether what was told as it began still holds."""
+        """Whether a reported condition still holds."""
         return self._episode.on
 
     def _new_scales(self) -> list[_Floors]:
@@ -114,7 +114,7 @@ class MemoryCreepWatcher(Watcher):
         return [_Floors(size, self._config.blocks) for size in sizes]
 
     def learn_total(self, total_bytes: float | int | None) -> None:
-        """Take in the memory of one of the run's GPUs; the smallest counts."""
+        """Set the memory of one of the run's GPUs; the smallest counts."""
         total = number(total_bytes)
         if total is not None and 0.0 < total <= _MOST_BYTES:
             self._total = min(self._total, total) if self._total else total
@@ -152,7 +152,7 @@ class MemoryCreepWatcher(Watcher):
     def _creeping(
         self, merged: MergedStep, kept: list[list[float]], length: int
     ) -> list[tuple[float, int, float, int]]:
-        """Return the steps left, the rank, its bytes a step and the onset, of ranks that creep."""
+        """Return steps left, rank, bytes per step and onset, for each rank with growth."""
         config, leaks = self._config, []
         peaks, ranks = finite(merged.ranks.get("memory_peak_bytes"))
         peak_of = dict(zip(ranks, peaks, strict=True))

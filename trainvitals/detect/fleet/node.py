@@ -26,7 +26,7 @@ from trainvitals.stateful import StatefulRow, table
 from trainvitals.units import humanize
 
 MOST_GPUS = 65536
-"""GPUs followed; what comes beyond is not judged."""
+"""Maximum GPUs followed; further GPUs are not judged."""
 
 POWER_CAP, HARDWARE_SLOWDOWN, SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE = 4, 8, 32, 64, 128
 """Bits of ``throttle_reasons``, as nvml.h defines them (nvmlClocksEventReason...)."""
@@ -55,7 +55,7 @@ XIDS: dict[int, str] = {
     63: "a memory row is marked for remapping at the next reset",
     94: "a contained memory error: the program must be started again",
 }
-"""Xids that a program can cause, or survive, by the same catalogue."""
+"""Xids that a program can cause, or survive, according to the same catalog."""
 
 
 class ThrottleConfig(Settings, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class ThrottleConfig(Settings, frozen=True, kw_only=True):
 
 
 class _Clocks(StatefulRow):
-    """What is kept of one GPU's clocks."""
+    """State of one GPU's clocks."""
 
     STATE = ("hot", "capped", "highest", "slowed", "cap")
 
@@ -99,7 +99,7 @@ class GpuThrottleWatcher(NodeWatcher):
         return _Clocks(self._config.clear_after)
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Take one sample in; those of one node come in order."""
+        """Add one sample; the samples of a node come in order."""
         findings = []
         for uuid, columns in sample.gpus.items():
             mask = columns.get("throttle_reasons")
@@ -114,7 +114,7 @@ class GpuThrottleWatcher(NodeWatcher):
         return tuple(findings)
 
     def now(self, uuid: str) -> str:
-        """Return what slows a GPU's clocks at present, in words; "" where nothing is known to."""
+        """Return the reason for a GPU's currently slow clocks as text; "" if there is none."""
         for (_, known), clocks in self._gpus.items():
             if known == uuid:
                 if clocks.hot >= self._config.samples:
@@ -124,7 +124,7 @@ class GpuThrottleWatcher(NodeWatcher):
         return ""
 
     def _slowed(self, clocks: _Clocks, mask: int, columns: Mapping[str, Value]) -> str:
-        """Return what is to be said of a GPU's clocks, or nothing."""
+        """Return the finding's text about a GPU's clocks, or nothing."""
         config = self._config
         clock = number(columns.get("sm_clock_hertz"))
         if clock is not None and clock > clocks.highest:
@@ -163,7 +163,7 @@ def _cause(mask: int) -> str:
 
 
 def _shown(columns: Mapping[str, Value]) -> str:
-    """Return the numbers that belong to slowed clocks, as far as they are known."""
+    """Return the known numbers about slow clocks."""
     parts = []
     for column, unit in (
         ("temperature_celsius", "celsius"),
@@ -191,7 +191,7 @@ class GpuErrorConfig(Settings, frozen=True, kw_only=True):
 
 
 class _Errors(StatefulRow):
-    """What is kept of one GPU's errors; -1 where a counter was not seen yet."""
+    """State of one GPU's errors; -1 for a counter that was not seen yet."""
 
     STATE = ("uncorrected", "corrected", "since_ns", "xid", "ecc", "many")
 
@@ -215,7 +215,7 @@ class GpuErrorWatcher(NodeWatcher):
         return _Errors(self._config.clear_after)
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Take one sample in; those of one node come in order."""
+        """Add one sample; the samples of a node come in order."""
         findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
             kept = _of(self._gpus, (sample.node, uuid), self._new)
@@ -229,7 +229,7 @@ class GpuErrorWatcher(NodeWatcher):
             if code >= 0:
                 findings += self._xid(sample, uuid, kept, code)
             elif kept.xid < 0:
-                kept.xid = 0  # the GPU answers and shows none: what comes is new
+                kept.xid = 0  # the GPU responds without a code: later codes are new
         return tuple(findings)
 
     def _uncorrected(
@@ -247,7 +247,7 @@ class GpuErrorWatcher(NodeWatcher):
     def _corrected(
         self, sample: NodeSample, uuid: str, kept: _Errors, count: int
     ) -> tuple[Finding, ...]:
-        """Count within spans of time, each from zero."""
+        """Count within time windows, each from zero."""
         config, now = self._config, sample.time_unix_ns
         is_old = not 0 <= now - kept.since_ns <= config.corrected_seconds * 1e9
         if kept.corrected < 0 or count < kept.corrected or is_old:
@@ -270,7 +270,7 @@ class GpuErrorWatcher(NodeWatcher):
         )
 
     def _xid(self, sample: NodeSample, uuid: str, kept: _Errors, code: int) -> tuple[Finding, ...]:
-        """A code is told when it comes up: the driver keeps showing the last one."""
+        """Report a code when it appears: the driver keeps showing the last one."""
         before, kept.xid = kept.xid, code
         if before < 0 or code in (0, before):
             return ()
@@ -317,7 +317,7 @@ class GpuLostWatcher(NodeWatcher):
         self._missing: dict[str, dict[str, int]] = {}
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Take one sample in; those of one node come in order."""
+        """Add one sample; the samples of a node come in order."""
         missing = self._missing.setdefault(sample.node, {})
         answering = {
             uuid
@@ -328,7 +328,7 @@ class GpuLostWatcher(NodeWatcher):
         lost = []
         for uuid in [uuid for uuid in missing if uuid not in answering]:
             was = missing[uuid]
-            if was >= 0:  # -1 once told
+            if was >= 0:  # -1 once reported
                 missing[uuid] = -1 if was + 1 >= limit else was + 1
                 if missing[uuid] < 0:
                     lost.append(uuid)
@@ -345,7 +345,7 @@ class GpuLostWatcher(NodeWatcher):
 
 
 def _of(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> Any:
-    """Return what is kept of a GPU, made where it is new; None where there are too many."""
+    """Return the state of a GPU, created if it is new; None if there are too many."""
     kept = gpus.get(key)
     if kept is None and len(gpus) < MOST_GPUS:
         gpus[key] = kept = make()
@@ -353,7 +353,7 @@ def _of(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> An
 
 
 def _count(value: Value) -> int:
-    """Return a counter's value, -1 where it is none."""
+    """Return a counter's value; -1 if it is not a counter value."""
     return value if isinstance(value, int) and value >= 0 else -1
 
 

@@ -1,8 +1,8 @@
-"""What steers the update: the learning rate, and the gradient scaler of float16.
+"""Settings of the update: the learning rate, and the gradient scaler of float16.
 
-The rate is judged by its own course: no schedule has to be declared. What is judged is what the
-schedule asked for. Where the escalation policy cut or held the rate, its factor (``lr_factor``) is
-taken out first: its own cuts come back by themselves.
+The rate is compared with its own history: no schedule has to be declared. The scheduled rate is
+judged. If the escalation policy cut or held the rate, its factor (``lr_factor``) is removed first:
+its own cuts end by themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainvitals.stateful import hexadecimal, row
 
 _NEWEST = 512
 _MOST = 2048
-"""Rates kept: the newest as they were, older ones ever more sparsely."""
+"""Maximum rates kept: the latest in full, older ones with increasing gaps."""
 
 
 class LearningRateConfig(Settings, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class LearningRateWatcher(Watcher):
         "_is_decayed",
         row("episodes", "_jumps", "_zero", "_nonfinite"),
     )  # fmt: skip
-    MAY_LACK = True  # states of older versions do not have whether the rate has decayed
+    MAY_LACK = True  # states of older versions lack ``_is_decayed``
 
     def __init__(self, config: LearningRateConfig | None = None) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class LearningRateWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether what was told as it began still holds."""
+        """Whether a reported condition still holds."""
         return self._zero.on or self._nonfinite.on
 
     def _restarted(self, merged: MergedStep) -> None:
@@ -124,7 +124,7 @@ class LearningRateWatcher(Watcher):
         is_jump = not is_declared and self._is_jump(rate)
         if self._jumps.begins(is_jump) and last is not None:
             findings.append(self._told_jump(merged.step, last, rate))
-        if not is_jump:  # one that stays is the course of the next step
+        if not is_jump:  # a lasting jump becomes normal in the next step
             self._follow(rate)
             self._remember(merged.step, rate)
         findings.extend(self._stuck(merged, rate))
@@ -146,7 +146,7 @@ class LearningRateWatcher(Watcher):
     # -------------------------------------------------------------------------------- the course
 
     def _is_jump(self, rate: float) -> bool:
-        """Return whether the rate is far above the one before, and above all so far."""
+        """Return whether the rate is far above the previous one, and above all earlier ones."""
         config, last, peak = self._config, self._last, self._peak
         if last is None or not self._is_warm:
             return False
@@ -161,7 +161,7 @@ class LearningRateWatcher(Watcher):
         self._is_warm = self._is_warm or (self._peak > 0.0 and is_over)
 
     def _stuck(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
-        """A group may be frozen by a rate of 0; all groups may not."""
+        """Report a rate stuck at 0. A group may be frozen by a rate of 0; all groups may not."""
         is_zero = rate == 0.0 and not any(
             name.startswith("learning_rate.") and (number(value) or 0.0) > 0.0
             for name, value in merged.run.items()
@@ -192,9 +192,10 @@ class LearningRateWatcher(Watcher):
     # -------------------------------------------------------------------------------- resuming
 
     def _forgotten(self, step: int, rate: float) -> tuple[Finding, ...]:
-        """Compare the first rate of a new attempt with the last one's there, then forget that.
+        """Compare the first rate of a new attempt with the previous attempt's rate at this step.
 
-        Beyond what was seen a schedule may fall, but not rise, nor be again what it began with.
+        The previous rates are then discarded. After the last seen step a schedule may fall, but may
+        not rise or return to its first rate.
         """
         self._is_resumed = False
         expected, keep = self._expected(step), bisect_left(self._steps, step)
@@ -222,7 +223,7 @@ class LearningRateWatcher(Watcher):
         )
 
     def _expected(self, step: int) -> tuple[float, float] | None:
-        """Return between what values the rate lay around a step, None where that is not known."""
+        """Return the range of the rate around a step; None if it is unknown."""
         steps, rates = self._steps, self._rates
         if len(steps) < 2 or step < steps[0]:
             return None
@@ -238,7 +239,7 @@ class LearningRateWatcher(Watcher):
         return (low, high) if math.isfinite(high) else None
 
     def _remember(self, step: int, rate: float) -> None:
-        """Keep the course; a constant stretch by its two ends, old steps ever more sparsely."""
+        """Keep the rates; a constant stretch by its two ends, old steps with increasing gaps."""
         steps, rates = self._steps, self._rates
         if len(rates) > 1 and rates[-1] == rate == rates[-2]:
             steps[-1] = step
@@ -250,7 +251,7 @@ class LearningRateWatcher(Watcher):
 
 
 def _requested(applied: float | None, factor: float | None) -> float | None:
-    """Return the schedule's rate; as it was applied where no factor of the policy is known."""
+    """Return the scheduled rate; the applied one if no factor of the policy is known."""
     if applied is None or factor is None or not 0.0 < factor < 1.0:
         return applied
     asked = applied / factor
@@ -321,11 +322,11 @@ class LossScaleWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether what was told as it began still holds."""
+        """Whether a reported condition still holds."""
         return self._low.on or self._collapse.on or self._rate.on
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Forget the search's state: a new process begins with the scaler's first scale."""
+        """Discard the state of the search: a new process starts with the scaler's first scale."""
         self._scale = self._count = None
         self._bits = self._rows = self._in_row = self._calm = 0
         self._is_settled = False
@@ -389,7 +390,7 @@ class LossScaleWatcher(Watcher):
         return tuple(findings)
 
     def _too_often(self, step: int) -> tuple[Finding, ...]:
-        """Judge the share of the last 100 steps; before there are so many, that of those few."""
+        """Judge the share of the last 100 steps, or of all steps if there are fewer."""
         num = self._bits.bit_count()
         ratio, limit = num / _WINDOW, self._config.overflow_ratio
         if self._rows < _WINDOW and not (self._is_settled and ratio > limit):

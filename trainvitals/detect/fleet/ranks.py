@@ -1,4 +1,4 @@
-"""Waiting for data, one rank's loss against the others', and gradients that do not add up."""
+"""Waits for data, one rank's loss compared with the others', and wrong gradient sums."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class DataBoundWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether what was told as it began still holds."""
+        """Whether a reported condition still holds."""
         return self._episode.on
 
     def _restarted(self, merged: MergedStep) -> None:
@@ -110,7 +110,7 @@ class DataBoundWatcher(Watcher):
 
     def _block_ended(self, step: int) -> tuple[Finding, ...]:
         config = self._config
-        scale = max(self._durations)  # keeps sums of any floats finite
+        scale = max(self._durations)  # keeps sums of arbitrary floats finite
         pairs = sorted(zip(self._waits, self._durations, strict=True))
         pairs = pairs[: len(pairs) - config.left_out]
         waited = sum(wait / scale for wait, _ in pairs)
@@ -149,7 +149,7 @@ class DataBoundWatcher(Watcher):
 
 
 _LEAST_RANKS = 3
-"""Of two that differ nobody knows which is off."""
+"""With two ranks that differ, the wrong one is unknown."""
 
 
 class RankLossConfig(Settings, frozen=True, kw_only=True):
@@ -184,12 +184,12 @@ class RankLossWatcher(Watcher):
         super().__init__()
         self._config = config or RankLossConfig()
         self._counts: dict[int, tuple[int, int]] = {}
-        """By rank: steps off, below zero for the lower side, and since when."""
+        """By rank: steps off, below zero for the lower side, and the first of them."""
         self._told: set[int] = set()
 
     @property
     def goes_on(self) -> bool:
-        """Whether what was told as it began still holds."""
+        """Whether a reported condition still holds."""
         return bool(self._told)
 
     def _restarted(self, merged: MergedStep) -> None:

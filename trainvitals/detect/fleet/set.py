@@ -1,4 +1,4 @@
-"""All watchers as one: what the collector feeds, live or in a replay."""
+"""All fleet detectors together, as the collector runs them, live or in a replay."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from trainvitals.stateful import Stateful, row
 
 _KEPT_CHECKPOINTS = 16
 _BY_CLOCKS = ("straggler_forward", "straggler_backward", "straggler_optimizer", "straggler")
-"""What slow clocks make slow; the last is of ranks whose steps are not placed."""
+"""Findings that slow clocks can explain; the last covers ranks whose steps are not placed."""
 
 
 class FleetConfig(Settings, frozen=True, kw_only=True):
@@ -98,10 +98,10 @@ class FleetConfig(Settings, frozen=True, kw_only=True):
 
 
 class FleetDetectors(Stateful):
-    """Feeds every watcher of one run, in a fixed order. Reads no clock and never raises on data.
+    """Runs every fleet detector of a run, in a fixed order. Reads no clock, never raises on data.
 
     Call ``update`` with each merged step, ``update_node`` with each node's sample, ``saved`` with
-    each checkpoint, and ``idle`` now and then with the time.
+    each checkpoint, and ``idle`` periodically with the time.
     """
 
     STATE = ("_watchers", "_last", row("told", "_is_stalled", "_is_overdue"), "_checkpoints")
@@ -113,7 +113,7 @@ class FleetDetectors(Stateful):
         self._memory = MemoryCreepWatcher(config.memory)
         self._clocks = GpuThrottleWatcher(config.throttle)
         self.gpus: Mapping[int, str] = {}
-        """By rank, the UUID of the GPU it trains on, as far as it is known."""
+        """By rank, the UUID of its GPU, if known."""
         self._of_steps: tuple[Watcher, ...] = (
             LearningRateWatcher(config.learning_rate),
             LossScaleWatcher(config.loss_scale),
@@ -135,18 +135,18 @@ class FleetDetectors(Stateful):
         )
         self._watchers = {watcher.name: watcher for watcher in (*self._of_steps, *self._of_nodes)}
         self._last: Sequence[int] | None = None
-        """Step and time of the newest step."""
+        """Step and time of the latest step."""
         self._is_stalled = self._is_overdue = False
         self._checkpoints: list[int] = []
         self._interval: int | None = None
 
     @property
     def period(self) -> int:
-        """Distance in steps of the slow steps that come at intervals; 0 where none is known."""
+        """Distance in steps of periodic slow steps; 0 if unknown."""
         return self._throughput.pace.period
 
     def update(self, merged: MergedStep) -> tuple[Finding, ...]:
-        """Take one step in and return all that is to be told about it."""
+        """Add one step and return all findings about it."""
         findings: list[Finding] = []
         for watcher in self._of_steps:
             of_watcher = watcher.update(merged)
@@ -158,7 +158,7 @@ class FleetDetectors(Stateful):
         return tuple(findings)
 
     def _with_gpu(self, finding: Finding) -> Finding:
-        """Return a late rank's finding with its GPU's clocks, where they explain what is slow."""
+        """Add the state of its GPU's clocks to a late rank's finding, if they explain it."""
         if finding.cause not in _BY_CLOCKS or finding.rank not in self.gpus:
             return finding
         uuid = self.gpus[finding.rank]
@@ -168,7 +168,7 @@ class FleetDetectors(Stateful):
         return msgspec.structs.replace(finding, reason=reason, cause="straggler_gpu")
 
     def update_node(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Take one sample of a node in and return all that is to be told about it."""
+        """Add one sample of a node and return all findings about it."""
         for columns in sample.gpus.values():
             total = columns.get("memory_total_bytes")
             if total is not None:
@@ -176,13 +176,13 @@ class FleetDetectors(Stateful):
         return tuple(finding for w in self._of_nodes for finding in w.update(sample))
 
     def lasting(self) -> frozenset[str]:
-        """Return the detectors of which something that was told as it began still holds."""
+        """Return the detectors with a reported condition that still holds."""
         return frozenset(watcher.name for watcher in self._of_steps if watcher.goes_on)
 
     def idle(self, now_ns: int) -> tuple[Finding, ...]:
-        """Return what is to be told of a step that does not come; once, until one does.
+        """Return the finding about a step that does not arrive; once, until one does.
 
-        ``now_ns`` must be of the clock of the steps' ``time_unix_ns``.
+        ``now_ns`` must be from the clock of the steps' ``time_unix_ns``.
         """
         if self._last is None or self._is_stalled:
             return ()
@@ -200,12 +200,12 @@ class FleetDetectors(Stateful):
         return () if finding is None else (finding,)
 
     def resumed(self, now_ns: int) -> None:
-        """Take in that a person let the run go on: the next step is waited for from now on."""
+        """Note that an operator resumed the run: the stall timer starts now."""
         if self._last is not None:
             self._last, self._is_stalled = (self._last[0], now_ns), False
 
     def saved(self, step: int) -> None:
-        """Take in that the checkpoint of ``step`` is on disk."""
+        """Note that the checkpoint of ``step`` is on disk."""
         kept = [earlier for earlier in self._checkpoints if earlier < step]
         self._checkpoints = [*kept, step][-_KEPT_CHECKPOINTS:]
         self._interval = usual_interval(self._checkpoints)
@@ -224,6 +224,6 @@ class FleetDetectors(Stateful):
         return () if finding is None else (finding,)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the set that gave ``state``; a watcher it did not have starts anew."""
+        """Continue as the set that returned ``state``; a detector missing in it starts empty."""
         super().load_state_dict(state)
         self._interval = usual_interval(self._checkpoints)

@@ -1,4 +1,4 @@
-"""How long steps take: what is usual, a throughput that falls, what does not come in time."""
+"""Durations of steps: the usual one, a throughput that falls, overdue steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Kind = Literal["ordinary", "periodic", "slow"]
 
 _KEPT_SLOW = 64
 _IN_ROW = 4
-"""Slow steps at equal distances that make a period: three distances are no accident."""
+"""Slow steps at equal distances that form a period: three distances are not a coincidence."""
 
 
 class PaceConfig(Settings, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class Pace(Stateful):
         self._streak: list[float] = []
         self._longest = (0.0, 0.0)
         self.period = 0
-        """Distance of the newest periodic slow steps; 0 until one is known."""
+        """Distance of the latest periodic slow steps; 0 until one is known."""
 
     @property
     def typical_seconds(self) -> float | None:
@@ -69,16 +69,16 @@ class Pace(Stateful):
 
     @property
     def longest_seconds(self) -> float:
-        """The second longest step: what happened once (a hang that ended) is no measure."""
+        """The second longest step: a single long step (a hang that ended) is not typical."""
         return self._longest[1]
 
     @property
     def longest_once_seconds(self) -> float:
-        """The longest step: the run came past it, so an evaluation as long may come again."""
+        """The longest step: the run survived it, so an equally long evaluation may recur."""
         return self._longest[0]
 
     def push(self, step: int, seconds: float) -> Kind:
-        """Take one step's duration in, finite and above zero, and return of what kind it is."""
+        """Add one step's duration, finite and above zero, and return its kind."""
         if seconds > self._longest[1]:
             self._longest = (max(seconds, self._longest[0]), min(seconds, self._longest[0]))
         usual = self.typical_seconds
@@ -108,7 +108,7 @@ class Pace(Stateful):
         return cycle > 0
 
     def went_back(self, step: int) -> None:
-        """Forget the slow steps that are made again."""
+        """Discard the slow steps that are made again."""
         self._slow = [slow for slow in self._slow if slow < step]
         self._streak.clear()
 
@@ -183,7 +183,7 @@ class ThroughputWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether what was told as it began still holds."""
+        """Whether a reported condition still holds."""
         return self._episode.on
 
     def _restarted(self, merged: MergedStep) -> None:
@@ -215,7 +215,7 @@ class ThroughputWatcher(Watcher):
         return self._measured(merged.step, cost)
 
     def _start_anew(self, *, per_token: bool, world_size: int) -> None:
-        """Forget the reference: what is measured, or how many measure it, has changed."""
+        """Discard the reference: the measure, or the number of ranks, has changed."""
         self._per_token, self._world_size = per_token, world_size
         self._block.clear()
         self._blocks.clear()
@@ -268,7 +268,7 @@ def _exp(value: float) -> float:
     return math.exp(max(-700.0, min(700.0, value)))
 
 
-# ----------------------------------------------------------------------------- what does not come
+# ------------------------------------------------------------------------------ what is overdue
 
 
 class StallConfig(Settings, frozen=True, kw_only=True):
@@ -316,7 +316,7 @@ def stalled(
     longest_once_seconds: float = 0.0,
     config: StallConfig = _STALL,
 ) -> Finding | None:
-    """Say whether the step after ``last_step`` takes too long.
+    """Return a finding if the step after ``last_step`` takes too long.
 
     Both times must come from the same clock. A clock that jumped back is not a stall.
     """
@@ -344,7 +344,7 @@ def stalled(
 
 
 def usual_interval(checkpoint_steps: Sequence[int]) -> int | None:
-    """Return the median distance of checkpoints, in steps; None for less than two."""
+    """Return the median distance of checkpoints, in steps; None for fewer than two."""
     steps = sorted(set(checkpoint_steps))
     gaps = [after - before for before, after in pairwise(steps)]
     return int(upper_median(gaps)) if gaps else None
@@ -357,7 +357,7 @@ def checkpoint_overdue(
     interval: int | None,
     config: CheckpointConfig = _CHECKPOINT,
 ) -> Finding | None:
-    """Say whether a checkpoint is missing at a step; None where the interval is not known."""
+    """Return a finding if a checkpoint is missing at a step; None if the interval is unknown."""
     if interval is None or interval < 1:
         return None
     age, limit = step - newest_checkpoint_step, config.ratio * interval

@@ -1,4 +1,4 @@
-"""The rank that all others wait for: who, by what, how often, and what it costs."""
+"""The rank that all others wait for: its number, the cause, the frequency, and the cost."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class StragglerConfig(Settings, frozen=True, kw_only=True):
 
 
 class _Part(NamedTuple):
-    """A part of the step that is a rank's own."""
+    """A part of the step that belongs to one rank."""
 
     column: str
     cause: str
     words: str
     is_before: bool = True
-    """Whether it lies before the wait for gradients, and not between that and the exchange."""
+    """Whether it is before the wait for gradients, not between that and the exchange."""
 
 
 _PARTS = (
@@ -81,20 +81,20 @@ _PARTS = (
     _Part("after_backward_seconds", "host", "its loop after backward", is_before=False),
 )
 _BETWEEN = ("monitor_seconds", "after_backward_seconds")
-"""What lies, or may lie, between the wait for gradients and the exchange."""
+"""Columns that are, or may be, between the wait for gradients and the exchange."""
 _LINK = _Part("", "link", "the other ranks' gradients")
 _QUEUE = _Part("run_queue_seconds", "host", "the wait for a CPU core")
-"""Why other parts are long, and no part beside them."""
+"""Reason for the length of other parts; not a separate part of the step."""
 _DIFFUSE = _Part("", "host", "all parts of its step")
 _UNKNOWN = _Part("", "", "")
 _LASTING = (_QUEUE, _DIFFUSE, _UNKNOWN)
-"""What must last longer to be told: mostly it passes."""
+"""Causes that must last longer before a report: most of them end by themselves."""
 _CAUSES = (*_PARTS, _LINK, _QUEUE)
 _FIGURES = 2 + 2 * len(_CAUSES)
-"""Numbers kept of a late rank in a step: which, how late, and of each part its own and the usual
-seconds."""
+"""Numbers kept per late rank and step: the rank, its lateness, and for each part its own and the
+usual seconds."""
 _MOST_RANKS = 8
-"""Late ranks of a step that are kept; of one node they are late together."""
+"""Maximum late ranks kept per step; the ranks of one node are late together."""
 _LONGEST_PERIOD = 5
 _TRIMMED = 0.1
 """Share of the steps left out of the mean at either end."""
@@ -120,17 +120,17 @@ class StragglerWatcher(Watcher):
         self._window: deque[list[Any]] = deque(maxlen=self._config.window)
         """Step, seconds, and the figures of each late rank."""
         self._optimizer: list[Value] = []
-        """Seconds of the last step's optimizers by rank, where they differ: the others wait for
-        them in the next step."""
+        """Seconds of the last step's optimizers by rank, if they differ: the others wait for them
+        in the next step."""
         self._since: dict[int, tuple[int]] = {}
-        """By rank that is late enough to be told: steps for which it has been."""
+        """By rank that is late enough for a report: number of steps since then."""
         self._told: dict[int, tuple[int, int, int, int]] = {}
-        """By rank that was told: steps since it was last late, whether it is at every n-th, by
-        which cause, and for how many steps it has been by another."""
+        """By reported rank: steps since it was last late, whether it is late periodically, the
+        cause, and the number of steps with another cause."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether what was told as it began still holds."""
+        """Whether a reported condition still holds."""
         return bool(self._told)
 
     def _restarted(self, merged: MergedStep) -> None:
@@ -167,7 +167,7 @@ class StragglerWatcher(Watcher):
         return (self._tell(merged, courses[worst], [r for r in fresh if r != worst]),)
 
     def _ease(self, courses: Mapping[int, _Course]) -> None:
-        """Forget whom was told of and has long been in time: it can be told again."""
+        """Remove reported ranks that have been in time for long: they can be reported again."""
         for rank, (absent, is_periodic, cause, changed) in list(self._told.items()):
             course = courses.get(rank)
             share = 0.0 if course is None else course.mean_share if is_periodic else course.recent
@@ -183,7 +183,7 @@ class StragglerWatcher(Watcher):
         self._optimizer = [number(value) for value in seconds] if differ else []
 
     def _course(self, rank: int) -> _Course:
-        """Return how late the rank was in each step of the window, as shares of the step."""
+        """Return the rank's lateness in each step of the window, as shares of the step."""
         shares, figures = [], []
         for _, duration, late in self._window:
             own = next((f for f in late if f[0] == rank), None)
@@ -205,7 +205,7 @@ class StragglerWatcher(Watcher):
         return course.share >= limit and course.period(config.hits) > 0
 
     def _is_by_another(self, course: _Course) -> bool:
-        """Return whether a rank that was told has been late by another cause for some steps."""
+        """Return whether a reported rank has been late by another cause for some steps."""
         absent, is_periodic, told, changed = self._told[course.rank]
         now = _cause(course.late)
         is_another = now not in _LASTING and _index(now) != told
@@ -216,7 +216,7 @@ class StragglerWatcher(Watcher):
     def _is_clear(self, course: _Course) -> bool:
         """Return whether one part explains the lateness, or it has lasted long enough."""
         is_clear = _cause(course.late) not in _LASTING
-        # Where nothing is placed there is no cause to wait for.
+        # If no part is placed, no cause can be expected.
         is_placed = any(_seconds_in(part, course.late)[1] for part in _PARTS[1:])
         lasted = self._since[course.rank][0] > self._config.diffuse_steps
         return is_clear or not is_placed or lasted
@@ -234,7 +234,7 @@ class StragglerWatcher(Watcher):
             )
         part = _cause(late)
         own, usual = _seconds_in(part, late)
-        lasted = self._since[course.rank][0]  # the window does not reach as far back
+        lasted = self._since[course.rank][0]  # may start before the window
         since = min(self._window[course.onset(self._config.steps)][0], merged.step - lasted + 1)
         why = ""
         if part.cause == "link":
@@ -276,11 +276,11 @@ class StragglerWatcher(Watcher):
 
 
 class _Course(NamedTuple):
-    """How late a rank was in the steps of the window."""
+    """Lateness of a rank in the steps of the window."""
 
     rank: int
     shares: list[float]
-    """Of each step; below 0 where another rank was late, and it was not."""
+    """Share of each step; below 0 if another rank was late, and this one was not."""
     figures: list[list[float] | None]
     recent: float
     """Robust mean of the last steps."""
@@ -294,7 +294,7 @@ class _Course(NamedTuple):
 
     @property
     def mean_share(self) -> float:
-        """Plain mean over the window: of what comes at every n-th step, a robust one has little."""
+        """Plain mean over the window: a robust mean would ignore periodic late steps."""
         return math.fsum(self.shares) / len(self.shares)
 
     @property
@@ -308,7 +308,7 @@ class _Course(NamedTuple):
         return len(self.late)
 
     def onset(self, steps: int) -> int:
-        """Return where in the window it began: from there on it is late in most steps."""
+        """Return its start in the window: from there on it is late in most steps."""
         if self.num_late < steps:
             return next(i for i, figures in enumerate(self.figures) if figures is not None)
         best, start, balance = 0.0, len(self.figures) - 1, 0.0
@@ -319,7 +319,7 @@ class _Course(NamedTuple):
         return start
 
     def period(self, hits: int) -> int:
-        """Return the distance at which the rank alone is late, 0 where there is none.
+        """Return the distance at which only this rank is late; 0 if there is none.
 
         One step in six may be off: noise hides a late step, or adds one.
         """
@@ -343,7 +343,7 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
     if not waits:
         return _unplaced(columns, exchange, least)
     spread = [max(w.values()) - min(w.values()) for w in (waits, exchange) if w]
-    if sum(spread) <= least:  # nearly always, and at the price of no median
+    if sum(spread) <= least:  # nearly always, and without computing a median
         return []
     late = [
         (rank, by_wait, by_exchange)
@@ -362,11 +362,11 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
         excess = [max(0.0, a - b) for a, b in zip(own, usual, strict=True)]
         before = sum(e for e, part in zip(excess, _PARTS, strict=True) if part.is_before)
         after = sum(excess[i] for i, part in enumerate(_PARTS) if part.column in _BETWEEN)
-        # Who only has the gradients sooner than the others is not late.
+        # A rank that only has the gradients sooner than the others is not late.
         lateness = min(by_wait, before) + by_exchange
         if lateness > least:
-            # Between the two waits lie its own loop and our preparation; what they do not explain,
-            # it lost by having the gradients later.
+            # Between the two waits are its own loop and our preparation; it lost the time that they
+            # do not explain by having the gradients later.
             by_link = max(0.0, by_exchange - after)
             pairs = [x for pair in zip(own, usual, strict=True) for x in pair]
             of_queue = (queued.get(rank, usually_queued), usually_queued)
@@ -377,7 +377,7 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
 def _unplaced(
     columns: Mapping[str, Sequence[Value]], exchange: Mapping[int, float], least: float
 ) -> list[list[float]]:
-    """Return the same where forward and backward were not placed: by the exchange and the data.
+    """Return the same without placed forward and backward: from the exchange and the data.
 
     With gradients summed during backward, the wait for data is then the only visible sign.
     """
@@ -398,7 +398,7 @@ def _unplaced(
 def _earlier(
     waits: Mapping[int, float], exchange: Mapping[int, float]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield each rank, and by how much it waits less than the others at both places."""
+    """Yield each rank, and how much less than the others it waits at both places."""
     middle = upper_median(list(waits.values())) if len(waits) > 1 else 0.0
     of_exchange = upper_median(list(exchange.values())) if len(exchange) > 1 else 0.0
     for rank, waited in waits.items():
@@ -408,9 +408,9 @@ def _earlier(
 
 
 def _cause(late: Sequence[Sequence[float]]) -> _Part:
-    """Return the part that is longest beyond the others', if it explains half of the lateness.
+    """Return the part with the largest excess, if it explains half of the lateness.
 
-    Whose thread waits for a core is late in other parts by just that.
+    If a thread waits for a core, its other parts are longer by exactly that wait.
     """
     lateness = _median([figures[1] for figures in late])
     *excess, by_queue = (own - usual for own, usual in (_seconds_in(p, late) for p in _CAUSES))
@@ -422,7 +422,7 @@ def _cause(late: Sequence[Sequence[float]]) -> _Part:
 
 
 def _index(part: _Part) -> int:
-    """Return a part's place among the causes, -1 for one that is none of them."""
+    """Return a part's position among the causes; -1 if it is not among them."""
     return _CAUSES.index(part) if part in _CAUSES else -1
 
 
@@ -432,13 +432,13 @@ def _seconds_in(part: _Part, late: Sequence[Sequence[float]]) -> tuple[float, fl
         return 0.0, 0.0
     i = 2 + 2 * _CAUSES.index(part)
     late = [figures for figures in late if len(figures) == _FIGURES]
-    if not late:  # of a state that was stored before a part was added
+    if not late:  # from a state that was stored before a part was added
         return 0.0, 0.0
     return _median([figures[i] for figures in late]), _median([figures[i + 1] for figures in late])
 
 
 def _by_rank(columns: Mapping[str, Sequence[Value]], name: str) -> dict[int, float]:
-    """Return a column's finite values of at least two ranks; nothing of fewer."""
+    """Return a column's finite values of at least two ranks; nothing for fewer."""
     values, ranks = finite(columns.get(name))
     if len(values) < 2:
         return {}

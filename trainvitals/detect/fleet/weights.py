@@ -1,4 +1,4 @@
-"""The norm of all weights: it moves slowly, whatever the loss does."""
+"""The norm of all weights: it moves slowly, regardless of the loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainvitals.detect.fleet.base import Episode, MergedStep, Watcher, number, 
 from trainvitals.records import Finding
 
 _MAX_SAMPLES = 64
-"""Samples that the usual change is taken from: 640 steps by default."""
+"""Samples that define the usual change: 640 steps by default."""
 
 
 class WeightNormConfig(Settings, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class WeightNormWatcher(Watcher):
         return self._episode.on
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Forget the samples: another attempt begins with other weights."""
+        """Discard the samples: another attempt starts with other weights."""
         self._logarithms.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
@@ -70,7 +70,7 @@ class WeightNormWatcher(Watcher):
             return ()
         samples = list(logarithms)
         change = samples[-1] - samples[-1 - span]
-        # Changes that overlap with the newest one would hide it.
+        # Changes that overlap with the latest one would hide it.
         earlier = samples[: -span or None]
         usual = upper_median(
             [abs(later - before) for before, later in zip(earlier, earlier[span:], strict=False)]
