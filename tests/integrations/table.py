@@ -17,8 +17,8 @@ and the signals of each step, compared with a computation without any framework.
   true number. Finite outliers follow [the rules](guides/bad-steps.md).
 - *abstains*: not available there, and not guessed: the signal is missing, the rule is silent.
 - *its own*: the framework's own skip, counted as such and not as a fault.
-- *held back*: the loop does not clip the norm, or its limit is unknown, so it counts as a loop
-  without a clip.
+- *no clip*: the loop does not clip the norm, or its limit is unknown; the state then counts as
+  damaged later.
 
 Vitals stores guarded runs in `./vitals_runs` (or `VITALS_DIR`): `vitals runs vitals_runs` lists
 them, `vitals show` has a run's curves and decisions, `vitals why vitals_runs STEP` explains one
@@ -68,7 +68,7 @@ def render(notice: str, versions: dict[str, dict[str, str]]) -> str:
     lines += [_framework(f, versions) for f in FRAMEWORKS]
     notes: list[str] = []
     lines += ["", "## Faults", ""]
-    lines += _table("a fault on rank 1 alone", [*FAULTS, "first of a row"], _faults, notes)
+    lines += _table("a fault on rank 1 alone", [*FAULTS, "clip"], _faults, notes)
     lines += ["", "## Signals", ""]
     lines += _table("signal", [WORDS[s] for s in SIGNALS], _signals, notes)
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
@@ -113,10 +113,10 @@ def _faults(variant: Variant, notes: list[str]) -> Iterator[str]:
         yield _fault(variant, kind, place, notes)
     if not (variant.owes("loss") or variant.owes("grad_norm")):
         yield "abstains"
-    elif variant.withholds_first:
-        yield _noted("held back", variant.withholds_first, notes)
+    elif variant.has_no_clip:
+        yield _noted("no clip", variant.has_no_clip, notes)
     else:
-        yield "left to the clip"
+        yield "known"
 
 
 def _fault(variant: Variant, kind: str, place: str, notes: list[str]) -> str:
