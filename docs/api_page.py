@@ -196,7 +196,7 @@ def _signature(name: str, target: Callable[..., Any]) -> Iterator[str]:
         if parameter.annotation is not parameter.empty:
             part += f": {_annotation(parameter.annotation)}"
         if parameter.default is not parameter.empty:
-            part += f" = {parameter.default!r}"
+            part += " = " + repr(parameter.default).replace("'", '"')
         parts.append(part)
     returned = signature.return_annotation
     is_shown = returned is not signature.empty and not isinstance(target, type)
@@ -209,7 +209,8 @@ def _signature(name: str, target: Callable[..., Any]) -> Iterator[str]:
 
 
 def _annotation(annotation: object) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return text.replace("'", '"')
 
 
 def _markdown(docstring: str) -> Iterator[str]:
