@@ -209,7 +209,8 @@ def _signature(name: str, target: Callable[..., Any]) -> Iterator[str]:
 
 
 def _annotation(annotation: object) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return text.replace("'", '"')
 
 
 def _markdown(docstring: str) -> Iterator[str]:

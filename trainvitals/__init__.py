@@ -1,4 +1,4 @@
-"""Vitals keeps PyTorch training runs healthy: measures, skips what harms, rolls back, explains.
+"""Vitals guards PyTorch training runs: checks every step, skips, rolls back, explains.
 
     import trainvitals
 
@@ -6,9 +6,9 @@
         ...
         monitor.step(loss, max_norm=1.0)
 
-This package is the core: what is measured, what healthy means, what to do, and how it travels. It
-imports neither torch nor SQL. ``watch`` and the other names of the training library are those of
-``trainer_hooks``, which is loaded when one of them is first used.
+This package is the core: metrics, detectors, policy and formats. It imports neither torch nor SQL.
+``watch`` and the other public names come from ``trainer_hooks``, which is loaded at their first
+use.
 """
 
 from typing import TYPE_CHECKING, Any

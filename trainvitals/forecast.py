@@ -49,7 +49,7 @@ _OF_FALL, _OF_MISS, _FLOOR = 0.85, 0.2, 0.02
 _BELOW, _ABOVE = 1.65, 0.7
 """An interval's scale: of the fall that is foreseen, of the miss when it was tried, and at least;
 and how many of it are on each side. A learning rate that is yet to decay makes a curve fall below
-its line more often than above. Set on past runs (docs/decisions/0055)."""
+its line more often than above. Set on past runs."""
 
 _LEVEL_SHARE = 0.05
 _LEVEL_ERRORS = 2.0

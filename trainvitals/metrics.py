@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trainvitals.records import VERDICT_BITS
+
 Kind = Literal["gauge", "counter", "info"]
 Scope = Literal["run", "rank", "gpu", "node", "process", "agent", "collector", "hooks"]
 
@@ -70,10 +72,7 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
     _step(
         "verdict",
         "",
-        "Bits: 1 loss and 2 gradients non-finite, 4 loss and 8 norm outlier, "
-        "16 scaler overflow, 32 a rank could not measure, 64 outlier withheld, 128 the loop clips, "
-        "256 optimizer state or buffers non-finite, 512 a snapshot was missed, "
-        "16384 the learning rate rose as declared, 32768 all gradients were 0.",
+        f"Bits: {', '.join(f'{bit} {text}' for bit, text in VERDICT_BITS.items())}.",
         dtype="i8",
     ),
     _step("skipped", "", "1 if the update was not applied.", dtype="i8"),

@@ -32,13 +32,26 @@ BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 
 WITHHELD, CLIPS, NONFINITE_STATE, SNAPSHOT_MISSED, COMMANDED = 64, 128, 256, 512, 1024
 REPLICAS_DIFFER, SETTINGS_DIFFER, REPLAYED_ALIKE, RATE_DECLARED = 2048, 4096, 8192, 16384
 NO_GRADIENT = 32768
-"""Bits of the column ``steps.verdict``. The first two, OVERFLOW and WITHHELD keep the update from
-being applied; a finite outlier alone does not. CLIPS: the loop clips what an outlier brings.
-NONFINITE_STATE, SNAPSHOT_MISSED: what the ranks said of their state where they looked at it.
-COMMANDED: an operator had the update skipped. REPLICAS_DIFFER, SETTINGS_DIFFER: ranks do not hold
-alike what they must; REPLAYED_ALIKE: bit for bit as before a rollback. RATE_DECLARED: the learning
-rate rose to what the declared schedule, or a scheduler given to ``watch``, has at this step.
-NO_GRADIENT: every gradient was exactly 0, or no parameter had one."""
+VERDICT_BITS = {
+    BAD_LOSS: "loss non-finite",
+    BAD_GRADIENTS: "gradients non-finite",
+    LOSS_OUTLIER: "loss outlier",
+    NORM_OUTLIER: "norm outlier",
+    OVERFLOW: "scaler overflow",
+    RANK_FAILED: "a rank could not measure",
+    WITHHELD: "outlier withheld",
+    CLIPS: "the loop clips",
+    NONFINITE_STATE: "optimizer state or buffers non-finite",
+    SNAPSHOT_MISSED: "a snapshot was missed",
+    COMMANDED: "an operator skipped the update",
+    REPLICAS_DIFFER: "replicas differ",
+    SETTINGS_DIFFER: "settings differ between ranks",
+    REPLAYED_ALIKE: "the replay after a rollback was bitwise equal",
+    RATE_DECLARED: "the learning rate rose as declared or scheduled",
+    NO_GRADIENT: "all gradients were 0 or missing",
+}
+"""Bits of the column ``steps.verdict``. The first two, OVERFLOW and WITHHELD skip the update; a
+finite outlier alone does not."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):

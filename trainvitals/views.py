@@ -1,4 +1,4 @@
-"""What is asked of a collector and what it answers: the query API's bodies, defined once.
+"""Requests and responses of the query API, defined once.
 
 The collector answers with these as JSON (``msgspec.json``), the client and the dashboard decode
 them. JSON has no NaN: in the points of curves and heat maps a missing or non-finite value is
@@ -35,12 +35,12 @@ Health = Literal["healthy", "acting", "critical", "unguarded", "unknown"]
 TableName = Literal["runs", "steps", "ranks", "decisions", "findings", "alerts", "events"]
 Along = Literal["step", "tokens"]
 Branch = Literal["lineage", "discarded", "all"]
-"""``lineage``: the stitched curve of the present attempt and its ancestors up to their forks;
-``discarded``: the rows that rollbacks left behind; ``all``: both."""
+"""``lineage``: the stitched curve of the current attempt and its ancestors up to their forks;
+``discarded``: discarded rows; ``all``: both."""
 
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63) + 1, le=2**63 - 1)]
-"""What a database can compare a step with."""
+"""Operators for steps in a database query."""
 
 MAX_POINTS = 20_000
 MAX_MAP_COLUMNS = 2_000
@@ -72,19 +72,19 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     num_firing_alerts: int
     last_decision: str = ""
     missing: tuple[str, ...] = ()
-    """The nodes, agents and ranks that are gone while the run goes on, as alerts name them."""
+    """Nodes, agents and ranks that stopped reporting while the run continues."""
 
 
 @route("GET", "/v1/runs")
 class RunsQuestion(Question[tuple[RunSummary, ...]], frozen=True, kw_only=True):
-    """Every run, the newest first."""
+    """All runs, latest first."""
 
 
 @route("GET", "/v1/configs")
 class ConfigsQuestion(
     Question[dict[str, dict[str, str | int | float | bool | None]]], frozen=True, kw_only=True
 ):
-    """The configuration of every run, by its id: what runs are searched and grouped by."""
+    """The configuration of every run, by its id, for search and groups."""
 
 
 class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,31 +114,31 @@ class SourceView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinnedView(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of one stream that were taken away, and why: they were old, or the run too large."""
+    """Rows of one stream that were rolled up, because of their age or the size of the run."""
 
     stream: str
     reason: Literal["age", "size"]
     num_rows: int
     to_step: int
-    """The last step that was thinned; -1 where rows have no step."""
+    """The last step that was rolled up; -1 if rows have no step."""
     to_unix_ns: int
     rule: str
-    """What was left in their place, in words."""
+    """Description of the remaining rows."""
 
 
 class RunVolume(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run takes in the store, and what of it was thinned."""
+    """Size of a run in the store, and its rolled-up rows."""
 
     num_bytes: int
     max_bytes: int
-    """The cap; 0 is none."""
+    """The cap; 0: no cap."""
     thinned: tuple[ThinnedView, ...] = ()
     is_pinned: bool = False
-    """Kept whatever its age."""
+    """Whether it is kept regardless of its age."""
 
 
 class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a run that is not a curve."""
+    """A run without its curves."""
 
     summary: RunSummary
     info: RunInfo
@@ -155,7 +155,7 @@ class RunQuestion(Question[RunDetail], frozen=True, kw_only=True):
 
     run_id: str
     volume: bool = True
-    """Whether to say what it takes in the store, too: about as much work as the rest."""
+    """Whether to compute its size in the store, which doubles the work."""
 
 
 class NonFiniteMark(msgspec.Struct, frozen=True, array_like=True):
@@ -170,7 +170,7 @@ class SeriesReply(msgspec.Struct, frozen=True, kw_only=True):
     """One series, cut into columns each of which keeps its minimum, maximum and first gap.
 
     A column is a power of two steps wide (nanoseconds where rows have no step), counted from 0.
-    What rollbacks left behind comes one branch after the other, each with columns of its own.
+    Discarded steps follow branch by branch, each with its own columns.
     """
 
     run_id: str
@@ -184,7 +184,7 @@ class SeriesReply(msgspec.Struct, frozen=True, kw_only=True):
     attempt: tuple[int, ...]
     value: tuple[float | None, ...]
     nonfinite: tuple[NonFiniteMark, ...]
-    """20,000 at most, evenly chosen; ``num_nonfinite`` says how many there are."""
+    """At most 20,000, evenly spaced; ``num_nonfinite`` is their number."""
     num_nonfinite: int = 0
 
 
@@ -196,7 +196,7 @@ class SeriesQuestion(Question[SeriesReply], frozen=True, kw_only=True):
     metric: str
     """``stream.column``, ``scalars.NAME``, ``layers.NAME`` or ``layers.NAME:COLUMN``."""
     source: str = ""
-    """Whose rows; "" is rank 0, or the first GPU or node there is."""
+    """Source of the rows; "" is rank 0, or the first GPU or node."""
     branch: Branch = "lineage"
     points: Points = 1_000
     from_step: Int64 | None = None
@@ -210,14 +210,14 @@ class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     metric: str
     """``stream.column``, ``scalars.NAME``, ``layers.NAME`` or ``layers.NAME:COLUMN``."""
     source: str = ""
-    """Whose rows; "" is rank 0, or the first GPU or node there is."""
+    """Source of the rows; "" is rank 0, or the first GPU or node."""
     branch: Branch = "lineage"
     """GPU, node and process rows have no step: they come by time, on every branch."""
     points: int = 1_000
     """At least this many where there are as many values, and about twice that at most."""
     smoothing: float = 0.0
-    """Below 1: the weight of what was before in an exponential mean over every value, which is
-    drawn in the values' place; 0 is none."""
+    """Weight of the previous mean in an exponential mean over every value, below 1; the mean is
+    returned instead of the values. 0: no smoothing."""
     from_step: Int64 | None = None
     to_step: Int64 | None = None
     """Inclusive."""
@@ -235,7 +235,7 @@ class ManySeriesQuestion(Question[tuple[SeriesReply, ...]], frozen=True, kw_only
 
 
 class CurveReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One series whole, as numbers lie in memory: little-endian, eight bytes each, side by side."""
+    """One complete series as raw memory: little-endian, eight bytes per number."""
 
     run_id: str
     metric: str
@@ -258,7 +258,7 @@ class CurveQuestion(Question[CurveReply], frozen=True, kw_only=True):
     metric: str
     """``stream.column``, ``scalars.NAME``, ``layers.NAME`` or ``layers.NAME:COLUMN``."""
     source: str = ""
-    """Whose rows; "" is rank 0, or the first GPU or node there is."""
+    """Source of the rows; "" is rank 0, or the first GPU or node."""
     branch: Branch = "lineage"
     from_step: Int64 | None = None
     to_step: Int64 | None = None
@@ -266,7 +266,7 @@ class CurveQuestion(Question[CurveReply], frozen=True, kw_only=True):
 
 
 class DifferenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run has more than another, of every point; thinned as a series is."""
+    """Difference of one run to another at every point, downsampled like a series."""
 
     base: str
     other: str
@@ -318,18 +318,18 @@ class FindingsQuestion(Question[tuple[FindingView, ...]], frozen=True, kw_only=T
 
 
 class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
-    """A ledger entry and when it was recorded."""
+    """A decision and the time it was recorded."""
 
     run_id: str
     time_unix_ns: int
     decision: Decision
     hindsight: str = ""
-    """Of one that was not carried out: ``needed``, ``unneeded``, or ``open`` so far."""
+    """For a decision that was not applied: ``needed``, ``unneeded`` or ``open``."""
 
 
 @route("GET", "/v1/runs/{run_id}/decisions")
 class DecisionsQuestion(Question[tuple[DecisionView, ...]], frozen=True, kw_only=True):
-    """The run's ledger, in its order."""
+    """The decision log of a run, in its order."""
 
     run_id: str
 
@@ -351,14 +351,14 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[FindingView, ...]
     decisions: tuple[DecisionView, ...]
     readings: tuple[EventView, ...] = ()
-    """What the probe or an evaluation said of the state in the trouble that the step is of."""
+    """Result of the probe or an evaluation for the incident of this step."""
     moved_first: str | None = None
     """What moved first before the trouble at the step, in a sentence; empty: nothing stood out from
     the run's own quiet steps; None: there was no trouble at it, or nobody could tell."""
     data: tuple[StepData, ...] = ()
-    """Of a bad step; of any other where the run directory keeps it, and is at hand."""
+    """Samples of a bad step; for other steps only if the run directory stores them."""
     over_ranks: tuple[StepRow, ...] = ()
-    """Of a thinned step: the numbers over all ranks, ``COLUMN:min`` and so on, for each attempt.
+    """For a rolled-up step: the numbers over all ranks, ``COLUMN:min`` and so on, for each attempt.
     ``num_ranks`` is how many ranks had a row; ``rows`` then holds only those of the worst."""
 
 
@@ -405,7 +405,7 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def profile(self) -> str:
-        """Where a trace of ``torch.profiler`` lies, if that is what it says; else ""."""
+        """Path of a ``torch.profiler`` trace, if the event names one; otherwise ""."""
         is_one = self.kind == "Note" and self.text.endswith(_PROFILED)
         return self.text.removesuffix(_PROFILED) if is_one else ""
 
@@ -419,26 +419,26 @@ class EventsQuestion(Question[tuple[EventView, ...]], frozen=True, kw_only=True)
 
 
 class StacksView(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank stood while it was waited for, or waited itself."""
+    """Position of one rank during a wait."""
 
     time_unix_ns: int
     step: int
     attempt: int
     rank: int
     stacks: str
-    """Of all its threads, each with the innermost call first."""
+    """Stacks of all its threads, innermost call first."""
     collectives: tuple[str, ...]
-    """The last ones that it had begun, the oldest first."""
+    """The last collectives that it started, oldest first."""
     detail: str
     """Why there are no stacks."""
     command_number: int = 0
-    """Of the person's command that they answer; 0 where they were taken in a wait."""
+    """Number of the command that requested them; 0 for a wait."""
 
     @property
     def calls(self) -> tuple[str, ...]:
         """Those of the rank's main thread, the innermost first; empty where none are known.
 
-        The thread that was asked last is the main one; the others wait for work.
+        The last thread is the main one; the others wait for work.
         """
         main = self.stacks.rstrip().rpartition("(most recent call first):\n")[2]
         return tuple(main.splitlines())
@@ -446,7 +446,7 @@ class StacksView(msgspec.Struct, frozen=True, kw_only=True):
 
 @route("GET", "/v1/runs/{run_id}/stacks")
 class StacksQuestion(Question[tuple[StacksView, ...]], frozen=True, kw_only=True):
-    """Stacks of ranks that were taken in a wait or for a person; the newest, by time."""
+    """Latest stacks of ranks, taken during a wait or on request, by time."""
 
     run_id: str
 
@@ -547,7 +547,7 @@ COMMAND_ARGUMENTS: dict[str, CommandArgument] = {
 
 
 class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a person asks the ladder to do."""
+    """A manual command for the escalation policy."""
 
     action: CommandAction
     reason: str
@@ -556,7 +556,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What ``COMMAND_ARGUMENTS`` says of the action, where it takes one."""
     ttl_seconds: float = 60.0
     rank: int = -1
-    """Of a profile; -1 is the slowest rank and a typical one."""
+    """Rank for a profile; -1: the slowest rank and a typical one."""
 
     def check(self) -> None:
         """Refuse what no run could be asked, whatever its state.
@@ -601,8 +601,8 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             after: the newest number of the run so far.
 
         Raises:
-            UsageError: no run could be asked that, or that number is of a clock that is far ahead
-                of this one.
+            UsageError: no run accepts this, or the number comes from a clock that is far ahead of
+                this one.
         """
         self.check()
         now = now_unix_ns // 1_000
@@ -656,7 +656,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class DeliveredRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who says that a command lies in the mailbox: the agent beside this rank 0."""
+    """Report that a command is in the mailbox, by the agent on rank 0's node."""
 
     incarnation: str
 
@@ -708,11 +708,11 @@ class CellsQuestion(Question[CellsReply], frozen=True, kw_only=True):
     metric: str
     """``steps.COLUMN``, ``gpu.COLUMN``, ``node.COLUMN`` or ``layers.COLUMN``."""
     points: Annotated[int, msgspec.Meta(ge=1, le=MAX_MAP_COLUMNS)] = 200
-    """At most so many columns."""
+    """Maximum number of columns."""
     rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_MAP_ROWS)] = 64
-    """At most so many rows: those that deviate most."""
+    """Maximum number of rows; the most unusual ones are returned."""
     branch: Branch = "all"
-    """Of a step that several attempts trained, a cell has all their values."""
+    """With ``all``, a cell covers the values of all attempts."""
     from_step: Int64 | None = None
     to_step: Int64 | None = None
     """Inclusive."""
@@ -729,7 +729,7 @@ class MoverView(msgspec.Struct, frozen=True, kw_only=True):
     """The value furthest from it in the window; None where it is not finite."""
     peak_step: int
     score: float
-    """How far the peak is from the median, in scales (1.4826 times the median distance)."""
+    """Distance of the peak from the median, in robust standard deviations."""
 
 
 @route("GET", "/v1/runs/{run_id}/movers", tag="look back")
@@ -758,7 +758,7 @@ class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
     nanoseconds: dict[Bucket, int] = {}
     """By bucket; they add up to the time from begin to end."""
     undone: dict[Bucket, int] = {}
-    """What the steps that are rolled back now were before."""
+    """Earlier buckets of steps that were rolled back."""
     attempts: tuple[AttemptGoodput, ...] = ()
     ratio: float | None = None
     """The productive share, 0 to 1."""
@@ -772,18 +772,18 @@ class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
     mttr_seconds: float | None = None
     """Mean time to recovery: from the last progress to the next step."""
     gpu_hours: float | None = None
-    """Of all GPUs, while a process of the run held them."""
+    """Time of all GPUs while a process of the run held them, in hours."""
     money: float | None = None
-    """``gpu_hours`` at the price of a GPU-hour, where one is set."""
+    """``gpu_hours`` at the price of a GPU-hour, if one is set."""
     energy_joules: float | None = None
-    """Of the GPUs that told."""
+    """Energy of the GPUs that reported it."""
     notes: tuple[str, ...] = ()
-    """What could not be told, one sentence each."""
+    """What is unknown, one sentence each."""
 
     def cost(self) -> list[tuple[str, str]]:
-        """Return what the time cost, and how often the run failed, in words for people."""
+        """Return cost and failures as display text."""
         facts = [("steps", f"{self.steps:,}, {self.lost_steps:,} of them lost")]
-        if self.run_id:  # somebody's log does not tell failures
+        if self.run_id:  # a log of another tool has no failures
             facts.append(("failures", f"{self.num_failures:,}"))
         if self.mttf_seconds is not None:
             facts.append(("mean time to failure", humanize_seconds(self.mttf_seconds)))
@@ -807,7 +807,7 @@ class GoodputQuestion(Question[GoodputView], frozen=True, kw_only=True):
 
 
 class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
-    """When a run ends and at what loss, as far as its own steps tell; what they do not is said."""
+    """Forecast of the end and the final loss of a run, or the reason for none."""
 
     run_id: str
     name: str
@@ -823,11 +823,11 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
     finish_high_unix_ns: int = 0
     """Between these two it ends four times in five."""
     seconds_per_step: float | None = None
-    """Of wall time: restarts, evaluations and saves are in it."""
+    """Wall time, including restarts, evaluations and saves."""
     step_ratio: float | None = None
-    """Of the wall time between the first step and the last, what went to steps."""
+    """Share of the wall time between first and last step that was spent in steps."""
     is_waiting: bool = False
-    """Whether the run stands still."""
+    """Whether the run is stalled."""
     no_finish: str = ""
     final_loss: float | None = None
     """The median of the last twentieth of the steps; None: ``no_final_loss`` says why."""
@@ -837,17 +837,17 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
     against: str = ""
     """The run it is compared with: its name, or its id."""
     along: Along = "tokens"
-    """What the two are compared along: steps, where one of them counts no tokens."""
+    """Axis of the comparison: steps, if one of the runs counts no tokens."""
     behind: float | None = None
-    """Tokens, or steps, that the other needed fewer for the present loss; negative: more."""
+    """Tokens or steps that the other run needed fewer for the current loss; negative: more."""
     behind_steps: float | None = None
     """The same in steps of this run."""
     is_at_least: bool = False
-    """Whether the other never came to this loss: the lead is at least so much."""
+    """Whether the other run never reached this loss, so that the lead is at least this large."""
     no_comparison: str = ""
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what is foreseen, in words for people."""
+        """Return the forecast as display text."""
         return [
             (what, text)
             for what, text in (
@@ -887,7 +887,7 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.final_loss:.4g} ({self.final_loss_low:.4g} to {self.final_loss_high:.4g})"
 
     def comparison_text(self) -> str:
-        """Return how far it is behind the other run, or why that is not known; "" without one."""
+        """Return the distance to the other run, or why it is unknown; "" without one."""
         if not self.against:
             return ""
         if self.behind is None:
@@ -905,7 +905,7 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
 
 @route("GET", "/v1/runs/{run_id}/forecast", tag="look back")
 class ForecastQuestion(Question[ForecastView], frozen=True, kw_only=True):
-    """When a run ends, at what loss, and how far it is behind another."""
+    """Forecast of the end, the final loss, and the distance to another run."""
 
     run_id: str
     total_steps: int = 0
@@ -915,7 +915,7 @@ class ForecastQuestion(Question[ForecastView], frozen=True, kw_only=True):
 
 
 class AnnotationView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person wrote at a step, or announced with ``monitor.expect``."""
+    """An annotation at a step, or a change announced with ``monitor.expect``."""
 
     step: int
     time_unix_ns: int
@@ -932,7 +932,7 @@ class AnnotationsQuestion(Question[tuple[AnnotationView, ...]], frozen=True, kw_
 
 
 class AnnotationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of a person's at a step."""
+    """A new annotation at a step."""
 
     step: int
     text: str
@@ -940,12 +940,12 @@ class AnnotationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class LostWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What an incident cost; what was not measured is None."""
+    """Cost of an incident; None: not measured."""
 
     steps: int = 0
     """Skipped updates, and steps that a rollback or a restart discarded."""
     batches: int = 0
-    """Batches that rollbacks passed over."""
+    """Batches that rollbacks skipped."""
     tokens: int | None = None
     """Tokens of these steps, of the whole run."""
     seconds: float | None = None
@@ -953,7 +953,7 @@ class LostWork(msgspec.Struct, frozen=True, kw_only=True):
     gpu_hours: float | None = None
     """These seconds on every GPU of the run."""
     money: float | None = None
-    """``gpu_hours`` at the price of a GPU-hour, where one is set."""
+    """``gpu_hours`` at the price of a GPU-hour, if one is set."""
     down_seconds: float | None = None
     """From the last step before a restart to the first one after it."""
 
@@ -968,10 +968,7 @@ class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerdictView(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody needs first: state, cause, action, cost, precedent and the next command.
-
-    Each text is a sentence or two for people.
-    """
+    """State, cause, action, cost, precedent and the next command, as display text."""
 
     incident_id: str = ""
     """The incident it is about; empty where the run had none."""
@@ -986,8 +983,8 @@ class VerdictView(msgspec.Struct, frozen=True, kw_only=True):
     next: str = ""
     """What to do."""
     played: str = ""
-    """What `vitals repro` found as it played the bad step again; empty where nobody did, or a
-    collector answers, which does not see the run's folder."""
+    """Verdict of `vitals repro` for the bad step; empty if it was not run, and from a collector,
+    which does not read the run directory."""
     commands: tuple[str, ...] = ()
     """To be copied, the next one first."""
     lost: LostWork = LostWork()
@@ -1013,7 +1010,7 @@ class RunVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     verdict: VerdictView
-    """On the gravest open incident; where all are over, on the newest that was acted on."""
+    """For the most severe open incident; if all are resolved, for the latest with an action."""
     incidents: tuple[IncidentLine, ...]
 
 
@@ -1042,7 +1039,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     story: tuple[str, ...]
     """The paragraphs of the answer: what began, where, what was done, how it ended, its cost."""
     cost_steps: int
-    """Steps trained in vain: skipped ones, and those that a rollback left behind."""
+    """Lost steps: skipped and discarded ones."""
     cost_seconds: float
     decisions: tuple[DecisionView, ...]
     findings: tuple[FindingView, ...]
@@ -1053,7 +1050,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
 
 @route("GET", "/v1/runs/{run_id}/incidents", tag="look back")
 class IncidentsQuestion(Question[tuple[IncidentView, ...]], frozen=True, kw_only=True):
-    """What went wrong, each whole and told as a story, the newest first."""
+    """Incidents with their story, latest first."""
 
     run_id: str
 
@@ -1067,7 +1064,7 @@ class TableReply(msgspec.Struct, frozen=True, kw_only=True):
     num_total: int
     """Rows that met the conditions; more than there are here where ``limit`` cut them."""
     num_discarded: int = 0
-    """Rows that rollbacks left behind and that were not looked at: the branch was ``lineage``."""
+    """Discarded rows that were not read, because the branch was ``lineage``."""
 
 
 @route("POST", "/v1/tables", tag="look back")
@@ -1076,13 +1073,13 @@ class TableQuestion(Question[TableReply], frozen=True, kw_only=True):
 
     table: TableName
     run_id: str = ""
-    """Empty: of all runs. Steps and ranks are asked of one run."""
+    """Id of a run; empty: all runs. Required for steps and ranks."""
     where: tuple[str, ...] = ()
     """Conditions that all hold: ``loss > 3``, ``rank = 2``, ``name ~ gpt``."""
     columns: tuple[str, ...] = ()
     """Empty: all of them."""
     branch: Branch = "all"
-    """Of steps and ranks: with ``all``, a step that was trained again has a row of each attempt."""
+    """For steps and ranks: with ``all``, a step that was trained again has one row per attempt."""
     from_step: int | None = None
     to_step: int | None = None
     newest_first: bool = False
@@ -1114,9 +1111,9 @@ class SilenceView(msgspec.Struct, frozen=True, kw_only=True):
 
     id: int
     matchers: tuple[str, ...]
-    """Empty where it is of one alert."""
+    """Empty for a silence of one alert."""
     fingerprint: str = ""
-    """The one alert it is of."""
+    """Fingerprint of the silenced alert."""
     by: str
     reason: str
     starts_unix_ns: int

@@ -105,8 +105,8 @@ def test_the_order_of_the_rooms_is_the_one_that_is_checked(first, package):
 def test_decisions_are_numbered_without_gaps_and_listed():
     pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
     listed = (ROOT / "docs" / "decisions" / "README.md").read_text()
-    assert [f"{n:04d}" for n in range(1, len(pages) + 1)] == [page.name[:4] for page in pages]
+    assert [f"{n:02d}-" for n in range(1, len(pages) + 1)] == [page.name[:3] for page in pages]
     assert [] == [page.name for page in pages if f"({page.name})" not in listed]
     for page in pages:
-        for heading in ("## Decision", "## Rejected", "## Consequence"):
+        for heading in ("## Context", "## Decision", "## Alternatives", "## Consequences"):
             assert heading in page.read_text(), page.name

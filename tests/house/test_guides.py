@@ -3,6 +3,7 @@
 import re
 import shlex
 
+import msgspec
 import pytest
 
 from tests.house.generated import COMMANDS

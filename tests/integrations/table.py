@@ -17,8 +17,8 @@ and the signals of each step, compared with a computation without any framework.
   true number. Finite outliers follow [the rules](guides/bad-steps.md).
 - *abstains*: not available there, and not guessed: the signal is missing, the rule is silent.
 - *its own*: the framework's own skip, counted as such and not as a fault.
-- *no clip*: the loop does not clip the norm, or its limit is unknown, so it counts as a loop
-  without a clip.
+- *no clip*: the loop does not clip the norm, or its limit is unknown; the state then counts as
+  damaged later.
 
 Vitals stores guarded runs in `./vitals_runs` (or `VITALS_DIR`): `vitals runs vitals_runs` lists
 them, `vitals show` has a run's curves and decisions, `vitals why vitals_runs STEP` explains one

@@ -28,7 +28,7 @@ _MANY_ROWS = 10_000
 COMMIT_MS = 40.0
 """4 % of a core at one a second."""
 ROW_US = 23.0
-"""What the store of chunks took at most, before the lake (docs/decisions/0038)."""
+"""What the store of chunks took at most, before the lake."""
 
 
 class Case(NamedTuple):
