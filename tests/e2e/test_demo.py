@@ -61,7 +61,7 @@ def test_one_decision_answers_one_fault_only():
 
 def test_the_plan_injects_what_is_expected():
     kinds = {fault.kind for fault in plan().faults}
-    assert {"nan_gradient", "poison_batches", "nan_parameters"} == kinds
+    assert {"nan_gradient", "shuffled_parameters", "nan_parameters"} == kinds
     assert 3 == len({want.fault for want in expected()})
 
 

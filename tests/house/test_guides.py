@@ -3,7 +3,6 @@
 import re
 import shlex
 
-import msgspec
 import pytest
 
 from tests.house.generated import COMMANDS

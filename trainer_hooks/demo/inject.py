@@ -44,6 +44,12 @@ class Injector:
             with torch.no_grad():
                 for param in list(model.parameters())[:2]:
                     param.fill_(float("nan"))
+        if self._strikes("shuffled_parameters", step):
+            with torch.no_grad():
+                generator = torch.Generator().manual_seed(step)
+                for param in model.parameters():
+                    order = torch.randperm(param.numel(), generator=generator).to(param.device)
+                    param.copy_(param.flatten()[order].view_as(param))
 
     def loss(self, loss: Tensor, step: int) -> Tensor:
         """Return the loss, or NaN."""

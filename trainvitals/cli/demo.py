@@ -32,7 +32,7 @@ from trainvitals.views import DecisionsQuestion, RunQuestion, RunsQuestion
 
 STEPS = 600
 NAN_GRADIENT_STEP = 150
-POISON_FIRST, POISON_LAST = 400, 410
+SHUFFLED_PARAMETERS_STEP = 400
 NAN_PARAMETERS_STEP = 540
 LOSS_TOLERANCE = 0.02
 """How far above the clean run's validation loss the guarded run may end."""
@@ -67,26 +67,23 @@ def plan() -> FaultPlan:
     return (
         FaultPlan()
         .nan_gradient_at(rank=1, step=NAN_GRADIENT_STEP)
-        .poison_batches(first=POISON_FIRST, last=POISON_LAST)
+        .shuffled_parameters_at(step=SHUFFLED_PARAMETERS_STEP)
         .nan_parameters_at(rank=1, step=NAN_PARAMETERS_STEP)
     )
 
 
 def expected() -> list[Expected]:
-    """Return the ledger the faults must lead to.
+    """Return the decisions that the faults must lead to.
 
-    Until the first rollback a batch's index is its step. The first outlier of a row is left to the
-    clip; the ones behind it are withheld. After a non-finite step the ranks look at their
-    parameters; that is known two steps later.
+    Shuffled parameters are finite: the first loss is reported, and the probe finds the state
+    damaged in the same step. After a non-finite step the ranks check their parameters; the result
+    is known two steps later.
     """
-    poison, params = "poisoned data", "NaN parameters"
-    first, broken = POISON_FIRST, NAN_PARAMETERS_STEP
+    damaged, params = "damaged weights", "NaN parameters"
+    broken = NAN_PARAMETERS_STEP
     return [
         Expected("NaN gradient", "skip_step", "nonfinite", 1, NAN_GRADIENT_STEP),
-        *(
-            Expected(poison, "skip_step", "outlier", -1, step)
-            for step in range(first + 1, POISON_LAST)
-        ),
+        Expected(damaged, "rollback", "state_damaged", -1, SHUFFLED_PARAMETERS_STEP),
         Expected(params, "skip_step", "nonfinite", 1, broken),
         Expected(params, "skip_step", "nonfinite", 1, broken + 1),
         Expected(params, "rollback", "nonfinite_params", 1, broken + 2),

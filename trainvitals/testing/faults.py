@@ -12,7 +12,13 @@ import msgspec
 from trainvitals.errors import UsageError
 
 FaultKind = Literal[
-    "nan_gradient", "nan_loss", "spike_gradient", "poison_batches", "nan_parameters", "kill"
+    "nan_gradient",
+    "nan_loss",
+    "spike_gradient",
+    "poison_batches",
+    "nan_parameters",
+    "shuffled_parameters",
+    "kill",
 ]
 
 
@@ -59,6 +65,10 @@ class FaultPlan(msgspec.Struct, frozen=True):
     def nan_parameters_at(self, *, rank: int, step: int) -> Self:
         """Overwrite parameters with NaN on one rank before the step's forward."""
         return self._with(Fault(kind="nan_parameters", rank=rank, step=step))
+
+    def shuffled_parameters_at(self, *, step: int) -> Self:
+        """Shuffle each parameter, alike on all ranks, before the step's forward: finite damage."""
+        return self._with(Fault(kind="shuffled_parameters", step=step))
 
     def kill_at(self, *, rank: int, step: int) -> Self:
         """SIGKILL one rank in the middle of a step."""
