@@ -69,6 +69,9 @@ def test_old_windows_keep_numbers_over_all_ranks_and_their_worst_ranks(store: St
     assert {step: pytest.approx(slower(5, step)) for step in range(20)} == longest
     assert {5} == set(numbers(store, "num_ranks").values())
     assert ranks_of_steps(store)[5] == 2
+    # The reason is recorded.
+    assert [("steps", "age", 60, 19, 0)] == store.numbers.thinned(RUN)
+    assert {("steps", "age"): 60} == store.counters.thinned
 
 
 def test_a_day_of_rows_stays_as_it_came(store: Store):
@@ -258,14 +261,6 @@ def test_hours_of_samples_near_an_incident_stay(store: Store):
     times = [(int(t) - START - first) // HOUR for t in values_of(store, "node", "time_unix_ns")]
     assert [720, 720] == [times.count(1), times.count(2)]
     assert [times.count(0), times.count(3)] == [720, 720], "two samples in ten seconds are kept"
-
-
-def test_what_was_thinned_is_said_with_its_reason(store: Store):
-    write_steps(store, ranks(6), range(40))
-    all_read(store)
-    thin(store, LATER)
-    assert [("steps", "age", 60, 19, 0)] == store.numbers.thinned(RUN)
-    assert {("steps", "age"): 60} == store.counters.thinned
 
 
 @pytest.mark.nightly
