@@ -46,7 +46,7 @@ LASTING = FaultPlan().nan_parameters_at(rank=1, step=300)
 EXPECTED = Counter(
     {
         ("skip_step", "nonfinite"): 4,
-        ("skip_step", "outlier"): 7,
+        ("skip_step", "outlier"): 1,
         ("rollback", "replica_corrupted"): 1,
         ("rollback", "nonfinite_params"): 1,
         ("halt", "replica_corrupted"): 1,
