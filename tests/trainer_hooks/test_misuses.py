@@ -518,7 +518,7 @@ TOLD = {
     a_schedule_stepped_by_the_loop_each_epoch: "StepLR.step() was called by the loop before step "
     "12, as well as by monitor.step()",
     an_optimizer_of_another_model: "none of the parameters of AdamW is one of the model's",
-    parameters_that_no_optimizer_has: "parameter 'scale' and 2 more of the model are in no",
+    parameters_that_no_optimizer_has: "parameter 'scale' and 2 more are in no optimizer",
     a_scheduler_of_another_optimizer: "StepLR sets the rates of another SGD than the one given to",
     losses_by_name_as_the_loss: "the loss is a dict; it must be one number",
     scalars_that_are_no_numbers: "accuracy is a list; a scalar must be one number",
