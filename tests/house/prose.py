@@ -47,7 +47,7 @@ PUBLIC_FILES = {
 }
 """Files that the API reference shows: their docstrings and comments are user texts."""
 
-FIRST_CHECKED_COMMIT = "1ad1dcae479e92e7514f568aeb7dfe1a25e36cad"
+FIRST_CHECKED_COMMIT = "6ffd09447e954fcc0305741efb63a1f3782ee276"
 SUBJECT = re.compile(
     r"[a-z][\w./-]*(, [a-z][\w./-]*)*: "
     r"(?!(?!(?:embed|feed|need|seed|speed|bring|ping) )\w+(?:ed|ing|[^s]s) )[a-z`].*[^.]"
