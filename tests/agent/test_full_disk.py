@@ -85,7 +85,7 @@ def test_on_a_full_disk_it_starts_forwards_and_says_so_once(node, small, stub, c
     assert list(range(6)) == shipped(stub)
     assert (1, ["spool_in_memory"]) == (num_in_memory(agent), notes(stub))
     (said,) = [record.message for record in caplog.records if "is full: node" in record.message]
-    assert "restored from a backup will lack it" in said
+    assert "restored from a backup will lack them" in said
     assert (node.base / RUN / NOTICE_FILE).read_text() in said, "for the terminal of the rank"
     assert agent.shipper.drained(RUN)
 

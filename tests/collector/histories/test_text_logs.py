@@ -171,7 +171,7 @@ JSON_LINES = {
             {"mode": "train", "epoch": 2, "iter": 50, "lr": 0.01, "loss": 1.0, "grad_norm": 2.5},
         ),
         [(50, 1.5, 2.5, 0.01), (100, 1.25, 2.5, 0.01), (150, 1.0, 2.5, 0.01)],
-        "its iterations begin anew in each epoch: they were counted on",
+        "its iterations restart in each epoch: steps are numbered continuously",
     ),
     "OpenMMLab by iterations": (
         lines(
