@@ -46,7 +46,7 @@ class Faults:
     def record(self, part: Part, error: Exception) -> None:
         """Count an error that was dealt with; log the 1st, 2nd, 4th ... of each part.
 
-        Errors of ours say all there is to say; any other one is a bug and comes with its traceback.
+        Errors of Vitals need no traceback; any other one is a bug and is logged with it.
         """
         with self._lock:
             count = self.counts.get(part, 0) + 1
