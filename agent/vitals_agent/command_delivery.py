@@ -42,7 +42,7 @@ class _Desk:
     waiting: deque[tuple[Command, bool]] = field(default_factory=deque)
     in_mailbox: Command | None = None
     until: float = 0.0
-    """When the one in the mailbox is over, in monotonic seconds."""
+    """Expiry of the one in the mailbox, in monotonic seconds."""
     newest: int = 0
     delivered: set[int] = field(default_factory=set)
     refused: dict[int, Command] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class CommandDelivery:
             self._deliver(run, desk, command, now, must_be_signed=must_be_signed)
 
     def forget(self, run_id: str) -> None:
-        """Discard the state of a run that is no longer served."""
+        """Discard the state of a run after its release."""
         self._desks.pop(run_id, None)
 
     def _collect(self, run: ServedRun, desk: _Desk, now: float, *, reachable: bool) -> None:

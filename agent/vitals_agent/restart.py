@@ -28,7 +28,7 @@ _DAY_NS = 24 * 3600 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A rank's process: no other that has its number by now."""
+    """A rank's process, distinguished from a later one with the same pid."""
 
     pid: int
     started: int

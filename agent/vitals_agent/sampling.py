@@ -148,7 +148,7 @@ class Sampling:
                 self._note_hung(active)
 
     def forget(self, run_id: str) -> None:
-        """Discard the state of a run that is no longer served."""
+        """Discard the state of a run after its release."""
         self._noted.pop(run_id, None)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 Every batch is sent with a query whether earlier rows are missing. A collector that has fewer rows
 than it had acknowledged, because it was restored from a backup, reports this. Then the spool is
 read again from the oldest batch still in it, and for each stream the missing rows are resent. Rows
-that are no longer in the spool are skipped, and the collector counts them as lost. After an
+missing in the spool too are skipped, and the collector counts them as lost. After an
 interruption this continues at its position, if the collector still has the last batch shown to it.
 
 A refused batch stops its own stream, because a resent batch may arrive intact. The other streams
@@ -283,7 +283,7 @@ class Shipper:
         return progress is not None and progress.all_sent and not progress.unacked
 
     def forget(self, run_id: str) -> None:
-        """Discard the state of a run that is no longer served."""
+        """Discard the state of a run after its release."""
         self._progress.pop(run_id, None)
 
     def _note_failure(self, progress: _Progress, error: VitalsError, now: float) -> None:
