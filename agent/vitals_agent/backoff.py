@@ -51,7 +51,7 @@ class Pace:
     Args:
         slowest: bytes per second that are always allowed.
         fastest: bytes per second that are never exceeded.
-        slow_seconds: duration above which a response is that of a busy collector.
+        slow_seconds: duration above which the collector counts as busy.
     """
 
     def __init__(

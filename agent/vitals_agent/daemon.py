@@ -145,7 +145,7 @@ def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) ->
         agent.turn(time.monotonic())
     if not io_thread.end(config.last_turn_seconds):
         log.warning("the collector is busy: unshipped rows stay in the spools")
-    agent.turn(time.monotonic())  # what the I/O loop had to say
+    agent.turn(time.monotonic())  # reports of the I/O loop
     if config.child:
         agent.report_left_behind()
 

@@ -46,7 +46,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether the cycle still turns."""
+    """Whether the cycle is still running."""
 
     ok: bool
     details: Mapping[str, object] = field(default_factory=dict)

@@ -63,7 +63,7 @@ class OpenJournals:
             self._write()
 
     def take_missing(self, memory: Path) -> list[OpenJournal]:
-        """Remove journals from the list that are no longer in the node's memory; return them."""
+        """Remove journals from the list that the node's memory has lost; return them."""
         missing = [each for each in self._listed.values() if not (memory / each.folder).is_dir()]
         for each in missing:
             del self._listed[each.folder]

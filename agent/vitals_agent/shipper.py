@@ -3,8 +3,8 @@
 Every batch is sent with a query whether earlier rows are missing. A collector that has fewer rows
 than it had acknowledged, because it was restored from a backup, reports this. Then the spool is
 read again from the oldest batch still in it, and for each stream the missing rows are resent. Rows
-missing in the spool too are skipped, and the collector counts them as lost. After an
-interruption this continues at its position, if the collector still has the last batch shown to it.
+that the spool lacks too are skipped, and the collector counts them as lost. After an interruption
+this continues at its position, if the collector still has the last batch shown to it.
 
 A refused batch stops its own stream, because a resent batch may arrive intact. The other streams
 continue. A batch that was only damaged in transit is retried indefinitely, any other ``MAX_TRIES``

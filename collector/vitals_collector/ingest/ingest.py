@@ -189,7 +189,7 @@ def store_bodies(
         store: target store.
         bodies: the batches, by sender.
         received_unix_ns: this collector's clock.
-        asking: for each body, whether its sender is asked before a gap is counted as lost.
+        asking: for each body, whether its sender wants a query before a gap counts as lost.
         principals: for each body, its sender; empty if all of them may write to all runs.
 
     Raises:

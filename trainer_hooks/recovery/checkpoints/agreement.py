@@ -34,8 +34,8 @@ class Agreement:
     def _meet(self, call: Callable[[], object]) -> list[VitalsError | None]:
         """Run the call and return each rank's error, in rank order.
 
-        A slow rank is no problem: a separate thread meets the others every MEET_SECONDS until all
-        are done, so that no rank waits in a collective for as long as gloo's timeout. The call must
+        A slow rank is allowed: a separate thread meets the others every MEET_SECONDS until all are
+        done, so that no rank waits in a collective for as long as gloo's timeout. The call must
         not use the side group.
         """
         if self.ranks.side is None:
