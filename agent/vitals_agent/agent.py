@@ -1,9 +1,10 @@
-"""The agent: its parts and who turns them; each part fails by itself.
+"""The agent: its parts and their threads; each part fails by itself.
 
-- The main thread discovers, tails, spools, buries, and samples the node and its ranks: all that is
-  local and quick.
-- The I/O loop's thread ships and carries commands: all that may wait for a network (``io_loop``).
-- The GPU driver is asked on a thread of its own, as it may never answer (``sampling``).
+- The main thread discovers, tails, spools, closes the journals of dead ranks, and samples the node
+  and its ranks: everything that is local and quick.
+- The I/O loop's thread ships and carries commands: everything that may wait for a network
+  (``io_loop``).
+- A separate thread queries the GPU driver, because it may never respond (``sampling``).
 - HTTP threads only read.
 """
 
@@ -59,34 +60,34 @@ log = logging.getLogger("vitals_agent")
 
 STALLED_SECONDS = 30.0
 LEFTOVERS_SECONDS = 3600.0
-"""So often spools of runs that have ended are looked at: whether the collector still has what they
-hold, and what was retained for long enough."""
+"""Time between two checks of the spools of ended runs: whether the collector still has their rows,
+and which of them were retained for long enough."""
 
 AFTER_OUTAGE_SECONDS = 60.0
-"""Once the collector is back after an outage, they are looked at when this long has passed."""
+"""Time after an outage of the collector at which those spools are checked."""
 
 DISK_SECONDS = 10.0
-"""So often a full disk is asked whether it has room."""
+"""Time between two checks whether a full disk has space again."""
 
 MAX_TAKEN_OVER = 256
-"""Runs, the newest, of which the agent of one run looks whether they left something."""
+"""Maximum runs, the latest, that the agent of one run checks for leftovers."""
 
 MAX_RUNS = 4096
-"""Run directories of which is remembered whether they are ours."""
+"""Maximum run directories for which it is cached whether they are ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    """What one agent is told."""
+    """Settings of one agent."""
 
     vitals_dir: Path
-    """Where run directories lie."""
+    """Directory of the run directories."""
     base: Path
-    """The private folder in shared memory where journals lie."""
+    """The private directory in shared memory that contains the journals."""
     keys: Path
-    """The folder of ``control.pub``: what verifies a person's commands."""
+    """Directory of ``control.pub``, which verifies the commands of operators."""
     node: str
-    """This node's id; journals of other nodes are passed over."""
+    """This node's id; journals of other nodes are skipped."""
     run_id: str = ""
     """Serve only this run."""
     host: str = "127.0.0.1"
@@ -99,12 +100,12 @@ class AgentConfig:
     collector: str = ""
     """The collector's name: its addresses or its data folder. Empty where there is none."""
     is_collector_named: bool = True
-    """Whether somebody chose it; else it is this user's own, and only its runs are for it that ran
-    while it did."""
+    """Whether a user chose it; otherwise it is this user's own, and only receives runs that ran
+    during its lifetime."""
     takes_over: bool = False
-    """With ``run_id``: send as well what ended runs left here for the same collector."""
+    """With ``run_id``: also send rows that ended runs left here for the same collector."""
     notice: str = ""
-    """What went wrong before the start; it is said in every run."""
+    """An error before the start, which is reported in every run."""
     sample_seconds: float = 2.0
     """Time between two samples of GPUs, node and processes."""
     keeps_history: bool | None = None
@@ -123,11 +124,11 @@ class AgentConfig:
     mirror_source: tuple[str, ...] = ()
     """Where a mirror reads the run; none: in its folder."""
     retire_seconds: float = 60.0
-    """A run without a rank here is let go after this time."""
+    """Time after which a run without a rank on this node is released."""
 
 
 class Collects(Ingests, Commands, Protocol):
-    """What the agent needs of a collector: ``collector_endpoint.CollectorEndpoint``."""
+    """The interface of a collector: ``collector_endpoint.CollectorEndpoint``."""
 
 
 class Agent:
@@ -262,7 +263,7 @@ class Agent:
         return self._info
 
     def stop(self) -> None:
-        """Give everything back. Call ``turn`` before, so that nothing new is left behind."""
+        """Release everything. Call ``turn`` before, so that no new rows stay unsent."""
         for run_id, run in list(self.runs.items()):
             if run.in_memory and run.spool.pending(1):
                 log.warning(
@@ -272,7 +273,7 @@ class Agent:
                     run.spool.directory,
                 )
             if not self._let_go(run_id):
-                # Its spool is in the I/O loop's hands: the lock on it ends with this process.
+                # The I/O loop still uses its spool: the lock on it ends with this process.
                 log.warning("stopped while the collector was still busy run=%s", run_id)
         if self._server is not None:
             self._server.close()
@@ -292,7 +293,7 @@ class Agent:
         self._retire(now)
 
     def turn(self, now: float) -> None:
-        """Turn once what is local: it waits for no network and for no driver."""
+        """Run the local parts once: this waits for no network and for no driver."""
         with self.faults.contained("spool"):
             self._mind_the_disks(now)
         with self.faults.contained("discover"):
@@ -348,7 +349,7 @@ class Agent:
         return not any(run.active for run in runs) and all(map(self.io_loop.drained, runs))
 
     def report_left_behind(self) -> int:
-        """Say which rows never came into a spool; return how many. They stay in shared memory."""
+        """Report rows that never reached a spool; return their number. They stay in memory."""
         total = 0
         for ref in self._journals():
             with self.faults.contained("tailer"):
@@ -394,7 +395,7 @@ class Agent:
     def _take_up(
         self, path: Path, *, keep: bool, resume: Mapping[Key, int] | None = None
     ) -> ServedRun | None:
-        """Begin to serve a run, unless another agent of this node does."""
+        """Start serving a run, unless another agent of this node does."""
         run_dir = RunDir(path.absolute())
         state_dir = self._state_dir_of(run_dir)
         if state_dir.path != self._state_dir.path:
@@ -453,7 +454,7 @@ class Agent:
         return spool
 
     def _tell_of_memory(self, run: ServedRun) -> None:
-        """Say, once of each run, that its rows are on no disk of this node."""
+        """Report once per run that its rows are on no disk of this node."""
         if not run.in_memory or run.run_id in self._told_of_memory:
             return
         self._told_of_memory.add(run.run_id)
@@ -471,9 +472,9 @@ class Agent:
             run.tell_of_stopped(key, text)
 
     def _mind_the_disks(self, now: float) -> None:
-        """Go on in memory where a disk has become full, and on disk where it has room again.
+        """Continue in memory if a disk has become full, and on disk once it has space again.
 
-        What lies on a full disk is shipped first: a run has one spool at a time.
+        The rows on a full disk are shipped first: a run has one spool at a time.
         """
         if now - self._looked_at_disks_at < DISK_SECONDS:
             return
@@ -512,11 +513,11 @@ class Agent:
                 log.info("the disk has room again run=%s", run.run_id)
 
     def _take_up_leftovers(self) -> None:
-        """Serve runs that ended while the collector was away: their spools wait to be shipped.
+        """Serve runs that ended while the collector was down, to ship their spools.
 
-        A spool that was meant for no collector, or for another one, may be a run's only history, so
-        it is kept after it was shipped. So are served for a while those that hold what the
-        collector acknowledged: it may have been restored.
+        A spool that was for no collector, or for another one, may be a run's only history, so it is
+        kept after it was shipped. Spools with acknowledged rows are served for a while too, because
+        the collector may have been restored.
         """
         run_dirs = RunDir.find_all(self.config.vitals_dir)
         for run_dir in run_dirs:
@@ -547,10 +548,10 @@ class Agent:
         return AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
 
     def _is_left_to_us(self, run_dir: RunDir) -> bool:
-        """Whether a run of ours ended here, and our collector may lack something of it.
+        """Whether a run of this agent ended here, and our collector may lack some of its rows.
 
-        A run with a living rank has an agent, or its rank is about to start one: to that it is left
-        even while nobody holds its lock.
+        A run with a living rank has an agent, or its rank will soon start one: the run is left to
+        that agent even while its lock is free.
         """
         state_dir = self._state_dir_of(run_dir)
         if not self._is_for_our_collector(state_dir):
@@ -569,12 +570,12 @@ class Agent:
         return self.io_loop.can_ship is False or self._ships.num_failures > 0
 
     def _is_collector_back(self) -> bool:
-        """Whether it was away since leftovers were looked at, and is not any more."""
+        """Whether it was down since leftovers were last checked, and is up again."""
         self._was_away = self._was_away or self._is_collector_away
         return self._was_away and not self._is_collector_away
 
     def _note_destination(self, run: ServedRun) -> None:
-        """Leave word of the collector that the run's rows are for, and whether it is away."""
+        """Record the collector that the run's rows are for, and whether it is down."""
         name = self.config.collector
         if not name:
             return
@@ -606,7 +607,7 @@ class Agent:
                 self._let_go(run_id)
 
     def _let_go(self, run_id: str) -> bool:
-        """Close a run; False where the I/O loop serves it just now."""
+        """Close a run; return False if the I/O loop is serving it."""
         run = self.runs[run_id]
 
         def remove() -> None:

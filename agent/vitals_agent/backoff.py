@@ -1,7 +1,7 @@
-"""When the collector is asked again after a failure, and how fast a backlog is sent to it.
+"""Time of the next request to the collector after a failure, and the rate of sending a backlog.
 
 Both are pure: they read no clock and never sleep. Hundreds of agents lose a collector together, and
-find it again together: each comes back at a moment of its own, and then takes what it is given.
+find it again together: each retries at a different time, and then adapts to the available capacity.
 """
 
 import math
@@ -9,9 +9,9 @@ import random
 
 
 class Backoff:
-    """Tells whether a try is due: exponential, with full jitter, bounded.
+    """Decides when an attempt is due: exponential, with full jitter, bounded.
 
-    Full jitter (a uniform share of the whole delay) keeps many agents from coming back as one.
+    Full jitter (a uniform share of the whole delay) keeps agents from retrying at the same time.
     """
 
     def __init__(
@@ -24,34 +24,34 @@ class Backoff:
         self.num_failures = 0
 
     def due(self, now: float) -> bool:
-        """Return whether a try may be made at ``now`` (monotonic seconds)."""
+        """Return whether an attempt may be made at ``now`` (monotonic seconds)."""
         return self.num_failures == 0 or now >= self._not_before
 
     def failed(self, now: float, *, retry_after: float = 0.0) -> None:
-        """Put the next try off, behind what the other side asked for.
+        """Postpone the next attempt, after the time that the other side requested.
 
-        It says the same to everyone, so that what it asks for is spread as well.
+        It requests the same of everyone, so the requested time is spread as well.
         """
         ceiling = min(self._max, self._first * 2 ** min(self.num_failures, 30))
         self.num_failures += 1
         self._not_before = now + retry_after + self._rng.uniform(0.0, max(ceiling, retry_after))
 
     def succeeded(self) -> None:
-        """Let the next try be made at once."""
+        """Allow the next attempt at once."""
         self.num_failures = 0
 
 
 class Pace:
-    """Bounds the bytes per second of a backlog: up by a step while all is well, down by half.
+    """Limits the bytes per second of a backlog: up by a step after success, down by half.
 
-    Additive increase and multiplicative decrease share a collector fairly among agents that know
-    nothing of each other. A failure, or an answer that is slow, says that it has too much to do.
-    What is written now is far below the slowest pace: only a backlog is ever held back.
+    Additive increase and multiplicative decrease share a collector fairly among agents that do not
+    know each other. A failure, or a slow response, means that it is overloaded. New rows are far
+    below the slowest pace: only a backlog is ever limited.
 
     Args:
-        slowest: bytes per second that are sent whatever happens.
+        slowest: bytes per second that are always allowed.
         fastest: bytes per second that are never exceeded.
-        slow_seconds: an answer that takes longer is one of a busy collector.
+        slow_seconds: duration above which the collector counts as busy.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Pace:
         return now >= self._free_at
 
     def sent(self, num_bytes: int, seconds: float, now: float) -> None:
-        """Take note of a request that was answered after ``seconds``."""
+        """Record a request with a response after ``seconds``."""
         if seconds > self._slow_seconds:
             self.failed()
         else:
             self.bytes_per_second = min(self._fastest, self.bytes_per_second + self._slowest)
-        # Up to a second that was not used may be made up for: a cycle is shorter than that.
+        # Up to a second of unused time may be used later: a cycle is shorter than that.
         self._free_at = max(self._free_at, now - 1.0) + num_bytes / self.bytes_per_second
 
     def failed(self) -> None:
-        """Take note of a request that was refused or never answered."""
+        """Record a request that was refused or got no response."""
         self.bytes_per_second = max(self._slowest, self.bytes_per_second / 2)

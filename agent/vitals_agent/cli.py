@@ -1,4 +1,4 @@
-"""``vitals agent``: arguments in, exit code out. What is heavy is imported when it runs."""
+"""``vitals agent``: arguments in, exit code out. Expensive imports happen when it runs."""
 
 import logging
 import os
@@ -218,7 +218,7 @@ def _name_of(collector: str) -> str:
 def _endpoint(
     collector: str, token_file: Path | None, run_id: str, *, child: bool
 ) -> "tuple[CollectorEndpoint | None, str, str]":
-    """Return the way to the collector, the token for scraping, and what is to be said in runs."""
+    """Return the collector's endpoint, the token for scraping, and a notice for the runs."""
     from vitals_agent.collector_endpoint import CollectorEndpoint, finder
 
     try:
@@ -228,7 +228,7 @@ def _endpoint(
     except VitalsError as error:
         if collector and not child:
             raise
-        # A rank's child can tell nobody but the run, and its folder keeps everything all the same.
+        # A rank's child can only report to the run, and its directory still keeps everything.
         return None, "", f"nothing is shipped: {error.text}"
 
 

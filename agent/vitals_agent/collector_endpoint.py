@@ -1,4 +1,4 @@
-"""The way to a collector: found, lost, and found again where it moved; and how it is asked."""
+"""Connection to a collector: search, loss, another search if it moved, and its requests."""
 
 import http.client
 import itertools
@@ -90,9 +90,9 @@ class AgentClient(CollectorClient):
     def _exchange(
         self, method: str, target: str, content: bytes, headers: dict[str, str]
     ) -> tuple[http.client.HTTPResponse, bytes]:
-        """Ask, and once more where the kept connection turns out to be closed: all may come twice.
+        """Send a request, and retry if the kept connection is closed: each may arrive twice.
 
-        A batch that is stored twice counts once, and so does a delivery.
+        A batch that is stored twice counts once; the same applies to a delivery.
         """
         connection = self._connection
         was_open = connection.sock is not None
@@ -110,7 +110,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Connect to nobody's server but this user's, or root's."""
+        """Connect only to a server of this user, or of root."""
         self.sock = connect_unix(self._path, self.timeout)
 
 
@@ -126,31 +126,31 @@ def _ask(
         response = connection.getresponse()
         return response, response.read()
     except BaseException:
-        connection.close()  # what is half said, or half heard, belongs to no other request
+        connection.close()  # a partial request or response must not mix with the next one
         raise
 
 
-# ----------------------------------------------------------------------------- that may come and go
+# ----------------------------------------------------------------------- a changing collector
 
 
 LOOK_SECONDS = 5.0
 _MOST_HOPS = 3
-"""From one collector to the next within one call: their leases may change hands meanwhile."""
+"""Maximum redirects between collectors in one call: their leases may change in the meantime."""
 
 T = TypeVar("T")
 Find = Callable[[], CollectorAddress | None]
 
 
 class CollectorEndpoint:
-    """A collector that may come, go, and come back elsewhere. Thread-safe.
+    """A collector that may start, stop, and start again elsewhere. Thread-safe.
 
-    It is looked for while none is known, and again once one did not answer, knew our token no more,
-    or found that the run is not of that token: it may have been started again, at another port, and
-    the token file may hold another token.
+    It is searched for while none is known, and again once one did not respond, no longer knew our
+    token, or found that the run does not belong to that token: it may have been started again at
+    another port, and the token file may contain another token.
 
     Args:
-        find: returns where a collector is now; None where there is none.
-        connect: makes a client of that.
+        find: returns the current URL of a collector; None if there is none.
+        connect: makes a client for that URL.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class CollectorEndpoint:
         self._is_doubtful = True
 
     def reachable(self, now: float) -> bool:
-        """Return whether a collector is known, having looked for it where that is in doubt."""
+        """Return whether a collector is known, after a search if that is uncertain."""
         with self._lock:
             is_due = self._looked_at is None or now - self._looked_at >= LOOK_SECONDS
             if self._is_doubtful and is_due:
@@ -175,7 +175,7 @@ class CollectorEndpoint:
             return self._client is not None
 
     def answers(self, now: float) -> bool:
-        """Return whether a collector answers just now; where one does not, the next has a turn."""
+        """Return whether a collector responds now; if one does not, the next is tried later."""
         client = self._client if self.reachable(now) else None
         if client is not None and client.answers():
             return True
@@ -191,9 +191,9 @@ class CollectorEndpoint:
         return self._call(lambda client: client.ingest_all(raws, asks=asks))
 
     def send_ahead(self, raws: Sequence[bytes]) -> None:
-        """Store batches that are sent again: by a connection of their own, which waits for nothing.
+        """Resend batches early, on a separate connection that waits for nothing.
 
-        Where something lies before them that is not stored yet, they are not stored either.
+        If earlier rows of a stream are not stored yet, these are not stored either.
         """
         with self._lock:
             address = self._address
@@ -210,11 +210,11 @@ class CollectorEndpoint:
         return self._call(lambda client: client.ask(question))
 
     def mark_delivered(self, run_id: str, number: int, incarnation: str) -> None:
-        """Say that a command lies in the mailbox."""
+        """Report that a command is in the mailbox."""
         self._call(lambda client: client.mark_delivered(run_id, number, incarnation))
 
     def drop(self) -> None:
-        """Close the connections, and look for the collector anew."""
+        """Close the connections, and search for the collector again."""
         self.close()
         self._address, self._is_doubtful = None, True
 
@@ -246,7 +246,7 @@ class CollectorEndpoint:
         return answer
 
     def _call_owner(self, client: CollectorClient, call: Callable[[CollectorClient], T]) -> T:
-        """Call, and go to the collector that takes the run's rows where this one does not."""
+        """Call, and follow to the collector that owns the run if this one does not."""
         for _ in range(_MOST_HOPS):
             try:
                 return call(client)
@@ -263,10 +263,10 @@ class CollectorEndpoint:
         address = first = self._find()
         while owner and address is not None and not _is_at(address, owner):
             address = self._find()
-            if address == first:  # all were seen
+            if address == first:  # all were tried
                 address = self._find()
                 break
-        self._address = None  # behind one address there may be several: another connection
+        self._address = None  # one URL may have several collectors: use a new connection
         self._connect_to(address)
 
     def _reconnect(self) -> None:
@@ -281,7 +281,7 @@ class CollectorEndpoint:
         self._address = address
 
 
-# ------------------------------------------------------------------------------- where it is
+# ------------------------------------------------------------------------------- search
 
 
 def _is_at(address: CollectorAddress, owner: str) -> bool:
@@ -291,13 +291,13 @@ def _is_at(address: CollectorAddress, owner: str) -> bool:
 def finder(
     collector: str, token_file: Path | None, environ: Mapping[str, str], *, run_id: str = ""
 ) -> Find:
-    """Return a search for the collector: at an address, in a data folder, or this user's own.
+    """Return a search for the collector: at a URL, in a data directory, or this user's own.
 
-    What lies in files is read anew at each search. Of several addresses each search gives the next;
-    the run says which is first, so that runs are spread and the agents of one begin at the same.
+    Files are read again at each search. With several URLs each search returns the next one; the run
+    determines the first, so that runs are spread and the agents of a run start with the same one.
 
     Raises:
-        UsageError: ``collector`` is neither addresses nor a folder.
+        UsageError: ``collector`` is neither a list of URLs nor a directory.
     """
     data = collector_folder(collector) if collector else default_data_dir(environ)
     if data is None:

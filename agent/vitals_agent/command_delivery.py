@@ -19,30 +19,30 @@ from vitals_agent.run import ServedRun
 A = TypeVar("A")
 POLL_SECONDS = 1.0
 ELSEWHERE_SECONDS = 4.0
-"""So often nodes without rank 0 look whether a person wants to know where their ranks stand."""
+"""Time between checks for requests of stacks on nodes without rank 0."""
 _MAX_REFUSED = 64
 
 
 class Commands(Protocol):
-    """What the delivery needs of a collector."""
+    """The delivery's interface of a collector."""
 
     def ask(self, question: Question[A]) -> A:
-        """Return the answer."""
+        """Return the response to a query."""
         ...
 
     def mark_delivered(self, run_id: str, number: int, incarnation: str) -> object:
-        """Say that a command lies in the mailbox."""
+        """Report that a command is in the mailbox."""
         ...
 
 
 @dataclass(slots=True)
 class _Desk:
-    """The commands of one run: waiting, and the one in the mailbox that rank 0 has not answered."""
+    """The commands of one run: pending ones, and the one in the mailbox without a response."""
 
     waiting: deque[tuple[Command, bool]] = field(default_factory=deque)
     in_mailbox: Command | None = None
     until: float = 0.0
-    """When the one in the mailbox is over, in monotonic seconds."""
+    """Expiry of the one in the mailbox, in monotonic seconds."""
     newest: int = 0
     delivered: set[int] = field(default_factory=set)
     refused: dict[int, Command] = field(default_factory=dict)
@@ -55,18 +55,18 @@ class _Desk:
 class CommandDelivery:
     """Brings commands from the collector, and from files in the run directory, to rank 0.
 
-    One that asks for stacks is the agent's own to answer, on every node.
+    The agent itself carries out a request for stacks, on every node.
 
-    Whoever answers as the collector is not believed: what comes from it must carry the signature of
-    a person's control key, and only then it is signed here with the run's key. A file must carry
-    that signature already: to write a folder is not to steer a run.
+    The collector is not trusted: its commands must carry the signature of an operator's control
+    key, and only then are they signed here with the run's key. A command in a file must carry that
+    signature already: write access to a directory is not permission to control a run.
 
     Args:
-        client: the collector; None where there is none.
-        keys: the folder of ``control.pub``.
-        backoff: how often it is asked after a failure.
-        clock: when "now" is.
-        faults: counts what was refused.
+        client: the collector; None without one.
+        keys: directory of ``control.pub``.
+        backoff: pause between requests after a failure.
+        clock: provides the current time.
+        faults: counts refused commands.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class CommandDelivery:
         self._desks: dict[str, _Desk] = {}
 
     def relay(self, run: ServedRun, now: float, *, reachable: bool = True) -> None:
-        """Deliver the next command of the run, if rank 0 lives here and has answered the last.
+        """Deliver the next command of the run, if rank 0 is here and has responded to the last.
 
-        Where no collector is ``reachable``, only files are looked for.
+        If no collector is ``reachable``, only files are read.
         """
         is_here = run.holds_mailbox
         if not (is_here or run.num_living):
@@ -111,11 +111,11 @@ class CommandDelivery:
             self._deliver(run, desk, command, now, must_be_signed=must_be_signed)
 
     def forget(self, run_id: str) -> None:
-        """Drop what is known of a run that is not served any more."""
+        """Discard the state of a run after its release."""
         self._desks.pop(run_id, None)
 
     def _collect(self, run: ServedRun, desk: _Desk, now: float, *, reachable: bool) -> None:
-        # Of one folder that all nodes see, one agent takes the files.
+        # One agent takes the files of a directory that all nodes share.
         files = run.run_dir.take_commands() if run.holds_mailbox else []
         commands = [(command, True) for command in files]
         if self._client is not None and reachable and self._backoff.due(now):
@@ -140,7 +140,7 @@ class CommandDelivery:
     def _want_stacks(
         self, run: ServedRun, desk: _Desk, command: Command, *, must_be_signed: bool
     ) -> None:
-        """Have the ranks here asked for their stacks; a job that hangs reads no mailbox."""
+        """Request the stacks of the ranks here; a job that hangs reads no mailbox."""
         if command.number <= desk.stacks:
             return
         desk.stacks = command.number
@@ -170,7 +170,7 @@ class CommandDelivery:
         self, run: ServedRun, desk: _Desk, command: Command, now: float, *, must_be_signed: bool
     ) -> None:
         if command.number <= desk.newest:
-            return  # dealt with before; the collector has not been told yet, or did not listen
+            return  # already handled; the collector has not received the report yet
         path = run.folder / "mailbox"
         if not path.exists():
             text = f"{path} is missing: rank 0 started without room for it, and reads no commands"
@@ -205,7 +205,7 @@ class CommandDelivery:
             try:
                 self._say_delivered(run, command.number)
             except VitalsError as error:
-                self._faults.record("relay", error)  # it is said again at the next poll
+                self._faults.record("relay", error)  # it is reported again at the next poll
 
     def _say_delivered(self, run: ServedRun, number: int) -> None:
         if self._client is not None:

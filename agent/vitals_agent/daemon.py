@@ -1,4 +1,4 @@
-"""The agent as a process: what it waits for before, its loop, when it ends, and how."""
+"""The agent as a process: its start conditions, its loop, and its end."""
 
 import contextlib
 import logging
@@ -31,29 +31,29 @@ log = logging.getLogger("vitals_agent")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """How the loop turns and when it ends by itself."""
+    """Timing of the loop, and the conditions of its end."""
 
     interval_seconds: float = 0.5
     """Time from the end of a cycle to the next."""
     child: bool = False
-    """Started by a rank: end with the ranks, and leave quietly if another agent is there."""
+    """Started by a rank: end with the ranks, and exit silently if another agent exists."""
     once: bool = False
-    """Turn one cycle and end."""
+    """Run one cycle and end."""
     lingers: bool = False
-    """A child whose ranks are gone: begin with what they left, and end once a collector has it."""
+    """A child whose ranks have ended: start with their rows, and end once a collector has them."""
     drain_grace_seconds: float = 15.0
-    """How long a child waits, after the last rank is gone, for a collector that does not answer, or
-    a disk that takes no more."""
+    """Time that a child waits, after the last rank has ended, for a collector that does not
+    respond, or a full disk."""
     stop_grace_seconds: float = 5.0
-    """How long a child that was told to stop waits for its ranks: the same signal goes to them."""
+    """Time that a stopped child waits for its ranks: they receive the same signal."""
     lock_wait_seconds: float = 2.0
-    """How long a child waits for another agent that may just be leaving."""
+    """Time that a child waits for another agent that may be about to end."""
     last_turn_seconds: float = 5.0
-    """How long the end waits for what is under way to the collector."""
+    """Time that the end waits for requests in flight to the collector."""
 
 
 class Ending:
-    """Decides when the loop ends. Reads no clock and no signal; remembers when things began."""
+    """Decides when the loop ends. Reads no clock and no signal; remembers start times."""
 
     def __init__(self, config: LoopConfig) -> None:
         self._config = config
@@ -73,8 +73,8 @@ class Ending:
         """Return whether to end after this cycle.
 
         A child that has seen no rank yet waits as long as its parent lives. While a rank lives here
-        it stays, even without its parent: that rank's last rows matter most. For what cannot be
-        kept it does not wait for ever: the disk may be full for good.
+        it stays, even without its parent: that rank's last rows matter most. It does not wait
+        indefinitely for rows that cannot be stored: the disk may be full permanently.
         """
         if self._config.once or num_signals > (1 if self._config.child else 0):
             return True
@@ -94,17 +94,17 @@ class Ending:
 
 
 Outcome = Literal["ended", "stopped", "elsewhere"]
-"""How a loop came to its end: by itself, by a signal, or as another agent serves the folder."""
+"""Reason for the end of a loop: done, a signal, or another agent that serves the directory."""
 
 
 def run(agent: Agent, config: LoopConfig) -> Outcome:
-    """Start the agent, turn it until its end is reached, and stop it.
+    """Start the agent, run it until its end, and stop it.
 
-    SIGTERM and SIGINT end it within seconds, with what it has drained, synced and, where a
-    collector answers, shipped. Must be called in the main thread.
+    SIGTERM and SIGINT end it within seconds, after its rows are drained, synced and, if a collector
+    responds, shipped. Must be called in the main thread.
 
     Raises:
-        UsageError: another agent serves the folder, and this one is no child.
+        UsageError: another agent serves the directory, and this one was not started by a rank.
     """
     parent = 0 if config.lingers else os.getppid()
     with _Signals() as signals:
@@ -121,10 +121,10 @@ def run(agent: Agent, config: LoopConfig) -> Outcome:
 
 
 def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) -> None:
-    """Turn the agent here, and its I/O loop on a thread of its own, until the end is reached."""
+    """Run the agent here, and its I/O loop on a separate thread, until the end."""
     ending = Ending(config)
     if config.lingers:
-        agent.io_loop.look(time.monotonic())  # before the first turn, which asks what is left
+        agent.io_loop.look(time.monotonic())  # before the first turn, which reads the leftovers
     io_thread = IoThread(agent.io_loop, interval_seconds=config.interval_seconds)
     if agent.ahead is not None:
         agent.ahead.start()
@@ -145,13 +145,13 @@ def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) ->
         agent.turn(time.monotonic())
     if not io_thread.end(config.last_turn_seconds):
         log.warning("the collector is busy: unshipped rows stay in the spools")
-    agent.turn(time.monotonic())  # what the I/O loop had to say
+    agent.turn(time.monotonic())  # reports of the I/O loop
     if config.child:
         agent.report_left_behind()
 
 
 def _start(agent: Agent, config: LoopConfig) -> bool:
-    """Start the agent; False where it is a child and another agent stays."""
+    """Start the agent; return False if it is a child and another agent stays."""
     deadline = time.monotonic() + config.lock_wait_seconds
     while True:
         try:
@@ -214,16 +214,16 @@ def linger(
     stopwatch: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Deliver what waits as soon as a collector answers.
+    """Deliver the pending rows as soon as a collector responds.
 
-    In between no lock is held: any other agent may deliver it first. The collector gives silent
-    runs a minute after its own start: it is asked more often than that.
+    In between no lock is held: any other agent may deliver them first. The collector waits for
+    silent runs for a minute after its own start, so the interval between attempts is shorter.
 
     Args:
-        deliver: sends it, as far as it can.
-        is_waiting: whether anything is left to send.
-        answers: whether a collector answers just now.
-        seconds: after which it is left to other agents.
+        deliver: sends them, as far as possible.
+        is_waiting: returns whether any rows are left to send.
+        answers: returns whether a collector responds now.
+        seconds: time after which they are left to other agents.
         stopwatch: monotonic.
         sleep: waits.
     """
@@ -234,21 +234,21 @@ def linger(
             try:
                 if not is_waiting() or (answers(now) and deliver() == "stopped"):
                     return
-            except (OSError, VitalsError) as error:  # a disk or a network that is away
+            except (OSError, VitalsError) as error:  # a disk or a network that is down
                 log.debug("cannot deliver yet: %s", error)
             backoff.failed(now)
         sleep(1.0)
 
 
 def close_inherited() -> None:
-    """Close what this process was started with, but for its output.
+    """Close inherited file descriptors, except for the output.
 
-    A lock of ``flock``, or a pipe that somebody reads to its end, would else be held for as long as
-    it outlives the training.
+    Otherwise a lock of ``flock``, or a pipe whose reader waits for its end, would be held for as
+    long as this process outlives the training.
     """
     for path in list(Path("/dev/fd").iterdir()):
         fd = int(path.name)
-        with contextlib.suppress(OSError):  # it was that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             if fd > 2 and os.get_inheritable(fd):
                 os.close(fd)
 
@@ -257,7 +257,7 @@ def close_inherited() -> None:
 
 
 LEAVING_SECONDS = 20.0
-"""As long as a rank's child tries to reach its collector once the ranks are gone, and some more."""
+"""Slightly more than a rank's child waits for its collector once the ranks have ended."""
 
 
 def wait_for_leaving(
@@ -268,9 +268,9 @@ def wait_for_leaving(
     stopwatch: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return once no agent holds a run of the folder whose ranks on this node are all gone.
+    """Return once no agent holds a run of the directory whose ranks on this node have all ended.
 
-    After ``seconds`` it returns all the same. A run with a rank that lives here is left alone.
+    After ``seconds`` it returns in any case. A run with a living rank here is ignored.
     """
     deadline = stopwatch() + seconds
     state_dirs = _state_dirs_of_the_dead(base, vitals_dir)
@@ -303,4 +303,4 @@ def _writer(directory: Path) -> Identity | None:
     try:
         return journal_identity(directory)
     except VitalsError:
-        return None  # of a newer version: the agent says so
+        return None  # written by a newer version: the agent reports it

@@ -1,4 +1,4 @@
-"""``/metrics`` and ``/healthz``: read from the agent's parts at scrape time, nothing is kept."""
+"""``/metrics`` and ``/healthz``: read from the agent's parts at scrape time, without a cache."""
 
 import hmac
 import json
@@ -37,7 +37,7 @@ SPECS: Mapping[str, MetricSpec] = {metric.name: metric for metric in CATALOG}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One value of one catalogued metric; the labels in the catalog's order."""
+    """One value of one metric in the catalog; the labels in the catalog's order."""
 
     name: str
     value: float
@@ -46,17 +46,17 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether the cycle still turns."""
+    """Whether the cycle is still running."""
 
     ok: bool
     details: Mapping[str, object] = field(default_factory=dict)
 
 
 class Exposed(Protocol):
-    """What the server asks; both are called on its own threads, so they only read."""
+    """Interface for the server, which calls both on its own threads, so they only read."""
 
     def readings(self) -> Iterable[Reading]:
-        """Return the present values."""
+        """Return the current values."""
         ...
 
     def health(self) -> Health:
@@ -144,7 +144,7 @@ def _handler(
                 route()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing: a scrape every few seconds is no news."""
+            """Log nothing: a scrape every few seconds needs no log line."""
 
         def _metrics(self) -> None:
             given = self.headers.get("Authorization", "").encode(errors="replace")
@@ -176,7 +176,7 @@ def _handler(
     return Handler
 
 
-# ---------------------------------------------------------------- what is said of the agent's parts
+# --------------------------------------------------------------- values of the agent's parts
 
 
 def _from_columns(
@@ -184,7 +184,7 @@ def _from_columns(
 ) -> Iterator[Reading]:
     for spec in specs:
         value = values.get(spec.column)
-        if isinstance(value, int | float):  # what was not measured has no sample at all
+        if isinstance(value, int | float):  # an unmeasured column has no sample at all
             yield Reading(name=spec.name, value=float(value), labels=labels)
 
 
@@ -196,7 +196,7 @@ def agent_readings(
     shipper: Shipper | None,
     faults: Faults,
 ) -> Iterator[Reading]:
-    """Yield the agent's own numbers; ``counted`` is of the runs that are served no more."""
+    """Yield the agent's own numbers; ``counted`` contains those of runs already released."""
     numbers: dict[str, float] = {
         "agent_spool_bytes": sum(run.spool.num_bytes for run in runs),
         "agent_memory_spools": sum(run.in_memory for run in runs),
@@ -211,13 +211,13 @@ def agent_readings(
         numbers["agent_corrupt_rows_total"] += shipper.num_refused_rows
     for name, value in numbers.items():
         yield Reading(name=name, value=value)
-    # Born at 0: a counter that appears with its first event shows no increase.
+    # Starts at 0: a counter that appears with its first event shows no increase.
     for part, count in (dict.fromkeys(PARTS, 0) | faults.counts).items():
         yield Reading(name="agent_part_failures_total", value=count, labels=(part,))
 
 
 def sample_readings(sampling: Sampling, node: str) -> Iterator[Reading]:
-    """Yield the newest node and GPU samples."""
+    """Yield the latest node and GPU samples."""
     yield from _from_columns(NODE_METRICS, sampling.node, (node,))
     for uuid, values in sampling.gpus.items():
         yield from _from_columns(GPU_METRICS, values, (node, uuid))
@@ -228,7 +228,7 @@ _RANK_METRICS = tuple(m for m in STEP_METRICS if m.scope == "rank")
 
 
 def run_readings(run: ServedRun) -> Iterator[Reading]:
-    """Yield the last step's values of the ranks here: of each rank only its newest start."""
+    """Yield the last step's values of the ranks here: only of the latest start of each rank."""
     newest: dict[int, JournalTail] = {}
     for tail in list(run.tails.values()):
         other = newest.get(tail.identity.rank)
@@ -238,7 +238,7 @@ def run_readings(run: ServedRun) -> Iterator[Reading]:
         labels = (run.run_id, str(rank))
         yield from _from_columns(PROCESS_METRICS, tail.process_values, labels)
         yield from _from_columns(_RANK_METRICS, tail.last.values, labels)
-    if 0 in newest:  # what is equal on all ranks is written by rank 0 only
+    if 0 in newest:  # only rank 0 writes values that are equal on all ranks
         yield from _run_scope(run, newest[0])
 
 

@@ -1,4 +1,4 @@
-"""The one place of the agent where an error is swallowed: counted, and logged ever more rarely."""
+"""The only place of the agent that swallows errors: counted, and logged with growing gaps."""
 
 import logging
 import threading
@@ -40,13 +40,13 @@ class Faults:
         self._lock = threading.Lock()
 
     def contained(self, part: Part) -> "_Contained":
-        """Swallow any Exception of the block; log the 1st, 2nd, 4th, 8th ... of each part."""
+        """Swallow any Exception of the block; log the 1st, 2nd, 4th, 8th ... per part."""
         return _Contained(self, part)
 
     def record(self, part: Part, error: Exception) -> None:
-        """Count an error that was dealt with; log the 1st, 2nd, 4th ... of each part.
+        """Count a handled error; log the 1st, 2nd, 4th ... per part.
 
-        Errors of ours say all there is to say; any other one is a bug and comes with its traceback.
+        Errors of Vitals need no traceback; any other one is a bug and is logged with it.
         """
         with self._lock:
             count = self.counts.get(part, 0) + 1

@@ -11,15 +11,15 @@ from vitals_agent.nvml_fields import read_gpu, read_instance
 from vitals_agent.sources import Stamp
 
 ROUNDS_BETWEEN_LOOKS = 30
-"""MIG instances come and go while the driver runs: they are looked for again after these rounds."""
+"""Rounds between searches for MIG instances, which may change while the driver runs."""
 
 MAX_XIDS_PER_ROUND = 64
-"""Of one GPU; what is beyond waits in the driver for the next round."""
+"""Maximum per GPU; the rest waits in the driver for the next round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """What one GPU or MIG instance said; a field it does not have is missing, not zero."""
+    """Values of one GPU or MIG instance; an unsupported field is missing, not zero."""
 
     uuid: str
     values: dict[str, Value]
@@ -27,23 +27,23 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """One round over all GPUs: samples, and what became of them since the last."""
+    """One round over all GPUs: samples, and changes since the last round."""
 
     taken: Stamp | None = None
     samples: tuple[GpuSample, ...] = ()
     lost: tuple[str, ...] = ()
-    """GPUs that do not answer any more."""
+    """GPUs that no longer respond."""
     back: tuple[str, ...] = ()
-    """GPUs that answer again."""
+    """GPUs that respond again."""
     xids: tuple[tuple[str, int], ...] = ()
-    """Every error that a GPU reported, in its order: of two in one round the row has the last."""
+    """Every reported error, in order: if there are two in a round, the row has the last."""
 
 
 @dataclass(slots=True)
 class _Device:
     handle: Any
     parent: str = ""
-    """Of a MIG instance the GPU it is a part of."""
+    """For a MIG instance, the GPU it belongs to."""
     events: Any = None
     last_xid: int | None = None
     lost: bool = False
@@ -51,7 +51,7 @@ class _Device:
 
 @dataclass(slots=True)
 class _Changes:
-    """What became of the GPUs in one round."""
+    """Changes of the GPUs in one round."""
 
     lost: list[str] = field(default_factory=list)
     back: list[str] = field(default_factory=list)
@@ -65,9 +65,9 @@ class GpuSampler:
         nvml: a module like ``pynvml``, or None to import the real one.
         clock: stamps the samples.
 
-    NVML is initialised at the first sample, not here; where that fails, ``absent`` says why and no
-    further try is made: a driver does not appear under a running job. Any call may take seconds,
-    or never return where a GPU is broken: ``asking`` names the one that is asked.
+    NVML is initialized at the first sample, not here. If that fails, ``absent`` contains the reason
+    and there is no further attempt: a driver does not appear under a running job. Any call may take
+    seconds, or never return if a GPU is broken: ``asking`` identifies the GPU being queried.
     """
 
     def __init__(self, nvml: Any = None, *, clock: Clock | None = None) -> None:
@@ -78,7 +78,7 @@ class GpuSampler:
         self.absent = ""
         self.asking = ""
         self.notes: tuple[Note, ...] = ()
-        """What each run should be told once."""
+        """Notes to report once in each run."""
 
     def sample(self) -> GpuReport:
         """Return one sample per GPU that answers."""
@@ -98,7 +98,7 @@ class GpuSampler:
             if values is not None:
                 samples.append(GpuSample(uuid=uuid, values=values))
             elif device.parent:
-                del self._devices[uuid]  # the instance was taken apart; a lost GPU says so itself
+                del self._devices[uuid]  # the instance was removed; a lost GPU reports an error
                 self._round = 0
         self.asking = ""
         return GpuReport(
@@ -125,7 +125,7 @@ class GpuSampler:
         return values
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Release NVML."""
         if self._devices is not None and not self.absent:
             devices, self._devices = self._devices, None
             try:
@@ -180,7 +180,7 @@ class GpuSampler:
         devices[uuid] = _Device(handle, events=self._listen(handle))
 
     def _take_up_instances(self, devices: dict[str, _Device]) -> None:
-        """Take up the MIG instances that are there now; those that are gone answer no more."""
+        """Add the current MIG instances; those that were removed no longer respond."""
         nvml = self._nvml
         for parent in [uuid for uuid, device in devices.items() if not device.parent]:
             instances = []
@@ -216,7 +216,7 @@ class GpuSampler:
     # --------------------------------------------------------------------------------- errors
 
     def _listen(self, handle: Any) -> Any:
-        """Return a set of events that holds this GPU's Xids, or None where it tells of none."""
+        """Return a set of events with this GPU's Xids, or None if it reports none."""
         nvml = self._nvml
         try:
             events = nvml.nvmlEventSetCreate()

@@ -1,9 +1,9 @@
-"""Looks at the ranks of this node twice a second: heartbeat and process; tells who is waited for.
+"""Checks this node's ranks twice per second: heartbeat and process. Finds blocking ranks.
 
-The decision is `trainvitals.detect.hang`'s. Where ranks of the job are on other nodes, what is seen
-here goes to the collector, which sees them all. Stacks are asked for once per wait, of ranks that
-are not stopped, by a signal that the rank said it serves; a process that may be another one by now
-is never sent any.
+`trainvitals.detect.hang` decides. If ranks of the job are on other nodes, the observations go to
+the collector, which sees all of them. Stacks are requested once per wait, from ranks that are not
+stopped, with a signal that the rank handles according to its heartbeat; a process that may be
+another one by now never gets a signal.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ from vitals_agent.stacks import StackTaker
 from vitals_agent.tailer import JournalTail
 
 ACTIVE_SECONDS = 2.0
-"""What a rank did within this time says whether it computes."""
+"""Time window of a rank's activity for deciding whether it computes."""
 ACTIVE_SHARE = 0.03
-"""Part of a core: a thread that polls a queue, or beats, takes less."""
+"""Share of a core: a thread that polls a queue, or sends heartbeats, takes less."""
 ACTIVE_BYTES = 1 << 20
 MUTE_SECONDS = 3.0
-"""A heartbeat older than that, of a process that is not stopped."""
+"""Age from which a heartbeat is too old, if the process is not stopped."""
 STILL_SECONDS = 2.0
-"""Without progress for this long, other nodes are told."""
+"""Time without progress after which other nodes are informed."""
 RESEND_SECONDS = 2.0
 ALL_ACTIVE_SHARE = 0.2
 """The same for all threads of the process together: backward may run on another one."""
@@ -54,13 +54,13 @@ _STATES: dict[str, ProcessState] = {"T": "stopped", "t": "traced", "D": "disk"}
 
 
 class _Process(NamedTuple):
-    """What the system says of a rank's process and its training thread."""
+    """The system's data about a rank's process and its training thread."""
 
     state: str
     started: int
     """Its start in clock ticks since boot: a process of the same number has another."""
     cpu_seconds: float
-    """Of the training thread."""
+    """CPU time of the training thread."""
     all_cpu_seconds: float
     num_bytes: int
     """Read and written, also from memory."""
@@ -77,7 +77,7 @@ class _Work(NamedTuple):
 
 @dataclass(slots=True)
 class _Seen:
-    """One rank, from look to look."""
+    """State of one rank between checks."""
 
     word: Heartbeat | None = None
     beat_at: float = 0.0
@@ -90,17 +90,17 @@ class _Seen:
     state: ProcessState = "alive"
     exit: str = ""
     was_asked: bool = False
-    """For its stacks, in this wait."""
+    """Whether its stacks were requested in this wait."""
 
 
 class HangWatch:
     """The ranks of one run on this node. For the agent's main thread.
 
     Args:
-        run: whose ranks they are, and where is said what is found.
-        exits: knows how processes ended.
+        run: run of the ranks, which also stores the findings.
+        exits: returns how processes ended.
         config: how long ranks may wait.
-        spawn: begins what may hang.
+        spawn: starts calls that may hang.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class HangWatch:
         self._is_told_of_nodes = False
 
     def look(self, now: float) -> None:
-        """Look at every rank; say what is new. Call before the journals are copied.
+        """Check every rank; report what is new. Call before the journals are copied.
 
         Args:
             now: monotonic seconds.
@@ -138,7 +138,7 @@ class HangWatch:
             still = min(rank.still_seconds for rank in ranks)
             is_waiting = still >= self._follower.config.show_seconds
         else:
-            if not self._job.is_ending:  # what ends by our hand is no news
+            if not self._job.is_ending:  # an end that we caused is not reported
                 self._say(ranks, world_size)
             is_waiting = self._follower.verdict is not None
         with self._run.faults.contained("restart"):
@@ -149,7 +149,7 @@ class HangWatch:
     def _take_stacks(
         self, tails: dict[int, JournalTail], world_size: int, step: int, *, is_waiting: bool
     ) -> None:
-        """Ask the ranks for their stacks, once in a wait or as a person wants; keep them."""
+        """Request the ranks' stacks, once per wait or on an operator's request; store them."""
         number = self._run.stacks_wanted.popleft() if self._run.stacks_wanted else 0
         if number:
             self._stacks.begin(number, num_here=len(tails), num_ranks=world_size)
@@ -159,13 +159,13 @@ class HangWatch:
                 continue
             seen.was_asked |= is_waiting
             with self._run.faults.contained("hang"):
-                # Of a wait all are kept at one step, the finding's.
+                # All stacks of a wait are stored at one step, that of the finding.
                 at = seen.word.step if number else step
                 self._stacks.ask(tail, seen.word, seen.state, step=at, number=number)
         with self._run.faults.contained("hang"):
             self._stacks.look()
 
-    # ----------------------------------------------------------------------------- what is said
+    # ----------------------------------------------------------------------------- reports
 
     def _say(self, ranks: list[RankActivity], world_size: int) -> None:
         before = self._follower.verdict
@@ -181,7 +181,7 @@ class HangWatch:
                 say(Note(code="wait_over", text=text), step=before.step, attempt=attempt)
 
     def _tell_of_recorder(self) -> None:
-        """Say once why the names of collectives are lacking."""
+        """Report once why the names of collectives are missing."""
         words = [seen.word for seen in self._seen.values() if seen.word is not None]
         why = next((word.no_recorder for word in words if word.no_recorder), "")
         if why and not self._is_told_of_recorder:
@@ -190,7 +190,7 @@ class HangWatch:
             self._run.node_source.say(Note(code="no_flight_recorder", text=text))
 
     def _ship(self, ranks: list[RankActivity], world_size: int, now: float) -> None:
-        """Tell who sees the other nodes, while nothing moves here, and that it moves again."""
+        """Inform the collector, which sees the other nodes, of a hang here and of its end."""
         is_still = all(rank.still_seconds >= STILL_SECONDS for rank in ranks)
         if not is_still and self._sent_at is None:
             return
@@ -210,7 +210,7 @@ class HangWatch:
         world_size: int,
         now: float,
     ) -> None:
-        """End a job that hangs, if all its ranks are here and want that."""
+        """End a job that hangs, if all its ranks are here and have enabled that."""
         seen = {rank: self._seen[tail.directory] for rank, tail in tails.items()}
         words = [each.word for each in seen.values() if each.word is not None]
         if any(word.on_hang != "restart" for word in words):
@@ -226,16 +226,16 @@ class HangWatch:
         self._job.look(self._follower.verdict, ranks, processes, now)
 
     def _tell_of_nodes(self) -> None:
-        """Say once that a job of several nodes is not ended by us."""
+        """Report once that a job on several nodes is not ended by this agent."""
         if not self._is_told_of_nodes:
             self._is_told_of_nodes = True
             text = "on_hang='restart' works where all ranks are on one node; here a hang only pages"
             self._run.node_source.say(Note(code="no_restart", text=text, severity="warning"))
 
-    # ----------------------------------------------------------------------------- what is seen
+    # ----------------------------------------------------------------------------- observations
 
     def _activity(self, tail: JournalTail, now: float) -> RankActivity | None:
-        """Return what is seen of a rank; None of one that never had a heartbeat."""
+        """Return the observations of a rank; None for one that never had a heartbeat."""
         seen = self._seen.setdefault(tail.directory, _Seen(moved_at=now, beat_at=now))
         if seen.state not in ("gone", "ended"):
             self._read_word(tail, seen, now)
@@ -269,7 +269,7 @@ class HangWatch:
         try:
             word = read_heartbeat(tail.directory)
         except (OSError, VitalsError):
-            return  # none yet, torn, or its folder is gone: what it said last stays
+            return  # none yet, torn, or its directory was deleted: keep the last one
         if seen.word is None:
             seen.first_step = word.step
         if seen.word is None or word.beat != seen.word.beat:
@@ -278,7 +278,7 @@ class HangWatch:
         moved = (word.step, tuple(sorted(word.sequences.items())))
         if moved != seen.moved:
             gap = now - seen.moved_at
-            # Neither a first step, nor a time in which somebody had stopped it, is what is usual.
+            # Exclude the first step, and times in which the process was stopped, as unusual.
             is_usual = before is not None and word.step - seen.first_step > 2
             if before is not None and is_usual and not seen.was_stopped and gap < MAX_GAP_SECONDS:
                 self._follower.history.add(before.phase, gap)
@@ -300,13 +300,13 @@ class HangWatch:
                 seen.was_stopped |= seen.state in ("stopped", "traced")
                 _add_work(seen, process, now)
                 return
-        # Gone: the journal says whether it had said goodbye. Nobody has buried it yet.
+        # Ended: the journal shows whether the exit was clean. Its journal is not closed yet.
         seen.state = "ended" if tail.closed or tail.removed else "gone"
         seen.exit = tail.exit = self._exits.of(pid)
 
 
 def _newest(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
-    """Return each rank's journal; of one that started again, the newest."""
+    """Return each rank's journal; the latest of a rank that started again."""
     newest: dict[int, JournalTail] = {}
     for tail in sorted(tails, key=lambda tail: tail.identity.started_unix_ns):
         newest[tail.identity.rank] = tail
@@ -314,7 +314,7 @@ def _newest(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
 
 
 def _process(pid: int, thread: int) -> _Process | None:
-    """Return what the system says; None of a process that is not there."""
+    """Return the system's data; None if the process does not exist."""
     try:
         whole = _stat(f"/proc/{pid}/stat")
         own = whole if thread == pid else _stat(f"/proc/{pid}/task/{thread}/stat")
@@ -334,7 +334,7 @@ def _process(pid: int, thread: int) -> _Process | None:
 
 
 def _stat(path: str) -> list[str]:
-    """Return the fields behind the name, which may hold anything."""
+    """Return the fields after the name, which may contain any characters."""
     return Path(path).read_text(errors="replace").rpartition(")")[2].split()
 
 
@@ -349,7 +349,7 @@ def _add_work(seen: _Seen, process: _Process, now: float) -> None:
 def _is_active(work: Sequence[_Work], now: float) -> bool:
     """Return whether a rank has computed, read or written lately, or moved in its code."""
     if len(work) < 2 or now - work[0].at < ACTIVE_SECONDS:
-        return True  # nobody can tell yet
+        return True  # too early to decide
     first, last = work[0], work[-1]
     seconds = last.at - first.at
     places = {each.where for each in work if each.where}
@@ -358,7 +358,7 @@ def _is_active(work: Sequence[_Work], now: float) -> bool:
         or last.all_cpu_seconds - first.all_cpu_seconds > ALL_ACTIVE_SHARE * seconds
         or last.num_bytes - first.num_bytes > ACTIVE_BYTES
         or len(places) > 1
-        # In a call to a disk: a save that waits for it looks the same as one that is lost.
+        # In a call to a disk: a save that waits for it is indistinguishable from a lost one.
         or any(each.state == "D" for each in work)
     )
 
@@ -367,11 +367,11 @@ def _is_active(work: Sequence[_Work], now: float) -> bool:
 
 
 class ExitWatch:
-    """Learns how processes ended that are no children of ours, as far as the system tells.
+    """Records how processes other than our children ended, as far as the system reports it.
 
-    A thread waits for their end and reads their exit status in the moment before their parent takes
-    it: they are zombies that long. Where that is missed, Linux 6.15 or newer still tells; elsewhere
-    nothing is known.
+    A thread waits for their end and reads their exit status before their parent takes it: until
+    then they are zombies. If that is missed, Linux 6.15 or newer still reports it; on other systems
+    it is unknown.
     """
 
     def __init__(self) -> None:
@@ -383,11 +383,11 @@ class ExitWatch:
         self._thread: threading.Thread | None = None
 
     def watch(self, pid: int) -> None:
-        """Begin to wait for a process's end."""
+        """Start waiting for a process's end."""
         try:
             fd = os.pidfd_open(pid)
         except (AttributeError, OSError):
-            return  # an old kernel, or it is gone: then nobody knows how
+            return  # an old kernel, or the process has ended: then its exit status is unknown
         with self._lock:
             self._ended.pop(pid, None)
             self._fds[fd] = pid
@@ -400,7 +400,7 @@ class ExitWatch:
         os.write(self._pipe[1], b"w")
 
     def of(self, pid: int) -> str:
-        """Return how a process ended, in words; "" where that is not known."""
+        """Return a description of how a process ended; "" if unknown."""
         return self._ended.get(pid, "")
 
     def close(self) -> None:
@@ -436,13 +436,13 @@ class ExitWatch:
 
 
 _PIDFD_GET_INFO, _INFO_EXIT = 0xC040FF0B, 8
-"""Of linux/pidfd.h: _IOWR(0xFF, 11, 64 bytes), and the bit that asks for the exit status."""
+"""From linux/pidfd.h: _IOWR(0xFF, 11, 64 bytes), and the bit that requests the exit status."""
 _INFO = struct.Struct("=Q52xi")
-"""``struct pidfd_info``: what was asked and answered, and at its end the exit status."""
+"""``struct pidfd_info``: requested and returned fields, and at its end the exit status."""
 
 
 def exit_of(pid: int, fd: int) -> str:
-    """Return how a process ended, by its zombie or the descriptor of it; "" where nobody knows."""
+    """Return how a process ended, from its zombie or its descriptor; "" if unknown."""
     status = _zombies_status(pid)
     if status is None:
         info = bytearray(_INFO.pack(_INFO_EXIT, 0))

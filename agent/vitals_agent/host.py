@@ -1,4 +1,4 @@
-"""Node samples: processors, memory, disks, network, and how much all of them are waited for."""
+"""Node samples: processors, memory, disks, network, and the time that tasks wait for them."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ class HostSampler:
     Args:
         journal_base: the directory whose file system's free bytes are reported.
         system: a module like ``psutil``.
-        pressure: where the kernel tells of pressure, on those that do.
+        pressure: directory of the kernel's pressure files, if it has them.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class HostSampler:
         }
 
     def _pressures(self) -> dict[str, Value]:
-        """Return the seconds so far in which tasks waited, of each resource."""
+        """Return the total seconds in which tasks waited, for each resource."""
         pressures: dict[str, Value] = {}
         for path in self._pressure_files:
             try:
                 lines = path.read_text().splitlines()
             except OSError:
-                continue  # the kernel has it, and was told not to count
+                continue  # the kernel supports it, but counting is disabled
             for line in lines:  # some avg10=0.00 avg60=0.00 avg300=0.00 total=1234
                 kind, _, numbers = line.partition(" ")
                 _, is_there, total = numbers.rpartition("total=")

@@ -1,7 +1,7 @@
-"""All that waits for a network or a shared disk: ships the spools, and carries commands in.
+"""Everything that waits for a network or a shared disk: ships the spools, and delivers commands.
 
-It turns on threads of its own: neither a collector that does not answer nor a folder on a server
-that is away keeps journals from being copied, or ranks from being pronounced dead.
+It runs on separate threads: a collector that does not respond, or a directory on a server that is
+down, must not delay copying journals or detecting dead ranks.
 """
 
 import threading
@@ -17,13 +17,13 @@ from vitals_agent.shipper import Shipper
 
 
 class IoLoop:
-    """Serves all runs in turn. ``turn`` is called by one thread, all else by any.
+    """Serves all runs in turn. One thread calls ``turn``; any thread may call the rest.
 
     Args:
-        shipper: None where there is no collector.
-        relay: brings commands.
-        runs: returns what is served now; the mapping is replaced, never changed.
-        reachable: whether there is a collector to talk to now; it may look for one.
+        shipper: None without a collector.
+        relay: delivers commands.
+        runs: returns the served runs; the mapping is replaced, never changed.
+        reachable: whether a collector is currently available; it may search for one.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class IoLoop:
             return True
 
     def drained(self, run: ServedRun) -> bool:
-        """Return whether a collector has all that was written so far, or there is none."""
+        """Return whether a collector has everything written so far, or there is none."""
         if self._shipper is None or self.can_ship is False:
             return True
         return self._sent.get(run.run_id) == (run, run.num_written)
@@ -92,13 +92,13 @@ class IoLoop:
             if run is not None:
                 self._serving = run_id
                 if self._served.get(run_id, run) is not run:
-                    self._forget(run_id)  # it was let go, and taken up again
+                    self._forget(run_id)  # it was released, and is served again
                 self._served[run_id] = run
             return run
 
     def _ship(self, run: ServedRun, now: float) -> None:
         assert self._shipper is not None
-        written = run.num_written  # before: what comes meanwhile may not be sent
+        written = run.num_written  # before: batches written in the meantime may not be sent
         self._shipper.ship(run.run_id, run.spool, now)
         if self._shipper.drained(run.run_id):
             self._sent[run.run_id] = (run, written)
@@ -112,7 +112,7 @@ class IoLoop:
 
 
 MAX_AHEAD, MAX_AHEAD_BYTES = 64, 1 << 16
-"""Batches of events that wait to be sent ahead, each so large; of more, the newest."""
+"""Maximum pending batches of events, and the size of each; the latest are kept."""
 
 
 class EventsAhead:
@@ -138,7 +138,7 @@ class EventsAhead:
         threading.Thread(target=self._run, name="vitals-agent-events", daemon=True).start()
 
     def turn(self) -> None:
-        """Send what waits."""
+        """Send the pending batches."""
         raws: list[bytes] = []
         while self._waiting:
             raws.append(self._waiting.popleft())

@@ -1,8 +1,8 @@
-"""Where a run's spool lies: on its disk, and in the node's memory for as long as that is full.
+"""Place of a run's spool: on its disk, and in the node's memory while the disk is full.
 
-What is in memory goes the same way to the collector; it is bounded, and survives the agent, but not
-the node. Once the disk has room again, what still waits is appended to the spool there. What was
-acknowledged does not stay: the ranks need the memory.
+A spool in memory is shipped to the collector in the same way; it is bounded, and survives the
+agent, but not the node. Once the disk has space again, its pending rows are appended to the spool
+there. Acknowledged rows are not retained: the ranks need the memory.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ ROOM_BYTES = 64 << 10
 """A disk that does not take this much is full."""
 MAX_MEMORY_BYTES = 64 << 20
 MAX_MEMORY_SHARE = 0.05
-"""Of the memory that is free: the ranks' DataLoader workers need it too."""
+"""Share of the free memory: the ranks' DataLoader workers need it too."""
 
 
 def has_room(folder: Path, num_bytes: int = ROOM_BYTES) -> bool:
-    """Return whether the folder's disk takes so much more; makes the folder.
+    """Return whether the directory's disk accepts this many bytes; creates the directory.
 
-    It is tried, as free space may be reserved for others, or beyond a quota. A disk that refuses
-    for another reason has room: to say what is wrong with it is for those who write.
+    It is tested by a write, because free space may be reserved, or above a quota. A disk with
+    another error counts as having space: the code that writes to it reports the error.
     """
     path = folder / ".room"
     try:
@@ -40,18 +40,18 @@ def has_room(folder: Path, num_bytes: int = ROOM_BYTES) -> bool:
     except (OSError, InsecurePathError) as error:
         return not is_full(error)
     finally:
-        with contextlib.suppress(OSError):  # it is tried again, and then removed
+        with contextlib.suppress(OSError):  # it is retried, and then removed
             path.unlink(missing_ok=True)
     return True
 
 
 def bytes_in(spool: Path) -> int:
-    """Return how much lies in a spool's folder; nothing where there is none."""
+    """Return the bytes in a spool's directory; 0 if it does not exist."""
     return sum(path.stat().st_size for path in spool.glob("*.tvs"))
 
 
 def open_in_memory(spool: Path, now: Callable[[], float]) -> Spool:
-    """Open a spool in the node's memory: where there is more than fits, the oldest rows go."""
+    """Open a spool in the node's memory: above its size limit, the oldest rows are dropped."""
     status = os.statvfs(ensure_private_dir(spool.parent))
     free = status.f_bavail * status.f_frsize + bytes_in(spool)
     bound = min(MAX_MEMORY_BYTES, int(free * MAX_MEMORY_SHARE))
@@ -59,7 +59,7 @@ def open_in_memory(spool: Path, now: Callable[[], float]) -> Spool:
 
 
 def move_to_disk(memory: Path, spool: Spool) -> None:
-    """Append what waits in memory to the spool on disk; durable before it is let go.
+    """Append the pending rows in memory to the spool on disk; delete them once durable.
 
     Raises:
         StorageError: the disk refused; then all of it is still in memory.

@@ -1,7 +1,7 @@
-"""Starts `vitals mirror` beside a run whose rank 0 is here; what it writes to is its own affair.
+"""Starts `vitals mirror` for a run whose rank 0 is on this node, independent of its target.
 
-It is a process of its own in a session of its own, so nothing of a tracker can hold up the agent,
-and it goes on where the agent ends. Of two for one run the later leaves by itself.
+It is a separate process in its own session, so that a tracker cannot delay the agent, and it
+continues when the agent ends. If two serve one run, the later one exits by itself.
 """
 
 import logging
@@ -36,7 +36,7 @@ class MirrorStarter:
             return
         if run.run_id not in self._pids:
             if any(tail.identity.rank == 0 for tail in run.tails.values()):
-                self._pids[run.run_id] = None  # where it cannot be started, once is enough
+                self._pids[run.run_id] = None  # one attempt is enough if it cannot be started
                 self._pids[run.run_id] = self._start(run)
             return
         pid = self._pids[run.run_id]

@@ -23,7 +23,7 @@ class RankProcess:
         self._process = _find(identity, clock or SystemClock())
 
     def alive(self) -> bool:
-        """Return whether the process exists; a zombie is gone: it trains no more."""
+        """Return whether the process exists; a zombie counts as ended: it no longer trains."""
         if self._process is None:
             return False
         try:
@@ -36,7 +36,7 @@ class RankProcess:
         return False
 
     def sample(self) -> dict[str, Value]:
-        """Return the values by column name; of a process that is gone, only ``alive``."""
+        """Return the values by column name; for an ended process, only ``alive``."""
         if not self.alive() or self._process is None:
             return {"alive": 0}
         values: dict[str, Value] = {"alive": 1}
@@ -110,9 +110,9 @@ def _find(identity: Identity, clock: Clock) -> psutil.Process | None:
 
 
 def _age(process: psutil.Process, clock: Clock) -> float:
-    """Return the seconds since the process began, by a clock that nobody sets where there is one.
+    """Return the seconds since the process started, by a monotonic clock if there is one.
 
-    psutil counts from the boot's wall time, which it remembers.
+    psutil uses the wall time of the boot, which it caches.
     """
     try:
         stat = Path(f"/proc/{process.pid}/stat").read_bytes()

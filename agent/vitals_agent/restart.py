@@ -1,9 +1,9 @@
-"""Ends a job that hangs, where its loop asked for that, so that its launcher starts it again.
+"""Ends a job that hangs, if its loop has enabled that, so that its launcher starts it again.
 
-By signals, and only to the processes that were looked at: SIGTERM first, at which ranks with
-checkpoints save what they have; SIGKILL once nobody else is left to save, or after a time of grace.
-Never before a page has held for a while, seen at every look until then; never more often than the
-budget allows; and never without an entry in the ledger, which is written first.
+It sends signals, and only to processes that it has checked: first SIGTERM, on which ranks with
+checkpoints save their state; then SIGKILL once no rank is left to save, or after a grace period. It
+requires a page that has lasted for a while, confirmed at every check; it never exceeds the budget;
+and it writes an entry to the decision log first.
 """
 
 import os
@@ -20,22 +20,22 @@ from vitals_agent.process import holds_files
 from vitals_agent.run import ServedRun
 
 GRACE_SECONDS = 30.0
-"""Between SIGTERM and SIGKILL; torchrun gives its ranks as long."""
+"""Time between SIGTERM and SIGKILL; torchrun gives its ranks the same."""
 MAX_GAP_SECONDS = 5.0
-"""Between two looks: after a longer one it was the machine that stood still, or the agent."""
+"""Time between two checks: a longer one means that the machine, or the agent, was suspended."""
 _DAY_NS = 24 * 3600 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A rank's process: no other that has its number by now."""
+    """A rank's process, distinguished from a later one with the same pid."""
 
     pid: int
     started: int
     """In clock ticks since the boot."""
     state: ProcessState
     journal: Path | None = None
-    """Its directory; a process that has none of its files open is sent nothing."""
+    """Its journal directory; a process that has none of its files open gets no signal."""
 
     @property
     def is_rank(self) -> bool:
@@ -49,7 +49,7 @@ class Process:
         except ProcessLookupError:
             return
         try:
-            # The descriptor is of whoever has the number now, and stays with that process.
+            # The descriptor refers to the current process with that pid, and stays with it.
             if started(self.pid) == self.started and self.is_rank:
                 signal.pidfd_send_signal(fd, number)
         except ProcessLookupError:
@@ -59,7 +59,7 @@ class Process:
 
 
 def started(pid: int) -> int:
-    """Return when a process began, in clock ticks since the boot; 0 where there is none."""
+    """Return the start of a process, in clock ticks since the boot; 0 if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -71,9 +71,9 @@ class HungJob:
     """The job of one run on this node, whose ranks are all here.
 
     Args:
-        run: whose job it is, and where is said what was done.
-        config: for how long a page must have held, and the budget.
-        clock: stamps the budget.
+        run: run of the job, which also stores the reports.
+        config: required duration of a page, and the budget.
+        clock: timestamps of the budget.
     """
 
     def __init__(self, run: ServedRun, config: HangConfig, clock: Clock) -> None:
@@ -101,12 +101,12 @@ class HungJob:
         processes: Collection[Process],
         now: float,
     ) -> None:
-        """End the job if it is time to; go on with an end that has begun.
+        """End the job if it is time; continue an end that has started.
 
         Args:
-            verdict: of this look.
-            ranks: what it was made of.
-            processes: the job's, as they are at this look.
+            verdict: verdict of this check.
+            ranks: input of the verdict.
+            processes: the job's processes at this check.
             now: monotonic seconds.
         """
         if self._kill_at is not None:
@@ -151,7 +151,7 @@ class HungJob:
                 attempt=self._attempt(),
             )
             return
-        # Before the deed, as all budgets: an agent that dies in between gives none back.
+        # Before the action, like all budgets: an agent that dies in between returns none.
         self._run.run_dir.write_restarts([*recent, time_ns])
         self._ended_at.append(now)
         self._enter(verdict, budget - num_recent - 1)
@@ -160,7 +160,7 @@ class HungJob:
         self._kill_at = now + GRACE_SECONDS
 
     def _enter(self, verdict: Verdict, budget_left: int) -> None:
-        """Write the ledger's entry."""
+        """Write the entry of the decision log."""
         held = humanize_seconds(self._config.restart_seconds)
         tails = self._run.tails.values()
         decision = Decision(
@@ -181,7 +181,7 @@ class HungJob:
         self._run.node_source.say(event, step=decision.step, attempt=decision.attempt)
 
     def _insist(self, processes: Collection[Process], now: float) -> None:
-        """Kill what is left: once only stopped ones are, or at the end of the grace."""
+        """Kill the remaining processes: once only stopped ones are left, or after the grace."""
         assert self._kill_at is not None
         left = [each for each in processes if (each.pid, each.started) in self._ended]
         if now < self._kill_at and any(each.state != "stopped" for each in left):

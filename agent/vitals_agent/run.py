@@ -28,13 +28,13 @@ from vitals_agent.tailer import JournalTail, journal_identity
 log = logging.getLogger("vitals_agent")
 
 UNSERVED_SECONDS = 20.0
-"""After this an agent of the journals' own node would have started."""
+"""Time after which an agent of the journals' own node would have started."""
 
 # ------------------------------------------------------------------- journals that are being copied
 
 
 class OpenJournal(msgspec.Struct, frozen=True):
-    """A journal that is not wholly in the spool yet."""
+    """A journal that is not completely in the spool yet."""
 
     folder: str
     source: str
@@ -42,9 +42,9 @@ class OpenJournal(msgspec.Struct, frozen=True):
 
 
 class OpenJournals:
-    """The list in a file beside the spool: a later agent sees by it what did not survive.
+    """The list in a file next to the spool, from which a later agent sees the lost journals.
 
-    A list that cannot be read is an empty one: nothing is said then, and nothing else is lost.
+    An unreadable list counts as empty: then nothing is reported, and nothing else is lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class OpenJournals:
             self._write()
 
     def take_missing(self, memory: Path) -> list[OpenJournal]:
-        """Remove journals that are no longer in the node's memory from the list; return them."""
+        """Remove journals from the list that the node's memory has lost; return them."""
         missing = [each for each in self._listed.values() if not (memory / each.folder).is_dir()]
         for each in missing:
             del self._listed[each.folder]
@@ -97,14 +97,14 @@ class NodeFacts:
     clock: Clock
     faults: Faults
     send_ahead: Callable[[bytes], object] | None = None
-    """Given every batch that came into the spool."""
+    """Called with every batch that was added to the spool."""
 
 
 class ServedRun:
     """Everything of one run on this node. The spool has one owner: the holder of ``state_dir``.
 
-    The agent's main thread copies and buries. Other threads read properties, and ``say`` through
-    ``node_source``.
+    The agent's main thread copies journals and closes those of dead ranks. Other threads read
+    properties, and call ``say`` of ``node_source``.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class ServedRun:
         self.folder = folder
         self.tails: dict[Path, JournalTail] = {}
         self.num_written = 0
-        """Batches appended so far: of two equal ones, nothing was written in between."""
+        """Batches appended so far: if it is unchanged, nothing was written in between."""
         self.keeps_history = keeps_history
         self.is_disk_full = False
-        """Whether the spool's disk was full when something was last to be added."""
+        """Whether the spool's disk was full at the last write."""
         self.stacks_wanted: deque[int] = deque(maxlen=8)
-        """Numbers of manual commands that request the ranks' stacks; any thread may add."""
+        """Numbers of an operator's requests for the ranks' stacks; any thread may add."""
         self._lock = threading.Lock()
         self._num_copied = 0
         self._dirty = False
@@ -140,10 +140,10 @@ class ServedRun:
         self._own: dict[str, OwnSource] = {}
         self._strangers: set[Path] = set()
         self._of_other_nodes: dict[Path, tuple[Identity, float | None]] = {}
-        """Journals of nodes that this agent does not serve, and when each was first seen."""
+        """Journals of nodes that this agent does not serve, and the start of their observation."""
         self._overflowed: dict[Path, int] = {}
         self.node_source = self._source(Source("node", facts.node))
-        """The source ``node:ID``: samples of the node and its ranks, and what the agent says."""
+        """The source ``node:ID``: samples of the node and its ranks, and the agent's events."""
         self._open = OpenJournals(spool.directory.parent / "journals.json")
         with facts.faults.contained("journals"):
             self._tell_what_is_gone()
@@ -200,7 +200,7 @@ class ServedRun:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the spool lies in the node's memory, as the disk was full."""
+        """Whether the spool is in the node's memory, because the disk was full."""
         return self.spool.directory.parent != self.state_dir.path
 
     def last_seqs(self) -> dict[Key, int]:
@@ -223,7 +223,7 @@ class ServedRun:
     # ------------------------------------------------------------------------- journals
 
     def follow(self, directory: Path) -> None:
-        """Begin to tail a journal, once its first segment says who writes it."""
+        """Start tailing a journal, once its first segment identifies its writer."""
         if directory in self.tails or directory in self._strangers:
             return
         try:
@@ -256,13 +256,13 @@ class ServedRun:
         log.info("journal found run=%s source=%s", self.run_id, identity.source)
 
     def copy(self) -> int:
-        """Copy what is new into the spool, make it durable, and only then free it; return rows."""
+        """Copy new rows into the spool, make them durable, then free them; return their number."""
         faults = self._facts.faults
         num_rows = 0
         for tail in self.tails.values():
             with faults.contained("tailer"):
                 if tail.is_quiet:
-                    # Asked before the copy: what a dead one wrote is then all there to be read.
+                    # Checked before the copy: all rows of a dead process can then be read.
                     tail.alive = tail.process.alive()
                 num_rows += tail.copy(self)
                 self._tell_of_overflow(tail)
@@ -295,7 +295,7 @@ class ServedRun:
                 raise
 
     def _bury(self, tail: JournalTail) -> None:
-        """Say that a rank is gone, if it could not say so itself, and close its journal."""
+        """Report a rank that ended without reporting it itself, and close its journal."""
         if tail.closed:
             return
         who = tail.identity
@@ -311,12 +311,12 @@ class ServedRun:
                 severity="error",
             )
             self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
-            # On disk before the journal is closed: closed means that it was said.
+            # On disk before the journal is closed: a closed journal means that it was reported.
             self._sync()
         tail.pronounce_dead()
 
     def _tell_of_overflow(self, tail: JournalTail) -> None:
-        """Say that a rank writes faster than is read here: at once, and when it has doubled."""
+        """Report a rank that writes faster than it is read: at once, and after each doubling."""
         num_dropped, num_told = tail.num_dropped, self._overflowed.get(tail.directory, 0)
         if num_dropped <= 2 * num_told:
             return
@@ -399,7 +399,7 @@ class ServedRun:
                     self._open.discard(tail.directory.name)
 
     def _tell_what_is_gone(self) -> None:
-        """Say which journals an earlier agent was copying when their memory went."""
+        """Report the journals that an earlier agent was copying when their memory was lost."""
         for journal in self._open.take_missing(self.folder):
             last = self._resume.get((self.run_id, journal.incarnation, "steps"), -1)
             text = (
@@ -427,12 +427,12 @@ class ServedRun:
 
     @property
     def holds_mailbox(self) -> bool:
-        """Whether rank 0 runs here: an old mailbox on another node delivers nothing."""
+        """Whether rank 0 is here: a mailbox of its earlier start elsewhere delivers nothing."""
         return bool(self.rank0_incarnation)
 
     @property
     def rank0_incarnation(self) -> str:
-        """Which start of rank 0 lives here; "" where none does."""
+        """Incarnation of rank 0 on this node; "" without one."""
         here = [t.identity for t in self.tails.values() if t.identity.rank == 0 and t.alive]
         return max(here, key=lambda who: who.started_unix_ns).incarnation if here else ""
 

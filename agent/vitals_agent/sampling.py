@@ -1,7 +1,7 @@
 """Takes the samples of one round and writes them into every active run's spool.
 
-A call into the driver of a broken GPU may never return: it is made on a thread of its own, and
-nobody waits for it.
+A call into the driver of a broken GPU may never return: it is made on a separate thread, without
+waiting for it.
 """
 
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger("vitals_agent")
 T = TypeVar("T")
 
 Spawn = Callable[[str, Callable[[], None]], None]
-"""Begins a function and returns at once; given its name too."""
+"""Starts a function and returns at once; also takes its name."""
 
 
 def on_a_thread(name: str, function: Callable[[], None]) -> None:
@@ -31,14 +31,14 @@ def on_a_thread(name: str, function: Callable[[], None]) -> None:
 
 
 class DetachedCall(Generic[T]):
-    """Makes one call at a time; whoever wants its result asks whether it is there.
+    """Makes one call at a time; the caller polls for the result.
 
-    For one owner. Where a call never returns, no other one is begun: one thread is lost at most.
+    For one owner. If a call never returns, no other one is started: at most one thread is lost.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
         call: may take any time.
-        spawn: a test hands in one that calls at once.
+        spawn: replaced in tests by a function that calls at once.
     """
 
     def __init__(self, name: str, call: Callable[[], T], *, spawn: Spawn = on_a_thread) -> None:
@@ -49,19 +49,19 @@ class DetachedCall(Generic[T]):
         self._outcome: tuple[T | None, Exception | None] | None = None
 
     def begin(self, now: float) -> bool:
-        """Begin a call; False where the last one is under way, or its result was not taken."""
+        """Start a call; return False if the last one is in progress, or its result is pending."""
         if self._begun is not None:
             return False
         self._begun = now
         try:
             self._spawn(self._name, self._run)
         except BaseException:
-            self._begun = None  # no thread could be had: the next call may try again
+            self._begun = None  # no thread was available: the next call may retry
             raise
         return True
 
     def take(self) -> T | None:
-        """Return a finished call's result, once, or raise its error; None where there is none."""
+        """Return a finished call's result, once, or raise its error; None if there is none."""
         if self._outcome is None:
             return None
         (result, error), self._outcome, self._begun = self._outcome, None, None
@@ -70,13 +70,13 @@ class DetachedCall(Generic[T]):
         return result
 
     def seconds_out(self, now: float) -> float:
-        """Return for how long a call has not come back; 0 where none is under way."""
+        """Return the duration of a call in progress; 0 if there is none."""
         return 0.0 if self._begun is None or self._outcome is not None else now - self._begun
 
     def _run(self) -> None:
         try:
             self._outcome = (self._call(), None)
-        except Exception as error:  # noqa: BLE001 - it is raised where the result is taken
+        except Exception as error:  # noqa: BLE001 - raised by ``take``
             self._outcome = (None, error)
 
 
@@ -84,19 +84,19 @@ class DetachedCall(Generic[T]):
 
 
 HUNG_SECONDS = 10.0
-"""Eight GPUs that measure PCIe need a third of a second; a broken one may need for ever."""
+"""Eight GPUs that measure PCIe need a third of a second; a broken one may block forever."""
 
 
 _HUNG = "the GPU driver does not respond"
 
 
 class Sampling:
-    """The three samplers; one that fails leaves the others' rows as they are.
+    """The three samplers; one that fails does not affect the others' rows.
 
-    The GPUs are asked on a thread of their own, because a call into the driver of a broken GPU may
-    never return: then their rows are missing, which is said once, and all else goes on.
+    The GPUs are queried on a separate thread, because a call into the driver of a broken GPU may
+    never return. Then their rows are missing, which is reported once, and the rest continues.
 
-    ``node`` and ``gpus`` hold the newest values; they are replaced, never changed.
+    ``node`` and ``gpus`` hold the latest values; they are replaced, never changed.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Sampling:
         self.node: dict[str, Value] = {}
         self.gpus: dict[str, dict[str, Value]] = {}
         self.hung = ""
-        """Which GPU has kept the driver from answering, in words; empty while it answers."""
+        """Description of the GPU that blocks the driver; empty while the driver responds."""
         self._host = host
         self._gpu = gpu
         self._faults = faults
@@ -114,9 +114,9 @@ class Sampling:
         self._noted: dict[str, set[str]] = {}
 
     def sample(self, runs: Iterable[ServedRun], now: float) -> None:
-        """Sample once and write the rows. Without an active run, only the newest values change.
+        """Sample once and write the rows. Without an active run, only the latest values change.
 
-        The GPUs are only asked here: ``collect`` writes what they say.
+        The GPUs are only queried here: ``collect`` writes their values.
         """
         active = [run for run in runs if run.active]
         with self._faults.contained("sampler.node"):
@@ -131,7 +131,7 @@ class Sampling:
             self._asking.begin(now)
 
     def collect(self, runs: Iterable[ServedRun], now: float) -> None:
-        """Write what the GPUs said since the last call, or that they say nothing any more."""
+        """Write the GPUs' values since the last call, or that they no longer respond."""
         with self._faults.contained("sampler.gpu"):
             active = [run for run in runs if run.active]
             try:
@@ -148,11 +148,11 @@ class Sampling:
                 self._note_hung(active)
 
     def forget(self, run_id: str) -> None:
-        """Drop what is known of a run that is not served any more."""
+        """Discard the state of a run after its release."""
         self._noted.pop(run_id, None)
 
     def close(self) -> None:
-        """Let go of the GPUs, without waiting: that call too may hang."""
+        """Release the GPUs, without waiting: that call may hang too."""
         if not self.hung:
             self._spawn("vitals-agent-gpu-close", self._gpu.close)
 
@@ -184,7 +184,7 @@ class Sampling:
 
     def _note_hung(self, active: Iterable[ServedRun]) -> None:
         if not self.hung:
-            self.gpus = {}  # the newest values are old
+            self.gpus = {}  # the latest values are outdated
             asking = self._gpu.asking
             self.hung = f"asked for GPU {asking}" if asking else "asked which GPUs there are"
         text = f"{_HUNG}, {self.hung}: there are no GPU samples until it does"

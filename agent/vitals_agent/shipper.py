@@ -1,17 +1,18 @@
-"""Sends the spool to the collector; lets go only of what the collector has made durable.
+"""Sends the spool to the collector; deletes only batches that the collector has made durable.
 
-Every batch is sent with the question whether something is missing before it. A collector that has
-less than it had acknowledged, because it was restored from a backup, answers so; then the spool is
-gone through again from the oldest batch that is still there, and of each stream is sent what the
-collector lacks. What is not there any more is passed over, and counted as lost by the collector.
-Interrupted, that goes on where it was, if the collector still has what it was shown last.
+Every batch is sent with a query whether earlier rows are missing. A collector that has fewer rows
+than it had acknowledged, because it was restored from a backup, reports this. Then the spool is
+read again from the oldest batch still in it, and for each stream the missing rows are resent. Rows
+that the spool lacks too are skipped, and the collector counts them as lost. After an interruption
+this continues at its position, if the collector still has the last batch shown to it.
 
-A batch that is refused stops its own stream: sent again it may arrive whole. The other streams go
-on. One that was only damaged on its way is tried for ever, any other ``MAX_TRIES`` times.
+A refused batch stops its own stream, because a resent batch may arrive intact. The other streams
+continue. A batch that was only damaged in transit is retried indefinitely, any other ``MAX_TRIES``
+times.
 
-An acknowledgement beyond all rows that were ever spooled means that another writer used the
-stream. That stream stops as well, and none of its batches is let go. Whoever forges one row must
-not keep back the rows and commands of others.
+An acknowledgement above all rows ever spooled means that another sender wrote to the stream. That
+stream stops as well, and none of its batches is deleted. A forged row must not delay the rows and
+commands of others.
 """
 
 import time
@@ -37,43 +38,43 @@ from vitals_agent.faults import Faults
 MAX_UNACKED_BATCHES = 4096
 MAX_REQUEST_BATCHES = 256
 MAX_REQUEST_BYTES = 1_000_000
-"""A batch alone may be larger. Proxies mostly take up to 1 MiB unless they are told otherwise."""
+"""A single batch may be larger. Most proxies accept up to 1 MiB by default."""
 REFRESH_SECONDS = 1.0
 MAX_TRIES = 5
-"""Attempts to send a batch whose content is refused; then it is quarantined."""
+"""Maximum attempts for a batch that is refused because of its content; then it is quarantined."""
 MAX_RETRY_SECONDS = 60.0
 MIN_TOLD_TRIES = 8
-"""Refusals of one batch, about two minutes, before they are reported: most pass sooner."""
+"""Refusals of one batch, about two minutes, before a report: most problems end sooner."""
 
 Key = tuple[str, str, str]
 
 
 class Ingests(Protocol):
-    """Interface of a collector for the shipper."""
+    """The shipper's interface of a collector."""
 
     def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> Sequence[IngestReply]:
-        """Store batches and answer each; raise a VitalsError where none was taken.
+        """Store batches and reply to each; raise a VitalsError if none was accepted.
 
-        With ``asks`` one behind a hole is not stored, but answered by ``from_seq``.
+        With ``asks`` a batch after a gap is not stored, but gets a reply with ``from_seq``.
         """
         ...
 
     def drop(self) -> None:
-        """Close the connections: the other side is not to be believed."""
+        """Close the connections: the other side cannot be trusted."""
         ...
 
 
 class Ships(Protocol):
-    """Interface of a spool for the shipper."""
+    """The shipper's interface of a spool."""
 
     @property
     def acked(self) -> Position:
-        """Up to where everything is acknowledged."""
+        """Position up to which everything is acknowledged."""
         ...
 
     @property
     def kept_from(self) -> Position:
-        """Where what is still there begins, acknowledged or not."""
+        """Start of the batches still stored, acknowledged or not."""
         ...
 
     def last_seqs(self) -> dict[Key, int]:
@@ -81,11 +82,11 @@ class Ships(Protocol):
         ...
 
     def newest_seq(self, key: Key) -> int:
-        """Return the last sequence number of a stream that was ever put in."""
+        """Return the last sequence number of a stream that was ever added."""
         ...
 
     def last_acked(self) -> bytes | None:
-        """Return the newest batch that was acknowledged, where it is still there."""
+        """Return the latest acknowledged batch, if it is still stored."""
         ...
 
     def read(self, start: Position) -> Iterator[tuple[Position, bytes]]:
@@ -98,7 +99,7 @@ class Ships(Protocol):
 
 
 class _Waiting(NamedTuple):
-    """A batch on its way: between these positions, of this stream, up to this number."""
+    """A batch in flight: between these positions, of this stream, up to this number."""
 
     start: Position
     end: Position
@@ -109,7 +110,7 @@ class _Waiting(NamedTuple):
 
 @dataclass(slots=True)
 class _Stopped:
-    """A stream that waits for a batch of its own which was refused."""
+    """A stream that waits for one of its batches, which was refused."""
 
     batch: _Waiting
     num_tries: int
@@ -118,7 +119,7 @@ class _Stopped:
 
 @dataclass(slots=True)
 class _Progress:
-    """Position up to which one spool is sent, and up to which the collector stored it."""
+    """Progress of one spool: sent batches, and those that the collector has made durable."""
 
     cursor: Position
     pace: Pace
@@ -128,24 +129,24 @@ class _Progress:
     heard_at: float = 0.0
     stopped: dict[Key, _Stopped] = field(default_factory=dict)
     set_aside: set[Position] = field(default_factory=set)
-    """Ends of the batches that are given up: few, as they belong to one process."""
+    """End positions of abandoned batches; within one process, and therefore few."""
     searched: dict[Key, int] = field(default_factory=dict)
-    """Where the hole began for which a stream's batches were looked through last."""
+    """Start of the gap for which a stream's batches were last searched."""
     looks_back: bool = False
-    """Whether the cursor goes through all batches again."""
+    """Whether the cursor reads everything still in the spool again."""
     looked_from: Position | None = None
     looked: _Waiting | None = None
-    """The last batch up to which the collector has all that was gone through."""
+    """The last batch up to which the collector has all batches that were read again."""
     is_resumed: bool = False
-    """Whether it began there, after a failure, and not at the oldest."""
+    """Whether it started there, after a failure, and not at the oldest batch."""
     inherited: dict[Key, int | None] = field(default_factory=dict)
-    """Streams of an agent before, which may have sent more than the disk kept: up to where they
-    were durable when that was first heard."""
+    """Streams of an earlier agent, which may have sent more than the disk kept: their durable
+    numbers at the first report."""
     is_new: bool = True
-    """Whether the collector may be another one than it was, or the same with less."""
+    """Whether the collector may be another one than before, or the same with fewer rows."""
 
     def is_done(self, sent: _Waiting, spool: Ships) -> bool:
-        """Return whether nothing is waited for: it is durable, refused, or a full spool's loss."""
+        """Return whether a batch is settled: durable, refused, or lost by a full spool."""
         return self.is_there(sent) or sent.end <= spool.acked
 
     def keeps_back(self, batch: _Waiting) -> bool:
@@ -153,9 +154,9 @@ class _Progress:
         return batch.key in self.stopped or self.is_there(batch)
 
     def pass_by(self, batch: _Waiting) -> None:
-        """Go on behind a batch; it is waited for until it is done.
+        """Advance past a batch; it stays pending until it is done.
 
-        Not for one behind the batch that its stream waits for: it is read again after that one.
+        Not for a batch after the one that its stream waits for: it is read again later.
         """
         stopped = self.stopped.get(batch.key)
         if stopped is None or stopped.batch == batch:
@@ -163,7 +164,7 @@ class _Progress:
         self.cursor = batch.end
 
     def heard(self, sent: _Waiting, durable_seq: int, spool: Ships) -> bool:
-        """Note how far a stream is durable; return False if that is beyond all that was put in."""
+        """Record the durable number of a stream; return False if it is above all added rows."""
         key = sent.key
         inherited = self.inherited.get(key, -1)
         if inherited is None:
@@ -174,31 +175,31 @@ class _Progress:
         return True
 
     def go_back(self, position: Position) -> None:
-        """Go through what lies behind the position again."""
+        """Read the batches after the position again."""
         self.cursor = min(position, self.cursor)
         self.all_sent = False
         while self.unacked and self.unacked[-1].end > position:
             self.unacked.pop()
 
     def look_back(self, spool: Ships) -> None:
-        """Go through all batches again."""
+        """Read everything still in the spool again."""
         self.looks_back, self.looked, self.is_resumed = True, None, False
         self.looked_from = spool.kept_from
         self.durable.clear()
         self.go_back(self.looked_from)
 
     def note_looked(self, group: Sequence[_Waiting]) -> None:
-        """Note that all up to the end of these is there, if so."""
+        """Record that the collector has everything up to the end of these, if it does."""
         begins = self.looked_from if self.looked is None else self.looked.end
         if begins == group[0].start and all(map(self.is_there, group)):
             self.looked = group[-1]
 
     def is_there(self, batch: _Waiting) -> bool:
-        """Return whether the collector has it, or will never take it."""
+        """Return whether the collector has the batch, or will never accept it."""
         return batch.last_seq <= self.durable.get(batch.key, -1) or batch.end in self.set_aside
 
     def start_over(self, spool: Ships) -> None:
-        """Believe nothing that the collector said: it may come back without it."""
+        """Discard all reports of the collector: it may come back without the rows."""
         self.unacked.clear()
         self.durable.clear()
         self.searched.clear()
@@ -212,12 +213,12 @@ class _Progress:
 
 
 class Shipper:
-    """Ships the spools of all runs, oldest batch first; while the collector is away, it waits.
+    """Ships the spools of all runs, oldest batch first; waits while the collector is down.
 
     At least once: a batch may be sent again, and counts once in the store. One slow collector
     costs a cycle at most ``budget_seconds`` and one request's timeout.
 
-    ``on_stopped`` is told which stream is not stored, and why; again while that lasts.
+    ``on_stopped`` is called with a stream that is not stored, and why; repeatedly while that lasts.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class Shipper:
         self.num_rows = 0
         self.num_refused_rows = 0
         self.num_resent_batches = 0
-        """Refused, or lacking in the collector though it had acknowledged them."""
+        """Batches that were refused, or missing in the collector despite an acknowledgement."""
         self._client = client
         self._backoff = backoff
         self._faults = faults
@@ -246,7 +247,7 @@ class Shipper:
         self._progress: dict[str, _Progress] = {}
 
     def ship(self, run_id: str, spool: Ships, now: float) -> None:
-        """Send what is new in the spool, for as long as the budget and the pace allow."""
+        """Send the new batches of the spool, as long as the budget and the pace allow."""
         if not self._backoff.due(now):
             return
         progress = self._progress.get(run_id)
@@ -273,7 +274,7 @@ class Shipper:
             self._ack(progress, spool, now)
         finally:
             if failure is not None:
-                # What comes back may have lost what was not durable: all of that goes again.
+                # A collector may come back without rows that were not durable: all are resent.
                 progress.start_over(spool)
 
     def drained(self, run_id: str) -> bool:
@@ -282,7 +283,7 @@ class Shipper:
         return progress is not None and progress.all_sent and not progress.unacked
 
     def forget(self, run_id: str) -> None:
-        """Drop what is known of a run that is not served any more."""
+        """Discard the state of a run after its release."""
         self._progress.pop(run_id, None)
 
     def _note_failure(self, progress: _Progress, error: VitalsError, now: float) -> None:
@@ -300,7 +301,7 @@ class Shipper:
     def _send(self, progress: _Progress, spool: Ships, now: float) -> None:
         progress.all_sent = False
         began = self._stopwatch()
-        # A collector that is slow gets less to answer at a time, so that it can in time.
+        # A slow collector gets smaller requests, so that it can respond in time.
         max_bytes = min(MAX_REQUEST_BYTES, int(progress.pace.bytes_per_second))
         for group in _requests(spool, progress.cursor, max_bytes):
             spent = self._stopwatch() - began
@@ -322,7 +323,7 @@ class Shipper:
     def _send_together(
         self, progress: _Progress, spool: Ships, group: list[tuple[_Waiting, bytes]], now: float
     ) -> bool:
-        """Send what is to be sent; False: the collector lacks what it had acknowledged."""
+        """Send the batches that are due; False: the collector lacks acknowledged rows."""
         to_send = [each for each in group if not progress.keeps_back(each[0])]
         replies: dict[Position, IngestReply] = {}
         if to_send:
@@ -354,11 +355,11 @@ class Shipper:
         reply: IngestReply,
         now: float,
     ) -> bool:
-        """Take in the answer to one batch; False: rows are to be sent first that lie before it."""
+        """Process the reply to one batch; False if earlier rows must be sent first."""
         if reply.code.startswith(NewerVersionError.code[:3]):
             raise NewerVersionError(reply.text, code=reply.code)
         if sent.key in progress.stopped and (reply.code or reply.from_seq >= 0):
-            return True  # it comes again behind the one that its stream waits for
+            return True  # it is resent after the batch that its stream waits for
         if reply.code:
             self._stop_stream(progress, sent, reply, now)
             return True
@@ -368,7 +369,7 @@ class Shipper:
             if not has_looked and not was_searched:
                 progress.searched[sent.key] = reply.from_seq
                 return False
-            # Nothing before it is there any more: what is missing is lost, and counted there.
+            # No earlier rows are stored any longer: the missing ones are lost, and counted there.
             progress.searched[sent.key] = reply.from_seq
             reply = self._client.ingest_all([raw])[0]
             if reply.code:
@@ -381,7 +382,7 @@ class Shipper:
     def _believe(
         self, progress: _Progress, spool: Ships, sent: _Waiting, reply: IngestReply, now: float
     ) -> bool:
-        """Take in how far a stream is durable; stop the stream, and only it, if that cannot be."""
+        """Record a stream's durable number; stop the stream, and only it, if it is impossible."""
         if progress.heard(sent, reply.durable_seq, spool):
             return True
         stream, newest = sent.key[2], spool.newest_seq(sent.key)
@@ -396,20 +397,20 @@ class Shipper:
         self._stop_stream(progress, sent, refusal, now)
         return False
 
-    # ------------------------------------------------------- what was refused, or is not there
+    # ------------------------------------------------------- refused and missing batches
 
     def _ask_whether_it_is_there(self, progress: _Progress, spool: Ships) -> None:
-        """Show a collector that was away the newest batch that it is known to have had."""
+        """Show a collector that was down the latest batch that it is known to have had."""
         if not progress.is_new:
             return
         looked = progress.looked
         raw = spool.last_acked() if looked is None else _read(spool, looked)
         if raw is None:
-            is_lacking = looked is not None  # not retained any more, meanwhile
+            is_lacking = looked is not None  # no longer retained
         else:
             try:
                 reply = self._client.ingest_all([raw], asks=True)[0]
-            except FormatError as error:  # it was refused before, and set aside
+            except FormatError as error:  # it was refused and quarantined before
                 reply = _refusal(error)
             is_lacking = not reply.code and (reply.from_seq >= 0 or reply.num_new > 0)
         if is_lacking:
@@ -437,14 +438,14 @@ class Shipper:
             self._set_aside(progress, sent)
 
     def _set_aside(self, progress: _Progress, sent: _Waiting) -> None:
-        """The collector will never take it: it must not keep back what comes after it."""
+        """Quarantine a batch that the collector never accepts, so that later ones can be sent."""
         self.num_refused_rows += sent.num_rows
         progress.set_aside.add(sent.end)
-        progress.searched[sent.key] = sent.last_seq - sent.num_rows + 1  # nobody else has it
+        progress.searched[sent.key] = sent.last_seq - sent.num_rows + 1  # only this spool had it
         progress.stopped.pop(sent.key, None)
 
     def _try_again(self, progress: _Progress, spool: Ships, now: float) -> None:
-        """Send the refused batches again that are due; a stream goes on once its own is stored."""
+        """Resend refused batches that are due; a stream continues once its own batch is stored."""
         for key, stopped in list(progress.stopped.items()):
             if now < stopped.due:
                 continue
@@ -462,7 +463,7 @@ class Shipper:
     ) -> None:
         self.num_resent_batches += 1
         try:
-            # Without asking: what lies before it was sent before it.
+            # Without a query: all earlier batches were sent before it.
             reply = self._client.ingest_all([raw])[0]
         except NewerVersionError:
             raise  # it will take it once it is upgraded
@@ -475,12 +476,12 @@ class Shipper:
             del progress.stopped[sent.key]
             self.num_rows += sent.num_rows
 
-    # -------------------------------------------------------------------- letting go
+    # -------------------------------------------------------------------- acknowledgements
 
     def _refresh(self, progress: _Progress, spool: Ships, now: float) -> None:
-        """Ask how far it is durable, where nothing new is sent that would be answered with that.
+        """Query the durable numbers, if no new batch is sent whose reply would contain them.
 
-        The question is the oldest batch of each stream once more: the store knows it already.
+        The query is the oldest batch of each stream again: the store knows it already.
         """
         if not progress.unacked or now - progress.heard_at < REFRESH_SECONDS:
             return
@@ -496,7 +497,7 @@ class Shipper:
                 self._believe(progress, spool, waiting, reply, now)
 
     def _ack(self, progress: _Progress, spool: Ships, now: float) -> None:
-        # What is done behind a stopped stream is not waited for: it would fill the window.
+        # Settled batches of a stopped stream are not pending: they would fill the window.
         waiting = deque(each for each in progress.unacked if not progress.is_done(each, spool))
         if len(waiting) < len(progress.unacked):
             progress.heard_at = now
@@ -507,7 +508,7 @@ class Shipper:
 
 
 def _read(spool: Ships, batch: _Waiting) -> bytes | None:
-    """Return the batch as it lies in the spool; None where that was full and dropped it."""
+    """Return the batch from the spool; None if the spool was full and dropped it."""
     read = next(spool.read(batch.start), None)
     return read[1] if read is not None and read[0] == batch.end else None
 
@@ -519,7 +520,7 @@ def _refusal(error: FormatError) -> IngestReply:
 def _requests(
     spool: Ships, start: Position, max_bytes: int
 ) -> Iterator[list[tuple[_Waiting, bytes]]]:
-    """Yield what is spooled after ``start`` in groups that travel together."""
+    """Yield the batches after ``start`` in groups that are sent together."""
     group: list[tuple[_Waiting, bytes]] = []
     num_bytes = 0
     for end, raw in spool.read(start):

@@ -1,8 +1,8 @@
-"""Asks ranks for their stacks: once in each wait, and when a person wants them.
+"""Requests the ranks' stacks: once in each wait, and on an operator's request.
 
-By a signal that the rank said it serves (Python's faulthandler writes them, also while C code holds
-the interpreter), else by py-spy where that is installed. A process that is stopped, or that may be
-another one by now, is never sent any.
+It uses a signal that the rank handles according to its heartbeat (Python's faulthandler writes the
+stacks, even while C code holds the interpreter), otherwise py-spy if it is installed. A process
+that is stopped, or that may be another one by now, never gets a signal.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from vitals_agent.sampling import Spawn
 from vitals_agent.tailer import JournalTail
 
 MAX_STACKS = 16 << 10
-"""Bytes of a rank's stacks that are kept: the main thread's are the last."""
+"""Maximum bytes of a rank's stacks: the main thread's are the last."""
 MAX_COLLECTIVES = 20
 MAX_LOOKS = 6
-"""So many looks after it was asked, a rank that wrote nothing is given up."""
+"""Checks after which a rank that wrote nothing is given up."""
 MORE_NODES_LOOKS = 16
-"""So many later a person is told that all is there: other nodes hear of a question later."""
+"""Further checks until completion is reported: other nodes learn of a request later."""
 _CANNOT: dict[ProcessState, str] = {
     "stopped": "its process is stopped (SIGSTOP)",
     "traced": "its process is stopped by a debugger",
@@ -46,19 +46,19 @@ _CANNOT: dict[ProcessState, str] = {
 
 @dataclass(slots=True)
 class _Asked:
-    """A rank that was sent its signal and has not answered yet."""
+    """A rank that got its signal and has not responded yet."""
 
     tail: JournalTail
     word: Heartbeat
     step: int
     number: int = 0
-    """The person's question; 0 where it was asked in a wait."""
+    """Number of the operator's command; 0 if it was requested in a wait."""
     num_looks: int = 0
 
 
 @dataclass(slots=True)
 class _Question:
-    """What a person wants to know, until all that can be said has been."""
+    """An operator's request, until all available stacks were reported."""
 
     number: int
     num_here: int
@@ -71,8 +71,8 @@ class StackTaker:
     """The stacks of one run's ranks on this node. For the agent's main thread.
 
     Args:
-        run: whose ranks they are, and where is said where they stand.
-        spawn: begins what may hang.
+        run: run of the ranks, which also stores the stacks.
+        spawn: starts calls that may hang.
     """
 
     def __init__(self, run: ServedRun, *, spawn: Spawn) -> None:
@@ -82,7 +82,7 @@ class StackTaker:
         self._question: _Question | None = None
 
     def begin(self, number: int, *, num_here: int, num_ranks: int) -> None:
-        """Take up a person's question; ``ask`` each rank then.
+        """Start an operator's request; then call ``ask`` for each rank.
 
         Args:
             number: of the command.
@@ -94,7 +94,7 @@ class StackTaker:
     def ask(
         self, tail: JournalTail, word: Heartbeat, state: ProcessState, *, step: int, number: int = 0
     ) -> None:
-        """Ask a rank where it stands; the look before saw that it is the process that it was."""
+        """Request a rank's stacks; the previous check confirmed that it is the same process."""
         asked = _Asked(tail, word, step, number)
         if state in _CANNOT:
             if number:
@@ -116,7 +116,7 @@ class StackTaker:
             self._spawn("vitals-agent-stacks", lambda: _dump(program, pid, path))
 
     def look(self) -> None:
-        """Keep what ranks wrote since; give up those that write nothing."""
+        """Store the stacks written since; give up ranks that write nothing."""
         for directory, asked in list(self._asked.items()):
             asked.num_looks += 1
             is_last = asked.num_looks > MAX_LOOKS
@@ -124,7 +124,7 @@ class StackTaker:
             with contextlib.suppress(OSError, VitalsError):
                 raw = read_own(directory / STACKS_FILE, max_bytes=8 << 20)
             if asked.num_looks == 1 or (not raw and not is_last):
-                continue  # it may be writing still
+                continue  # it may still be writing
             del self._asked[directory]
             why = "" if raw else "it did not answer its signal"
             if not raw and not asked.word.stack_signal:
@@ -140,7 +140,7 @@ class StackTaker:
         event = StacksTaken(
             rank=tail.identity.rank,
             stacks=text,
-            # The file is of its last standstill, which may be over.
+            # The file describes its last stall, which may be over.
             collectives=_collectives(tail.directory) if asked.word.last_collectives else (),
             detail=why,
             command_number=asked.number,
@@ -148,7 +148,7 @@ class StackTaker:
         self._run.node_source.say(event, step=asked.step, attempt=tail.last.attempt)
 
     def _acknowledge(self) -> None:
-        """Answer the person's command, on rank 0's node, once all has been said."""
+        """Respond to the operator's command, on rank 0's node, once everything was reported."""
         question = self._question
         if question is None:
             return
@@ -165,7 +165,7 @@ class StackTaker:
 
 
 def _collectives(directory: Path) -> tuple[str, ...]:
-    """Return the last collectives that the rank wrote down, as lines."""
+    """Return the last collectives that the rank recorded, as lines."""
     try:
         calls = msgspec.json.decode(read_own(directory / COLLECTIVES_FILE), type=list[_Collective])
     except (OSError, VitalsError, *UNREADABLE):
@@ -183,7 +183,7 @@ class _Collective(msgspec.Struct, frozen=True):
 
 
 def _dump(program: str, pid: int, path: Path) -> None:
-    """Have py-spy write the stacks; where it may not look at the process, nothing is written."""
+    """Let py-spy write the stacks; without permission for the process, nothing is written."""
     done = subprocess.run(
         [program, "dump", "--pid", str(pid)], capture_output=True, timeout=10.0, check=False
     )

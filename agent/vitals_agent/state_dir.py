@@ -1,6 +1,6 @@
-"""The agent's folder: the lock that lets one agent in, its address, and the token to read it.
+"""The agent's directory: the lock for a single agent, its URL, and the token for its metrics.
 
-All of it lies in the node's memory instead for as long as the folder's disk is full.
+All of it is stored in the node's memory instead while the directory's disk is full.
 """
 
 import errno
@@ -33,7 +33,7 @@ log = logging.getLogger("vitals_agent")
 
 
 class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``agent.json`` says: how to reach the agent that serves the folder."""
+    """Content of ``agent.json``: how to reach the agent that serves the directory."""
 
     pid: int
     node: str
@@ -45,16 +45,16 @@ class AgentStateDir:
     """``.../agents/<node>``, held by one agent at a time through a lock that dies with it.
 
     Args:
-        path: the folder.
-        local: a private folder of this node. The lock lies there where the folder's file system has
-            none (Lustre without ``flock``) or is full: then only agents of this node keep out of
-            each other's way, and no two nodes may have one name.
+        path: the directory.
+        local: a private directory of this node. It contains the lock if the directory's file system
+            has no locks (Lustre without ``flock``) or is full: then only agents of this node
+            exclude each other, and two nodes must not have the same name.
     """
 
     def __init__(self, path: Path, local: Path | None = None) -> None:
         self.path = path
         self.in_memory = False
-        """Whether the lock, or a file, lies in the node's memory, as the folder's disk was full."""
+        """Whether the lock, or a file, is in the node's memory, because the disk was full."""
         self._is_lock_local = False
         self._local = local
         self._lock_fd: int | None = None
@@ -76,7 +76,7 @@ class AgentStateDir:
             return
         try:
             if self._local is not None and _is_locked(self._lock_in(self._local)):
-                raise self._refusal(BlockingIOError())  # it began while the disk was full
+                raise self._refusal(BlockingIOError())  # it started while the disk was full
         except BaseException:
             os.close(fd)
             raise
@@ -105,7 +105,7 @@ class AgentStateDir:
 
     @property
     def memory_path(self) -> Path:
-        """Where the folder in the node's memory is, or will be, that stands for this one."""
+        """Path of the directory in the node's memory that replaces this one."""
         assert self._local is not None, "the agent has a private folder in memory"
         return self._lock_in(self._local).with_suffix("")
 
@@ -121,7 +121,7 @@ class AgentStateDir:
             ) from error
 
     def _lock_or_take_local(self, fd: int) -> int:
-        """Lock the open file and return it, or that in the node's memory where it has no locks."""
+        """Lock the open file and return it, or the one in memory if the disk has no locks."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -149,7 +149,7 @@ class AgentStateDir:
         return local / f"agent-{name}.lock"
 
     def is_held_by_another(self) -> bool:
-        """Return whether an agent has the folder, or it cannot be told; changes nothing there."""
+        """Return whether another agent has the directory, or may have it; changes nothing."""
         paths = [self.path / "agent.lock"]
         if self._local is not None:
             paths.append(self._lock_in(self._local))
@@ -160,7 +160,7 @@ class AgentStateDir:
                     return True
                 num_free += 1
             except VitalsError:
-                return True  # it is a stranger's
+                return True  # it belongs to another user
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     return True
@@ -183,7 +183,7 @@ class AgentStateDir:
         return self._lock_fd is not None
 
     def load_or_create_token(self, given: str = "") -> str:
-        """Return the token for ``/metrics``: the one given, else one made once; keep it here."""
+        """Return the token for ``/metrics``: the given one, or one that is created and stored."""
         path = self.path / TOKEN_FILE
         try:
             kept = _read_private(self.token_file).strip()
@@ -196,12 +196,12 @@ class AgentStateDir:
 
     @property
     def token_file(self) -> Path:
-        """Where the token lies."""
+        """Path of the token."""
         path = self.path / TOKEN_FILE
         return path if path.exists() or self._local is None else self.memory_path / TOKEN_FILE
 
     def destination(self) -> str:
-        """Return which collector the rows here are for; nothing where no agent of ours said so."""
+        """Return the collector that the rows here are for; empty if our agents stored none."""
         try:
             return (
                 _read_private(self.path / DESTINATION_FILE)
@@ -211,12 +211,12 @@ class AgentStateDir:
             return ""
 
     def set_destination(self, collector: str) -> None:
-        """Leave word of that: another agent may have to send what this one cannot."""
+        """Record the collector: another agent may have to send rows that this one cannot."""
         if self.destination() != collector:
             self._write(DESTINATION_FILE, f"{collector}\n".encode())
 
     def num_waiting(self, most: int | None = None) -> int:
-        """Return how many rows in the spool no collector has acknowledged; needs no lock.
+        """Return the number of rows in the spool without an acknowledgement; needs no lock.
 
         Args:
             most: stop to count there.
@@ -233,11 +233,11 @@ class AgentStateDir:
         return num_rows
 
     def publish(self, info: AgentInfo) -> None:
-        """Write ``agent.json``, whole or not at all."""
+        """Write ``agent.json`` atomically."""
         self._write("agent.json", msgspec.json.encode(info) + b"\n")
 
     def _write(self, name: str, raw: bytes) -> None:
-        """Replace a file whole; in the node's memory where the disk is full."""
+        """Replace a file atomically; in the node's memory if the disk is full."""
         if not self.in_memory:
             try:
                 replace_file(self.path / name, raw, mode=0o600)
@@ -249,7 +249,7 @@ class AgentStateDir:
             replace_file(ensure_private_dir(self.memory_path) / name, raw, mode=0o600)
 
     def release(self) -> None:
-        """Give the folder back; the lock file stays: removing it would let two agents in."""
+        """Release the directory; the lock file stays: removing it would let two agents in."""
         if self._lock_fd is not None:
             (self.path / "agent.json").unlink(missing_ok=True)
             if self._local is not None:
@@ -264,12 +264,12 @@ class AgentStateDir:
                 path = self.memory_path / "agent.json"
             info = msgspec.json.decode(read_own(path), type=AgentInfo)
         except (OSError, VitalsError, *UNREADABLE):
-            return "another agent"  # it starts just now
+            return "another agent"  # it is just starting
         return f"an agent (pid {info.pid}, {info.url or 'no address'})"
 
 
 def _read_private(path: Path) -> str:
-    """Return the file's text; nothing where there is none."""
+    """Return the file's content; empty if it does not exist."""
     try:
         fd = open_private(path)
     except FileNotFoundError:
@@ -278,13 +278,13 @@ def _read_private(path: Path) -> str:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether somebody holds the lock; what is not there is held by nobody."""
+    """Return whether any process holds the lock; a missing file is not locked."""
     try:
         fd = open_private(path, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closed, and so let go, right below
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the close below
     except BlockingIOError:
         return True
     finally:

@@ -1,6 +1,6 @@
 """Copies journals to the spool: a row is freed in shared memory only when it is safe on disk.
 
-On the way it keeps what a rank said last: the values that ``/metrics`` shows, its goodbye, and its
+It also keeps the latest state of a rank: the values for ``/metrics``, its clean exit, and its
 acknowledgements of commands.
 """
 
@@ -51,7 +51,7 @@ class LastSeen:
 
     @property
     def values(self) -> dict[str, Value]:
-        """The last step's row by column; unpacked for who asks, which is seldom."""
+        """The last step's row by column; unpacked on access, which is rare."""
         newest = self._newest
         return {} if newest is None else newest[0].unpack(newest[1])
 
@@ -116,13 +116,13 @@ class _Integers:
 
 
 def _counted(counts: dict[str, int], cause: str) -> dict[str, int]:
-    """Return the counts with one more; what is no plain name would make labels without bound."""
+    """Return the counts with one more; other names would create an unlimited number of labels."""
     is_name = cause.isascii() and cause.replace("_", "").isalnum() and len(cause) <= 40
     key = cause if is_name else "other"
     return {**counts, key: counts.get(key, 0) + 1}
 
 
-# ----------------------------------------------------------------------------- a journal on its way
+# ----------------------------------------------------------------------- a journal being copied
 
 
 MAX_READS_PER_CYCLE = 64
@@ -130,15 +130,15 @@ ROWS_PER_READ = 1024
 
 
 class Sink(Protocol):
-    """Where batches go."""
+    """Destination of batches."""
 
     def append(self, raw: bytes) -> bool:
-        """Write one batch at the end; False where it was refused, and counted, for good."""
+        """Write one batch at the end; False if it was refused permanently, and counted."""
         ...
 
 
 class JournalTail:
-    """One rank's journal on its way to the spool.
+    """Copies one rank's journal to the spool.
 
     Args:
         directory: the journal's folder.
@@ -154,11 +154,11 @@ class JournalTail:
         self.process_values: dict[str, Value] = {}
         self.num_rows = 0
         self.alive = False
-        """Whether the process existed when that was last asked."""
+        """Whether the process existed at the last check."""
         self.is_quiet = True
-        """Whether the last copy found nothing: only then is it worth asking for the process."""
+        """Whether the last copy found nothing: only then is the process checked."""
         self.exit = ""
-        """How the process ended, where that is known."""
+        """How the process ended, if known."""
         self.removed = False
         self._reader = JournalReader(directory)
         self._appended = dict(resume)
@@ -167,12 +167,12 @@ class JournalTail:
         self._reader.resume_after(resume)
 
     def copy(self, sink: Sink) -> int:
-        """Append what is new; return how many rows. Where it raises, the rows are read again."""
+        """Append new rows; return their number. After an error, the rows are read again."""
         if not self.directory.is_dir():
-            self.removed = True  # by someone else's hand: there is nothing to wait for
+            self.removed = True  # deleted by another process: nothing is left to copy
             return 0
         num_rows = 0
-        self.is_quiet = True  # also where this fails: then its process must be asked for
+        self.is_quiet = True  # also after an error: then its process must be checked
         for _ in range(MAX_READS_PER_CYCLE):
             batches = self._reader.read(max_rows=ROWS_PER_READ)
             for batch in batches:
@@ -186,23 +186,23 @@ class JournalTail:
                 num_rows += batch.header.num_rows
                 self._observe(batch)
             if sum(batch.header.num_rows for batch in batches) < ROWS_PER_READ:
-                break  # no stream gave as much as it may: there is nothing more
+                break  # no stream returned its maximum: there are no more rows
         self.num_rows += num_rows
         self.is_quiet = not num_rows
         return num_rows
 
     @property
     def appended(self) -> Iterable[str]:
-        """The streams of which something was appended."""
+        """The streams with appended rows."""
         return self._appended.keys()
 
     def synced(self, durable: Mapping[str, int]) -> None:
-        """Free in the journal what is durable, and read again what was appended and is not.
+        """Free durable rows in the journal, and read rows again that were appended but are not.
 
         Call only after the spool's ``sync`` returned.
 
         Args:
-            durable: the last number of each stream that the spool holds for good.
+            durable: the last number of each stream that is permanently in the spool.
         """
         is_whole = True
         for stream, seq in self._appended.items():
@@ -221,7 +221,7 @@ class JournalTail:
         return dict(self._synced)
 
     def not_synced(self) -> None:
-        """Read again what the disk may not have kept; a row twice in the spool counts once."""
+        """Read rows again that may not be on disk; a row twice in the spool counts once."""
         self.is_quiet = True
         unknown = dict.fromkeys(self._appended, -1)
         self._reader.resume_after({**unknown, **self._synced})
@@ -234,15 +234,15 @@ class JournalTail:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing will be written any more: the writer's word, or an agent's."""
+        """Whether the journal has ended, according to its writer or an agent."""
         return (self.directory / CLOSED).exists()
 
     def take_end(self) -> bool:
-        """Return whether the writer said goodbye, or was pronounced dead, and all is spooled."""
+        """Return whether the writer exited cleanly, or was pronounced dead, and all is spooled."""
         return self.removed or (self._reader.take_end() and self._appended == self._synced)
 
     def pronounce_dead(self) -> None:
-        """Close the journal in its dead writer's place: a restarted agent knows it was said."""
+        """Close the journal of a dead writer: a restarted agent sees that it was reported."""
         mark_closed(self.directory)
 
     def remove(self) -> None:
@@ -262,7 +262,7 @@ class JournalTail:
 
 
 def journal_identity(directory: Path) -> Identity | None:
-    """Return who writes the journal, or None while its first segment is not there.
+    """Return the writer's identity, or None while the first segment is missing.
 
     Raises:
         NewerVersionError: a newer version writes it.
@@ -275,7 +275,7 @@ def journal_identity(directory: Path) -> Identity | None:
 
 
 def num_left(directory: Path, synced: dict[str, int]) -> int:
-    """Return how many rows lie in a journal behind those that are safe in a spool."""
+    """Return the number of rows in a journal after those that are safe in a spool."""
     rest = JournalReader(directory)
     rest.resume_after(synced)
     num_rows = 0

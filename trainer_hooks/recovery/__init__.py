@@ -1,1 +1,1 @@
-"""States to go back to, in memory and on disk, and the way back."""
+"""States for rollbacks, in memory and on disk, and their restore."""

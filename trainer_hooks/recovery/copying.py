@@ -1,11 +1,11 @@
-"""Copies tensors into memory kept for them, and finds on the way what is not finite.
+"""Copies tensors into memory kept for them, and finds non-finite values during the copy.
 
-Each block is looked at while it is still in the core's cache, so the check costs little beside the
-copy. As many threads copy as torch would use; none of them calls torch, whose own number of threads
-is the training's.
+Each block is checked while it is still in the core's cache, so the check costs little compared with
+the copy. As many threads copy as torch would use; none of them calls torch, because the number of
+torch threads belongs to the training.
 
-From a GPU the copy runs on a side stream. Whoever writes what it reads lets it end first, on the
-device: ``wait_for_copies``.
+From a GPU the copy runs on a side stream. Before other code writes the source, it must let the copy
+end on the device: ``wait_for_copies``.
 """
 
 from collections import deque
@@ -29,29 +29,29 @@ from trainer_hooks.recovery.finite import (
 )
 
 _BLOCK_BYTES = 1 << 19
-"""Copied, then looked at. Smaller ones cost calls, larger ones leave the cache."""
+"""Unit of copy and check. Smaller blocks cost calls, larger ones leave the cache."""
 _PIECE_BYTES = 1 << 24
-"""What one thread takes at a time."""
+"""Bytes that one thread takes at a time."""
 _SMALL_BYTES = 1 << 14
-"""Smaller tensors are looked at together: calls would cost more than their bytes."""
+"""Smaller tensors are checked together: calls would cost more than their bytes."""
 _MAX_THREADS = 8
-"""More do not make the memory faster."""
+"""More threads do not make the memory faster."""
 _BYTES_PER_THREAD = 1 << 25
-"""Below that a thread more costs as much as it saves."""
+"""Below this, another thread costs as much as it saves."""
 
 
 class Pair(NamedTuple):
-    """A tensor of the CPU, and what is to be copied into it: of the same shape and type."""
+    """A CPU tensor, and the source of its copy: of the same shape and type."""
 
     into: Tensor | None
-    """None: another rank copies it, and it is only looked at."""
+    """None: another rank copies it, and it is only checked."""
     source: Tensor
     checked: bool
     """Whether the copy must be finite."""
     name: str = ""
-    """Ranges of one tensor have one, and count as one."""
+    """Ranges of one tensor share a name, and count as one."""
     unit: int = -1
-    """Its place in what replicas are compared by; -1: it has none."""
+    """Its position in the fingerprint of replicas; -1: not included."""
 
 
 class _Piece(NamedTuple):
@@ -59,14 +59,14 @@ class _Piece(NamedTuple):
     into: NDArray[Any] | None
     source: NDArray[Any]
     first_nonfinite: int | None
-    """From where on the bits are no finite number; None where that is nobody's question."""
+    """First bit pattern that is non-finite; None if it is not checked."""
     block: int
-    """Elements that are copied, then looked at."""
+    """Elements per copy and check."""
     unit: int
 
 
 class _Bundle(NamedTuple):
-    """Small tensors of one type, which are looked at together."""
+    """Small tensors of one type, which are checked together."""
 
     owners: list[int | str]
     intos: list[NDArray[Any]]
@@ -75,18 +75,18 @@ class _Bundle(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What was seen on the way."""
+    """Result of the checks during a copy."""
 
     num_wrong: int
-    """Tensors that had to be finite and are not."""
+    """Number of non-finite tensors among those that must be finite."""
     fingerprint: int
-    """Of all bits of the pairs that have a ``unit``, below 2**64."""
+    """Fingerprint of all bits of the pairs with a ``unit``, below 2**64."""
 
 
 class CopyPlan:
-    """Copies the same tensors again and again; what each of them needs is worked out once.
+    """Copies the same tensors repeatedly; their plan is computed once.
 
-    It holds the memory of both sides: addresses stay their own for as long as the plan lives.
+    It holds the memory of both sides, so addresses are not reused while the plan lives.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
@@ -101,7 +101,7 @@ class CopyPlan:
 
     @torch.no_grad()
     def run(self) -> Copied:
-        """Copy every pair; look at those that must be finite, and at those to compare."""
+        """Copy every pair; check those that must be finite, and those to compare."""
         wrong: set[int | str] = set()
         for i, pair in self._others:
             assert pair.into is not None, "what is only looked at is plain"
@@ -123,7 +123,7 @@ class CopyPlan:
 
 
 def signature_of(live: Mapping[str, Tensor]) -> list[object]:
-    """Return what a plan depends on: two that are equal name the same memory, read the same way."""
+    """Return the inputs of a plan: equal ones mean the same memory, read in the same way."""
     return [
         (key, t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg())
         for key, t in live.items()
@@ -148,7 +148,7 @@ def _is_small(pair: Pair) -> bool:
 
 
 def _arrays(pair: Pair) -> tuple[NDArray[Any] | None, NDArray[Any], int | None]:
-    """Return both sides as numpy sees them, and from where on bits are no finite number."""
+    """Return both sides as numpy arrays, and the first bit pattern that is non-finite."""
     numbers = numbers_of(pair.source) if pair.checked else None
     if numbers is None:
         into = None if pair.into is None else bytes_of(pair.into)
@@ -176,7 +176,7 @@ def _bundles(small: Sequence[tuple[int | str, Pair]]) -> list[_Bundle]:
 
 
 def _copy_small(bundles: Sequence[_Bundle]) -> set[int | str]:
-    """Copy bundles; return who owns what is not finite."""
+    """Copy bundles; return the owners of non-finite values."""
     wrong: set[int | str] = set()
     with np.errstate(invalid="ignore"):
         for owners, intos, sources, first in bundles:
@@ -198,10 +198,10 @@ def _pieces(owner: int | str, pair: Pair) -> Iterator[_Piece]:
 
 
 def _copy(pieces: deque[_Piece]) -> tuple[set[int | str], int]:
-    """Copy pieces until there are none; return who owns what is not finite, and a fingerprint."""
+    """Copy pieces until none are left; return owners of non-finite values, and a fingerprint."""
     wrong: set[int | str] = set()
     fingerprint = 0
-    with np.errstate(invalid="ignore"):  # a signalling NaN is what is looked for
+    with np.errstate(invalid="ignore"):  # a signaling NaN is expected here
         while True:
             try:
                 piece = pieces.popleft()  # threads share them
@@ -214,7 +214,7 @@ def _copy(pieces: deque[_Piece]) -> tuple[set[int | str], int]:
 
 
 def _copied(piece: _Piece) -> tuple[bool, int]:
-    """Copy a piece block by block; return whether it is finite where asked, and a fingerprint."""
+    """Copy a piece block by block; return whether it is finite if checked, and a fingerprint."""
     _, into, source, first_nonfinite, step, unit = piece
     finite, fingerprint = True, 0
     for i in range(0, source.size, step):
@@ -224,7 +224,7 @@ def _copied(piece: _Piece) -> tuple[bool, int]:
             np.copyto(block, origin)
         if first_nonfinite is not None and not are_finite(block, first_nonfinite):
             finite = False
-        if unit >= 0:  # of the rank's own, which another rank's copy may not be
+        if unit >= 0:  # from this rank's own data, which another rank's copy may not equal
             own = source[i : i + step].view(np.uint8)
             fingerprint += _sum_of_bits(own) * _odd(unit, i // step)
     return finite, fingerprint
@@ -237,11 +237,11 @@ _LANES = 1024
 _LANE_WEIGHTS = np.random.default_rng(0x5EED).integers(-(1 << 63), 1 << 63, _LANES) | 1
 """Odd, so that no flipped bit is lost in the product."""
 WORD_BITS = 52
-"""Of a fingerprint that travels: a float64 carries them exactly."""
+"""Bits of a fingerprint that are sent: a float64 holds them exactly."""
 
 
 def _odd(unit: int, block: int) -> int:
-    """Return the weight of a block: another one for each, and odd."""
+    """Return the weight of a block: odd, and different for each block."""
     return (unit * 0x9E3779B97F4A7C15 + block * 0xD1B54A32D192ED03 << 1 | 1) % _MODULUS
 
 
@@ -261,8 +261,8 @@ def _sum_of_bits(raw: NDArray[np.uint8]) -> int:
 def fingerprint_on_device(pairs: Sequence[Pair], device: torch.device) -> Tensor:
     """Return, as one int64 on the device, the fingerprint of the pairs that have a ``unit``.
 
-    Like ``CopyPlan``'s it sees every single flipped bit; their values are not the same. What lies
-    on the CPU is read at once, the rest without waiting.
+    It detects every single flipped bit, as ``CopyPlan`` does, but has other values. CPU tensors are
+    read at once, the others without waiting.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for pair in pairs:
@@ -272,8 +272,8 @@ def fingerprint_on_device(pairs: Sequence[Pair], device: torch.device) -> Tensor
 
 
 _PRIME_LANES = 4093
-"""Words of 8 bytes are summed by their place modulo this. A prime: rows are as wide as powers of
-two, and what changed places among them does not land in the lane it came from."""
+"""Words of 8 bytes are summed by their position modulo this. A prime: rows are as wide as powers of
+two, so words that change places between rows do not land in the lane they came from."""
 
 
 @torch.no_grad()
@@ -285,7 +285,7 @@ def fingerprint_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     columns = [_lanes(tensor).to(device, non_blocking=True) for tensor in tensors]
     flat = columns[0] if len(columns) == 1 else torch.cat(columns)
-    # Made anew each time: one that is kept would be another stream's, which nobody waits for.
+    # Created each time: a cached one would belong to another stream, which nothing waits for.
     places = torch.arange(1, flat.numel() + 1, device=device) * _signed(0xD1B54A32D192ED03)
     mixed = (flat + places) * _signed(0x9E3779B97F4A7C15)
     mixed ^= mixed >> 32
@@ -301,7 +301,7 @@ def _lanes(tensor: Tensor) -> Tensor:
         tensor = tensor.resolve_conj().resolve_neg()
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
-        raw = raw.clone()  # the same words wherever it lies
+        raw = raw.clone()  # the same words at every alignment
     end = raw.numel() // 8 * 8
     words, odd = raw[:end].view(torch.int64), raw[end:]
     whole = words.numel() // _PRIME_LANES * _PRIME_LANES
@@ -316,7 +316,7 @@ def _lanes(tensor: Tensor) -> Tensor:
 
 
 def word_of(fingerprint: Tensor) -> Tensor:
-    """Return 52 bits of a mixed int64 as a float64 that is never 0: what travels with the step."""
+    """Return 52 bits of a mixed int64 as a float64 that is never 0, to send with the step."""
     mixed = fingerprint
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         logical = (mixed >> shift) & ((1 << (64 - shift)) - 1)
@@ -326,7 +326,7 @@ def word_of(fingerprint: Tensor) -> Tensor:
 
 
 def as_int64(number: int) -> Tensor:
-    """Return the number, modulo 2**64, as a tensor of the CPU."""
+    """Return the number, modulo 2**64, as a CPU tensor."""
     return torch.tensor(_signed(number), dtype=torch.int64, device="cpu")
 
 
@@ -340,33 +340,33 @@ def _signed(number: int) -> int:
 
 
 class SideStream(Protocol):
-    """A device's second queue of work, beside the stream that the training is on.
+    """A device's second queue of work, in addition to the stream of the training.
 
-    All that order is made of is here, so that a test may stand in for a device and run what is on
-    the side at any moment that a device may choose.
+    It contains everything about the order, so that a test can replace a device and run the side
+    work at any time that a device may choose.
     """
 
     def run(self, work: Callable[[], None]) -> object:
-        """Queue work behind what the training's stream has by now; return what marks its end."""
+        """Queue work after the training stream's current work; return a marker of its end."""
 
     def wait(self, end: object) -> None:
-        """Put what the training's stream is given from now on behind that end; no host waits."""
+        """Queue later work of the training's stream after that end; the host does not wait."""
 
     def join(self, end: object) -> None:
         """Make the host wait for that end."""
 
     def drain(self) -> None:
-        """Make the host wait for what the training's stream has by now."""
+        """Make the host wait for the current work of the training's stream."""
 
 
 class CudaSideStream:
-    """The one of a GPU."""
+    """The side stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def run(self, work: Callable[[], None]) -> torch.cuda.Event:
-        """Queue work; each kernel and copy in it lands on the side."""
+        """Queue work; each of its kernels and copies runs on the side stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
@@ -374,38 +374,38 @@ class CudaSideStream:
         return end
 
     def wait(self, end: object) -> None:
-        """Let the present stream wait."""
+        """Make the current stream wait."""
         assert isinstance(end, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(end)
 
     def join(self, end: object) -> None:
-        """Let the host wait."""
+        """Make the host wait."""
         assert isinstance(end, torch.cuda.Event)
         end.synchronize()
 
     def drain(self) -> None:
-        """Let the host wait for the present stream."""
+        """Make the host wait for the current stream."""
         torch.cuda.current_stream(self._device).synchronize()
 
 
 class PendingCopy:
-    """A copy that may still be under way: what it reads is not to be written before."""
+    """A copy that may be in flight: its source must not be written before it ends."""
 
     def __init__(self, side: SideStream, end: object) -> None:
         self._side, self._end = side, end
         _PENDING.add(self)
 
     def wait(self) -> None:
-        """Let what is queued from now on come after it."""
+        """Queue all later work after the copy."""
         self._side.wait(self._end)
 
 
 _PENDING: WeakSet[PendingCopy] = WeakSet()
-"""Of all rings: an average knows its weights, and not who copies them."""
+"""Copies of all rings: an average knows its weights, but not the rings that copy them."""
 
 
 def wait_for_copies() -> None:
-    """Let what is queued from now on come after every copy that is under way; no host waits.
+    """Queue all later work after every copy in flight; the host does not wait.
 
     For our own writers of weights, optimizer state and averages outside of a step.
     """

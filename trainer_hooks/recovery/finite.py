@@ -1,8 +1,8 @@
-"""Whether numbers in the CPU's memory are finite, exactly, without a thread of torch.
+"""Exact check that numbers in CPU memory are finite, without threads of torch.
 
-The extremes of a block are finite exactly when all of it is: a NaN comes out of both. What numpy
-has no type for, or no quick one, is read by its bits: a NaN or an infinity has all bits of its
-exponent set, so it is among the largest of all numbers, with its sign bit or without.
+The extremes of a block are finite exactly if all of it is, because a NaN makes both NaN. Types that
+numpy lacks, or handles slowly, are checked by their bits: a NaN or an infinity has all bits of its
+exponent set, so it is among the largest of all numbers, with or without its sign bit.
 """
 
 import math
@@ -16,10 +16,10 @@ from torch import Tensor
 Numbers = NDArray[Any]
 
 _BLOCK_BYTES = 1 << 19
-"""Looked at twice while it is in the core's cache."""
+"""Read twice while it is in the core's cache."""
 
 array_of = Tensor.numpy
-"""A view of the CPU's memory: nothing is read, and nobody waits."""
+"""A view of CPU memory: it reads nothing and never waits."""
 
 _BITS = {1: torch.int8, 2: torch.int16}
 _FIRST_NONFINITE = {
@@ -28,7 +28,7 @@ _FIRST_NONFINITE = {
     torch.float8_e5m2: 0x7C,
     torch.float8_e4m3fn: 0x7F,
 }
-"""The smallest positive bits that are no finite number."""
+"""The smallest positive bit patterns that are non-finite."""
 
 
 def is_readable(dtype: torch.dtype) -> bool:
@@ -39,9 +39,9 @@ def is_readable(dtype: torch.dtype) -> bool:
 
 
 def numbers_of(tensor: Tensor) -> tuple[Numbers, int] | None:
-    """Return a dense tensor as numpy sees it, and from where on bits are no finite number.
+    """Return a dense tensor as a numpy array, and the first bit pattern that is non-finite.
 
-    That is 0 where they are numbers. None of another type than the common floating ones.
+    That is 0 if the array contains numbers. None for types other than the common floating ones.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -53,14 +53,14 @@ def numbers_of(tensor: Tensor) -> tuple[Numbers, int] | None:
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return a contiguous tensor's bytes, as they lie."""
-    # One element counts as contiguous whatever its stride is.
+    """Return a contiguous tensor's bytes in memory order."""
+    # One element counts as contiguous with any stride.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return array_of(flat.view(torch.uint8))
 
 
 def are_finite(numbers: Numbers, first_nonfinite: int) -> bool:
-    """Return whether all of what ``numbers_of`` gave, or of a part of it, are finite numbers."""
+    """Return whether all numbers from ``numbers_of``, or a part of them, are finite."""
     if not numbers.size:
         return True
     if not first_nonfinite:
@@ -73,7 +73,7 @@ def are_finite(numbers: Numbers, first_nonfinite: int) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor of the CPU holds neither NaN nor Inf."""
+    """Return whether a CPU tensor holds neither NaN nor Inf."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -84,5 +84,5 @@ def is_finite(tensor: Tensor) -> bool:
     if not numbers.flags.c_contiguous:
         numbers = np.ascontiguousarray(numbers)
     flat, step = numbers.reshape(-1), max(1, _BLOCK_BYTES // numbers.itemsize)
-    with np.errstate(invalid="ignore"):  # a signalling NaN is what is looked for
+    with np.errstate(invalid="ignore"):  # a signaling NaN is expected here
         return all(are_finite(flat[i : i + step], first) for i in range(0, flat.size, step))

@@ -1,9 +1,9 @@
-"""States to go back to: snapshots in memory, checkpoints on disk, and the way back.
+"""States for rollbacks: snapshots in memory, checkpoints on disk, and their restore.
 
-Both lists are the same on all ranks, or no rank could choose from them: snapshots change at the
-same step everywhere, and of a checkpoint that is complete on disk rank 0 tells with the numbers of
-a step. What a rank's own memory, disk or clock shows decides nothing (I2): what can go wrong on one
-rank alone becomes a number that travels in the pack, and ``commit`` gets the ranks' verdict.
+Both lists are equal on all ranks, because otherwise no rank could choose from them: snapshots
+change at the same step on all ranks, and rank 0 reports a complete checkpoint on disk with the
+numbers of a step. A rank's own memory, disk or clock never decides (I2): a problem of one rank
+becomes a number in the pack, and ``commit`` gets the verdict of all ranks.
 """
 
 from __future__ import annotations
@@ -63,24 +63,24 @@ if TYPE_CHECKING:
     from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
 Meta = dict[str, Any]
-"""What the caller keeps beside the state: detectors, data position. Plain values only."""
+"""Data stored with the state by the caller: detectors, data position. Plain values only."""
 IsReplica = Callable[[str], bool]
-"""Says of a tensor's name whether every rank has the same."""
+"""Returns whether every rank holds the tensor of this name with equal values."""
 
 
 def num_slots(*, healthy_after: int, lag: int, interval: int) -> int:
-    """Return how many snapshots must be kept so that a healthy one is always among them."""
+    """Return the number of snapshots to keep so that a healthy one is always among them."""
     return max(2, 1 + math.ceil((healthy_after + lag) / interval))
 
 
 def is_proven(
     step: int, *, healthy_after: int, current_step: int, last_unhealthy_step: int
 ) -> bool:
-    """Return whether a state is healthy: enough steps in a row went well after it.
+    """Return whether a state is healthy: enough healthy steps in a row followed it.
 
     Args:
         step: the step that is trained next from the state.
-        healthy_after: how many steps in a row must have been healthy.
+        healthy_after: number of healthy steps in a row that is required.
         current_step: the last step that was judged.
         last_unhealthy_step: the last step with a bad verdict or finding; -1 for none.
     """
@@ -88,49 +88,49 @@ def is_proven(
 
 
 class Restored(NamedTuple):
-    """Where training goes on after a restore."""
+    """Position from which training continues after a restore."""
 
     id: str
     step: int
     attempt: int
     meta: Meta
     exact: bool = True
-    """False where the checkpoint held no generators of this rank (another world size)."""
+    """False if the checkpoint has no RNG state of this rank (another world size)."""
 
 
 class _Slot:
     """One preallocated copy; not reused while a reader in another thread holds it.
 
-    With a region, replicas lie in memory that the node's ranks share, each of which copies its part
-    of them; all else is this rank's own.
+    With a region, replicas are stored in memory that the node's ranks share, and each rank copies
+    its part of them; everything else belongs to this rank.
     """
 
     def __init__(self, *, pinned: bool, region: Region | None = None) -> None:
         self._pinned = pinned
         self.region = region
         self.generation = 0
-        """Which fill it holds: the same on all ranks that share it."""
+        """Number of its fill: the same on all ranks that share it."""
         self._buffers: dict[str, Tensor] = {}
         self._targets: dict[str, Tensor] = {}
-        """What ``_pairs`` were made to fill, by name: own buffers, and views of the region."""
+        """Targets of ``_pairs``, by name: own buffers, and views of the region."""
         self._signature: list[object] = []
-        """Of the live tensors that ``_pairs`` were made for."""
+        """Signature of the live tensors that ``_pairs`` were made for."""
         self._pairs: list[Pair] = []
         self._plan: CopyPlan | None = None
         self._layout_digest = 0
         self._lock = threading.Lock()
         self._holders = 0
         self._copied: Callable[[], None] | None = None
-        """Makes the host wait for a copy on the side."""
+        """Makes the host wait for a copy on the side stream."""
         self.owned = False
         self.is_compared = False
-        """Whether any of it must be the same on other ranks."""
+        """Whether any of its tensors must be equal on other ranks."""
         self.being_saved = False
-        """Of a shared one, whether some rank may be writing it to disk: agreed by all ranks."""
+        """For a shared slot, whether some rank may be writing it to disk: agreed by all ranks."""
 
     @property
     def free(self) -> bool:
-        """Whether it may be filled; of a shared one, the same on all ranks that share it."""
+        """Whether it may be filled; for a shared slot, the same on all ranks that share it."""
         if self.region is not None:
             return not self.owned and not self.being_saved
         return not self.owned and not self._holders
@@ -140,7 +140,7 @@ class _Slot:
             self._holders += change
 
     def forget_plan(self) -> None:
-        """Work out anew, at the next copy, what has to be finite."""
+        """Compute again, at the next copy, which tensors must be finite."""
         self._signature = []
 
     def prepare(
@@ -150,9 +150,9 @@ class _Slot:
         is_replica: IsReplica,
         is_compared: IsReplica,
     ) -> None:
-        """Have a target for each tensor, and know who copies it.
+        """Create a target for each tensor, and determine the rank that copies it.
 
-        Worked out once, and again when a live tensor has another address, shape or type.
+        Computed once, and again when a live tensor has another address, shape or type.
         """
         signature = signature_of(live)
         if self._signature == signature:
@@ -168,7 +168,7 @@ class _Slot:
             }
         own = {k: t for k, t in live.items() if k not in shared}
         targets = {k: self._buffer(k, t) for k, t in own.items()}
-        # Numbered behind what is shared: each counts with another weight.
+        # Numbered after the shared units: each has a different weight.
         units = {key: (1 << 20) + i for i, key in enumerate(filter(is_compared, own))}
         pairs = [
             Pair(targets[k], t, state.must_be_finite(k), k, units.get(k, -1))
@@ -188,7 +188,7 @@ class _Slot:
         self._pairs, self._signature = pairs, signature
 
     def fill(self) -> Copied:
-        """Copy, and return what was seen of the live tensors."""
+        """Copy, and return the results of the checks."""
         self._begin()
         if self._plan is None:
             self._plan = CopyPlan(self._pairs)
@@ -201,14 +201,15 @@ class _Slot:
         side: SideStream,
         device: torch.device,
     ) -> tuple[Tensor, Tensor, object]:
-        """Copy on the side; return what was seen and what marks the end.
+        """Copy on the side stream; return the results of the checks, and a marker of the end.
 
-        That is how many tensors that must be finite are not, and the fingerprint of the replicas.
-        Buffers are copied on the training's own stream: the next forward writes them. All else is
-        counted where it is copied, so that no write comes between the two.
+        These are the number of non-finite tensors among those that must be finite, and the
+        fingerprint of the replicas. Buffers are copied on the training's own stream, because the
+        next forward writes them. Everything else is checked on the stream where it is copied, so
+        that no write comes in between.
         """
         self._begin()
-        # Not kept until the next snapshot: the device's memory would be, of what is replaced.
+        # Not kept until the next snapshot: that would keep device memory of replaced tensors.
         pairs, self._pairs, self._signature = self._pairs, [], []
         early = {k: t for k, t in live.items() if k.startswith("buffer.")}
         late = {k: t for k, t in live.items() if k not in early}
@@ -234,7 +235,7 @@ class _Slot:
             self.region.begin(self.generation)
 
     def _mixed(self, copied: Copied) -> Copied:
-        """Let ranks that fill another slot, or lay it out in another way, differ as well."""
+        """Make the fingerprints of ranks differ if they fill different slots or layouts."""
         number = 0 if self.region is None else self.region.number
         mixed = copied.fingerprint + (number << 58) + (self._layout_digest << 24) + self.generation
         return copied._replace(fingerprint=mixed)
@@ -251,7 +252,7 @@ class _Slot:
         return sum(tensor.nbytes for tensor in self._targets.values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what was copied, once the copy is complete."""
+        """Return the copied tensors, once the copy is complete."""
         if self._copied is not None:
             self._copied()
         return dict(self._targets)
@@ -265,7 +266,7 @@ def _queue_copies(pairs: Sequence[Pair], live: Mapping[str, Tensor]) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """A state in memory. ``hold`` it before another thread reads it, ``release`` it afterwards."""
+    """A state in memory. ``hold`` it before another thread reads it, then ``release`` it."""
 
     id: str
     step: int
@@ -276,23 +277,23 @@ class Snapshot:
     host: HostState = field(default_factory=dict)
     failure: str = ""
     best: tuple[str, float] | None = None
-    """The metric and its value, where this is the best state that was evaluated."""
+    """The metric and its value, if this is the best evaluated state."""
     generation: int = 0
-    """Which fill of its slot it is."""
+    """Number of its fill of the slot."""
     _slot: _Slot | None = None
 
     def check_whole(self) -> None:
-        """Call when the tensors have been read, before what was read is trusted.
+        """Call after the tensors were read, before the data is trusted.
 
         Raises:
-            CheckpointError: another rank of this node has begun to overwrite them.
+            CheckpointError: another rank of this node has started to overwrite them.
         """
         region = None if self._slot is None else self._slot.region
         if region is not None and not region.holds(self.generation):
             raise CheckpointError(f"{self.id} was overwritten by another rank while it was read")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the copied tensors by name; they are the snapshot's own: do not write to them."""
+        """Return the copied tensors by name; they belong to the snapshot: do not write to them."""
         if self._slot is None:
             raise CheckpointError(f"{self.id} holds no state: {self.failure}")
         return self._slot.tensors()
@@ -303,12 +304,12 @@ class Snapshot:
             self._slot.hold(+1)
 
     def release(self) -> None:
-        """Give the copy back; any thread may."""
+        """Release the copy; any thread may call this."""
         if self._slot is not None:
             self._slot.hold(-1)
 
     def give_up(self) -> None:
-        """Let the copy be overwritten once nobody holds it any more."""
+        """Allow the copy to be overwritten once no thread holds it."""
         if self._slot is not None:
             self._slot.owned = False
 
@@ -321,7 +322,7 @@ class Snapshot:
 
 
 class SnapshotRing:
-    """The last few states, of which the newest healthy one is never given up (I6).
+    """The latest states; the latest healthy one is never discarded (I6).
 
     Order of calls: ``take(0, trusted=True)`` and ``commit`` before the first step; then after each
     step: ``take`` if ``due``, ``commit`` when the flags came back, ``promote`` when a step was
@@ -342,7 +343,7 @@ class SnapshotRing:
         is_replica: IsReplica = lambda key: False,
         is_compared: IsReplica = lambda key: False,
     ) -> None:
-        """``overlap``: what the loop writes between two steps need not wait for a copy.
+        """``overlap``: writes of the loop between two steps need not wait for a copy.
 
         ``side`` is where copies run; None is a GPU's own, and on the CPU there is none. ``joined``
         is memory shared with the node's other ranks, one region a slot and one more to lend, for
@@ -373,25 +374,25 @@ class SnapshotRing:
         self._pending: PendingCopy | None = None
         self._last_taken = 0
         self.may_lend = False
-        """Whether half of the memory has room for one slot more; with shared ones, on all ranks."""
+        """Whether half of the memory has room for another slot; if shared, on all ranks."""
         self._last_bad: Snapshot | None = None
         self._ranks_on_node = 1
         self._fingerprint: Tensor | None = None
         self.num_missed = 0
-        """Snapshots this rank could not take; the ranks then drop that one together."""
+        """Snapshots this rank could not take; all ranks then drop the snapshot together."""
         self.failure = ""
-        """Why, of the newest one."""
+        """Reason for the latest of them."""
 
     # -------------------------------------------------------------------------------- memory
 
     def bytes(self) -> int:
-        """Return the memory that all slots need once the moments exist: this rank's part."""
+        """Return this rank's memory for all slots once the optimizer state exists."""
         whole = self._state.bytes_when_warm()
         beside = 0 if self._beside is None else whole
         return self.num_slots * self._bytes_of_slot() + beside
 
     def _bytes_of_slot(self) -> int:
-        """Return what one slot takes of the node's memory for each rank."""
+        """Return the node's memory for one slot, per rank."""
         whole, count = self._state.bytes_when_warm(), self._joined.num_ranks
         if count == 1:
             return whole
@@ -399,10 +400,10 @@ class SnapshotRing:
         return whole - shared + -(-shared // count)
 
     def check_memory(self, *, ranks_on_node: int = 1, left: int | None = None) -> None:
-        """Refuse a ring that would take more than half of what the job may still take.
+        """Refuse a ring that needs more than half of the memory that the job may still use.
 
         Raises:
-            CheckpointError: it would. Rank-local: agree on it before anything else is collective.
+            CheckpointError: it does. Rank-local: agree on it before the next collective.
         """
         left = host_memory_left() if left is None else left
         self._ranks_on_node = ranks_on_node
@@ -418,9 +419,9 @@ class SnapshotRing:
             )
 
     def slots_in_words(self) -> str:
-        """Return what the memory is for.
+        """Return a description of the memory's use.
 
-        One slot more is lent while a save holds one, where half of the memory has room for it.
+        Another slot is lent while a save holds one, if half of the memory has room for it.
         """
         beside = "" if self._beside is None else " and one for the state that was evaluated"
         return f"{self.num_slots} slots{beside}"
@@ -434,17 +435,17 @@ class SnapshotRing:
     def take(
         self, step: int, attempt: int, meta: Meta | None = None, *, trusted: bool = False
     ) -> Tensor:
-        """Copy the live state; return, on the device, what is wrong with it (0.0: nothing).
+        """Copy the live state; return, on the device, the number of problems with it.
 
-        Put the number into the next pack and hand the ranks' verdict to ``commit``. It never
-        raises: a rank that could not copy says 1.0. On a GPU the host waits for nothing; what is
-        queued after this call comes after the copy. With ``overlap`` that holds from the next
-        ``before_update`` on, or ``wait_for_copies``: call one before the number is read.
+        Put the number into the next pack and pass the ranks' verdict to ``commit``. It never
+        raises: a rank that could not copy returns 1.0. On a GPU the host never waits; work queued
+        after this call runs after the copy. With ``overlap`` this is only true from the next
+        ``before_update`` or ``wait_for_copies`` on: call one of them before the number is read.
 
         Args:
             step: the step that is trained next from this state.
-            attempt: the branch it lies on.
-            meta: detectors, data position and the like; given back by ``restore``.
+            attempt: attempt of the state.
+            meta: detectors, data position and the like; returned by ``restore``.
             trusted: healthy as soon as it is committed: the state before the first step.
         """
         name = f"memory-{step:08d}-{attempt}"
@@ -465,24 +466,23 @@ class SnapshotRing:
         return wrong
 
     def _free_slot(self) -> _Slot:
-        """Return the slot to fill. Of shared ones every rank of the node chooses the same.
+        """Return the slot to fill. For shared slots, every rank of the node chooses the same.
 
-        What is asked of a shared slot is the same on all ranks: which entries there are, and
-        whether rank 0 said that it is being saved; never whether a thread of this rank holds it.
+        The state of a shared slot is the same on all ranks: the existing entries, and whether
+        rank 0 reported that it is being saved; never whether a thread of this rank holds it.
 
-        So nobody overwrites what another rank reads. A restore ends on each rank before it enters
-        the next exchange, and no other rank comes to its next snapshot without that exchange. A
-        save holds its slot until rank 0 said, in a pack filled after it began, that it is over; no
-        rank reads the tensors any more then. Should it ever happen all the same, or while a rank
-        that stands alone writes its last snapshot: each rank marks its part of a slot before it
-        writes, and who has read a slot looks at the marks before what it read counts
-        (``Snapshot.check_whole``).
+        So no rank overwrites data that another rank reads. A restore ends on each rank before it
+        enters the next exchange, and no other rank reaches its next snapshot without that exchange.
+        A save holds its slot until rank 0 reported its end in a pack that was filled after the
+        save's start; from then on no rank reads the tensors. As a precaution, and for a rank that
+        writes its last snapshot alone, each rank marks its part of a slot before it writes, and a
+        reader checks the marks before it uses the data (``Snapshot.check_whole``).
         """
         if self._joined.regions is None:
             self._replace_shared()
         free = [slot for slot in self._slots if slot.free]
         if not free and self.may_lend and len(self._slots) == self.num_slots:
-            # A save holds one for as long as the disk takes, and nothing newer would be kept.
+            # A save holds one as long as the disk takes; otherwise no later state would be kept.
             free = [self._new_slot()]
             self._slots += free
         if not free:
@@ -494,7 +494,7 @@ class SnapshotRing:
         return _Slot(pinned=self._pinned, region=region)
 
     def _replace_shared(self) -> None:
-        """Put whole copies in the place of shared slots that are free, where there is room."""
+        """Replace free shared slots by complete copies, if there is enough memory."""
         kept = [slot for slot in self._slots if slot.region is None or slot.owned]
         if len(kept) >= self.num_slots:
             self._slots = kept
@@ -509,13 +509,13 @@ class SnapshotRing:
         self._slots = [*kept, _Slot(pinned=self._pinned)]
 
     def _copy(self, entry: Snapshot, slot: _Slot) -> tuple[Tensor, Tensor | None]:
-        """Fill the slot; return what is wrong, and the fingerprint of replicas, if any."""
-        # Taken before anything can fail: of shared ones all ranks must see the same as taken.
+        """Fill the slot; return the number of problems, and the fingerprint of any replicas."""
+        # Taken before anything can fail: all ranks must agree on which shared slots are taken.
         entry._slot, slot.owned = slot, True
         if slot.region is not None:
             self._generation += 1
             entry.generation = slot.generation = self._generation
-        # What is made within inference mode, as a validation may be, could not be written again.
+        # Tensors created in inference mode, as in a validation, could not be written again.
         with torch.inference_mode(False), torch.no_grad():
             entry.host = self._state.host_state()
             live = self._state.tensors()
@@ -541,10 +541,10 @@ class SnapshotRing:
             self._pending = None
 
     def take_evaluated(self, step: int, attempt: int, meta: Meta) -> Snapshot:
-        """Copy the live state into the one slot beside the ring; ``give_up`` the copy when settled.
+        """Copy the live state into the separate slot; ``give_up`` the copy when settled.
 
         Raises:
-            CheckpointError: the copy before it was not given up, or is still being written to disk.
+            CheckpointError: the previous copy was not given up, or is still being written to disk.
         """
         if self._beside is None or not self._beside.free:
             raise CheckpointError("the state that was evaluated before is still being kept")
@@ -559,30 +559,30 @@ class SnapshotRing:
 
     @property
     def shares(self) -> bool:
-        """Whether the ranks of this node share one copy of what DDP keeps equal."""
+        """Whether the ranks of this node share one copy of the state that DDP keeps equal."""
         return self._joined.regions is not None
 
     @property
     def ranks_per_copy(self) -> int:
-        """How many ranks share it."""
+        """Number of ranks that share it."""
         return self._joined.num_ranks
 
     @property
     def fingerprint(self) -> Tensor | None:
-        """What replicas of the newest snapshot are compared by, an int64 on the device.
+        """Fingerprint of the latest snapshot's replicas, an int64 on the device.
 
-        None where there are none, or it could not be taken. Ask after ``before_update``.
+        None without replicas, or if it could not be taken. Read it after ``before_update``.
         """
         return self._fingerprint
 
     def word(self) -> Tensor | None:
-        """Return 52 bits of it."""
+        """Return 52 bits of the fingerprint."""
         return None if self._fingerprint is None else word_of(self._fingerprint)
 
     def stop_sharing(self) -> None:
-        """Keep whole copies from the next snapshot on: the ranks' replicas are not equal.
+        """Keep complete copies from the next snapshot on: the ranks' replicas are not equal.
 
-        Those that were committed stay: they were equal.
+        Committed snapshots stay: their replicas were equal.
         """
         self._joined = Joined(None, ())
         self._unused.clear()
@@ -593,7 +593,7 @@ class SnapshotRing:
             entry._slot.being_saved = True
 
     def saves_ended(self) -> None:
-        """Let those slots be filled again: all ranks know that the saves are over."""
+        """Allow those slots to be filled again: all ranks know that the saves have ended."""
         for slot in self._slots:
             slot.being_saved = False
 
@@ -602,7 +602,7 @@ class SnapshotRing:
     def commit(self, step: int, ok: bool, why: str = "not finite, or missing on a rank") -> None:
         """Settle the snapshot taken before ``step``: verified, or dropped as bad, on all ranks.
 
-        Where none is waiting for that verdict, nothing happens.
+        Has no effect if no snapshot waits for that verdict.
         """
         for entry in [e for e in self._entries if e.step == step and e.state == "candidate"]:
             if not ok:
@@ -622,19 +622,19 @@ class SnapshotRing:
         return True
 
     def forget_plans(self) -> None:
-        """Work out anew what must be finite, and what is compared."""
+        """Compute again which tensors must be finite, and which are compared."""
         for slot in self._slots:
             slot.forget_plan()
 
     def nonfinite_names(self) -> list[str]:
-        """Return what is not finite in the copy that was dropped as bad, before the next is taken.
+        """Return the non-finite tensors in the copy that was dropped, before the next is taken.
 
         Waits for that copy.
         """
         bad, self._last_bad = self._last_bad, None
         if bad is None or bad.failure or bad._slot is None:
             return []
-        # The shared copy may be another rank's, and this rank's own is as it was, or worse.
+        # The shared copy may be another rank's; this rank's live state is unchanged, or worse.
         live = set() if bad._slot.region is None else set(self._state.nonfinite())
         return [
             key
@@ -644,14 +644,14 @@ class SnapshotRing:
         ]
 
     def why_bad(self) -> str:
-        """Return in words why the copy was dropped as bad, of this rank; waits for that copy."""
+        """Return the reason why this rank's copy was dropped as bad; waits for that copy."""
         names = self.nonfinite_names()
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         named = f"NaN or infinite: {', '.join(names[:4])}{more}"
         return named if names else self.failure or "the copy failed on another rank"
 
     def promote(self, current_step: int, last_unhealthy_step: int) -> list[Snapshot]:
-        """Make healthy what the steps judged so far prove (see ``is_proven``), and return it."""
+        """Mark snapshots healthy that the judged steps prove (``is_proven``), and return them."""
         proven = []
         for entry in self._entries:
             if entry.state == "verified" and is_proven(
@@ -666,7 +666,7 @@ class SnapshotRing:
         return proven
 
     def forget(self, detail: str) -> None:
-        """Give up every snapshot: the loop has loaded another state."""
+        """Discard every snapshot: the loop has loaded another state."""
         self._drop(list(self._entries), detail, "retired")
 
     def _evict(self) -> None:
@@ -697,33 +697,33 @@ class SnapshotRing:
         )
 
     def take_changes(self) -> list[CheckpointChanged]:
-        """Return what changed since the last call, for the events stream; call after each step."""
+        """Return the changes since the last call, for the events stream; call after each step."""
         changes, self._changes = self._changes, []
         return changes
 
-    # -------------------------------------------------------------------------- looking, going
+    # -------------------------------------------------------------------- queries and restores
 
     def refs(self) -> tuple[CheckpointRef, ...]:
-        """Return the snapshots, oldest first, as the ladder sees them: equal on all ranks."""
+        """Return the snapshots, oldest first, for the escalation policy: equal on all ranks."""
         return tuple(
             CheckpointRef(id=e.id, step=e.step, attempt=e.attempt, state=e.state, where="memory")
             for e in self._entries
         )
 
     def newest_healthy(self) -> Snapshot | None:
-        """Return the newest healthy snapshot, the one to write to disk."""
+        """Return the latest healthy snapshot, the one to write to disk."""
         healthy = [e for e in self._entries if e.state == "healthy"]
         return healthy[-1] if healthy else None
 
     def newest_committed(self) -> Snapshot | None:
-        """Return the newest snapshot that is at least verified: what SIGTERM leaves to write."""
+        """Return the latest snapshot that is at least verified: the one to write at SIGTERM."""
         committed = [e for e in self._entries if e.state != "candidate"]
         return committed[-1] if committed else None
 
     def restore(self, checkpoint_id: str) -> Restored:
-        """Make the live state equal that snapshot bit for bit, and drop all newer ones.
+        """Make the live state equal that snapshot bit for bit, and drop all later ones.
 
-        Gradients are left: clear them. Readbacks in flight belong to the branch that is gone.
+        Gradients are left: clear them. Readbacks in flight belong to the discarded attempt.
 
         Raises:
             CheckpointError: there is no such snapshot, or the model has changed since.
@@ -746,7 +746,7 @@ class SnapshotRing:
         return Restored(entry.id, entry.step, entry.attempt, entry.meta)
 
     def drop_newer(self, step: int) -> None:
-        """Drop what was taken after ``step``: the state has been restored from disk instead."""
+        """Drop snapshots taken after ``step``: the state has been restored from disk instead."""
         self._drop([e for e in self._entries if e.step > step], "newer than a rollback")
         self._last_taken = step
 
@@ -755,13 +755,13 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-# ------------------------------------------ when they are taken, saved and gone back to
+# ------------------------------------------------------ schedule of snapshots, saves, rollbacks
 
 
 _LOG = logging.getLogger("trainvitals")
 _CLOSE_SECONDS = 30.0
 _LOAD_SECONDS = 600.0
-"""How long a rollback from disk waits for the save that is under way."""
+"""Time that a rollback from disk waits for a save in progress."""
 
 
 class CheckpointSettings(Settings, frozen=True, kw_only=True):
@@ -798,13 +798,13 @@ class CheckpointSettings(Settings, frozen=True, kw_only=True):
     """
 
     def __post_init__(self) -> None:
-        """Take the folder from where the process is now, and refuse what cannot work."""
+        """Resolve the directory against the current one, and refuse invalid values."""
         msgspec.structs.force_setattr(self, "directory", Path(self.directory).absolute())
         super().__post_init__()
 
 
 class RecoveryManager:
-    """One rank's states to go back to, driven at the same steps on all ranks."""
+    """States of one rank for rollbacks, driven at the same steps on all ranks."""
 
     def __init__(
         self,
@@ -819,7 +819,7 @@ class RecoveryManager:
         lag: int = 1,
         groups: Groups = (),
     ) -> None:
-        """``groups``: ranks whose replicas must be the same; none: all of them."""
+        """``groups``: ranks whose replicas must be equal; empty: all of them."""
         self.settings = settings
         self._ring = ring
         self._store = store
@@ -831,20 +831,19 @@ class RecoveryManager:
         self._saved_ns = clock.monotonic_ns()
         self._time_is_up = self._was_due = False
         self._newest_saved: tuple[int, int] = (0, 0)
-        """Step and attempt of the newest checkpoint that is complete; of rank 0 alone."""
+        """Step and attempt of the latest complete checkpoint; only on rank 0."""
         self._on_disk: tuple[CheckpointRef, ...] = ()
         self._wrong: tuple[int, Tensor | None] | None = None
-        """Of the newest snapshot its step, and what is wrong with it; None: it could not be taken.
-        """
+        """Step of the latest snapshot, and its number of problems; None: it could not be taken."""
         self._may_be_saving = False
-        """Whether the save that this rank began last has not been seen to end."""
+        """Whether the latest save of this rank may still be in progress."""
         self._is_saving = False
-        """Whether rank 0 said, with the newest step, that it is saving."""
+        """Whether rank 0 reported, with the latest step, that it is saving."""
         self._lag = lag
         self._groups = groups or (tuple(range(ranks.world_size)),)
         self._has_differed = False
         self._packs_before_save = 0
-        """Packs that may have been filled before the newest save began: they say nothing of it."""
+        """Packs that may have been filled before the latest save started, without news of it."""
 
     @classmethod
     def make(
@@ -861,13 +860,13 @@ class RecoveryManager:
         replicas: Replicas | None = None,
         keep_evaluated: bool = False,
     ) -> Self:
-        """Lay out the snapshots and the folder for checkpoints. Collective.
+        """Create the snapshots and the directory for checkpoints. Collective.
 
         Raises:
             CheckpointError: on some rank the snapshots do not fit into memory; raised on all.
-            StorageError: the folder cannot be written; raised on all.
+            StorageError: the directory cannot be written; raised on all.
         """
-        # Half a second of torch.distributed.checkpoint: paid by those who heal.
+        # Importing torch.distributed.checkpoint takes half a second: only in heal mode.
         from trainer_hooks.recovery.checkpoints.agreement import Agreement
         from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
@@ -877,7 +876,7 @@ class RecoveryManager:
         lag = device.readback.lag
         interval = settings.snapshot_every or settings.healthy_after + lag
         slots = num_slots(healthy_after=settings.healthy_after, lag=lag, interval=interval)
-        # What is shared is compared: each rank copies its part of what all are taken to hold.
+        # Shared data is compared: each rank copies its part of data that must be equal on all.
         num_alike = 1 if replicas is None else ranks.world_size
         is_replica = state.replicas(num_alike)
         joined = join_node(
@@ -898,7 +897,7 @@ class RecoveryManager:
             is_compared=(lambda key: False) if replicas is None else replicas.compares,
         )
         agreement = Agreement(ranks)
-        # Every rank signs its parts of a checkpoint, and its node may not see the run's folder.
+        # Every rank signs its parts of a checkpoint, and its node may lack the run directory.
         keys: list[bytes] = []
         agreement.on_root(lambda: keys.append(plan.run_dir.file_key(create=True)))
         store = CheckpointStore(
@@ -937,16 +936,16 @@ class RecoveryManager:
         return cls(settings, ring, store, ranks, emitter, plan, clock, lag=lag, groups=groups)
 
     def keepers(self) -> tuple[SnapshotRing, CheckpointStore]:
-        """Return what keeps the best state that was evaluated: in memory, and on disk."""
+        """Return the keepers of the best evaluated state: in memory, and on disk."""
         return self._ring, self._store
 
     # ------------------------------------------------------------------------------ at the start
 
     def resume(self) -> Restored | None:
-        """Load the newest sound checkpoint of the run's present branch, if any. Collective.
+        """Load the latest intact checkpoint of the run's current lineage, if any. Collective.
 
         Raises:
-            CheckpointError: there are some, and none can be loaded.
+            CheckpointError: there are checkpoints, and none can be loaded.
         """
         refs = self._store.loadable_refs()
         restored = self._store.load_newest(refs)
@@ -957,7 +956,7 @@ class RecoveryManager:
             )
             _LOG.warning("vitals: %s", text)
             self._emitter.note("nothing_to_resume", text, "warning", step=0, attempt=0)
-        # Those after it could not be loaded.
+        # Later ones could not be loaded.
         ids = [ref.id for ref in refs]
         self._on_disk = refs[: ids.index(restored.id) + 1] if restored is not None else ()
         return restored
@@ -965,11 +964,11 @@ class RecoveryManager:
     def first(self, step: int, attempt: int, meta: Meta) -> None:
         """Take the state before the first step, so that protection starts at once. Collective.
 
-        It is healthy, but for a checkpoint which a stopped run wrote before it was proven. It is
-        the only one then: a loop may have loaded another state since it was first called.
+        It is healthy, except for an unproven checkpoint of a stopped run. All other snapshots are
+        discarded: a loop may have loaded another state since the first call.
 
         Raises:
-            CheckpointError: on some rank it is not finite, or could not be copied; raised on all.
+            CheckpointError: on some rank it is non-finite, or could not be copied; raised on all.
         """
         self._ring.forget("the loop loaded its own state")
         unproven = any(ref.step == step and ref.state == "verified" for ref in self._on_disk)
@@ -995,7 +994,7 @@ class RecoveryManager:
     ) -> tuple[list[int], tuple[int, ...]]:
         """Take a snapshot outside of a step. Collective.
 
-        Returned are the ranks on which it is not sound, and those whose replicas differ.
+        Returns the ranks on which it is invalid, and those whose replicas differ.
         """
         wrong = self._ring.take(step, attempt, meta, trusted=trusted)
         self._ring.before_update()
@@ -1007,9 +1006,9 @@ class RecoveryManager:
         return bad, vote(words, self._groups).apart
 
     def _stop_sharing(self, differ: tuple[int, ...], step: int, attempt: int) -> None:
-        """Say once that replicas are not equal; each rank keeps its own from now on."""
+        """Report once that replicas are not equal; each rank keeps its own from now on."""
         self._ring.stop_sharing()
-        if self._has_differed:  # of a snapshot that was under way when it was said
+        if self._has_differed:  # from a snapshot in flight at the time of the report
             return
         self._has_differed = True
         text = (
@@ -1024,11 +1023,11 @@ class RecoveryManager:
     # ------------------------------------------------------------------------------- each step
 
     def before_update(self) -> None:
-        """Make the coming update wait, on the device, for a copy that is still under way."""
+        """Make the coming update wait, on the device, for a copy in flight."""
         self._ring.before_update()
 
     def after_step(self, next_step: int, attempt: int, meta: Callable[[], Meta]) -> None:
-        """Take a snapshot where one is due."""
+        """Take a snapshot if one is due."""
         if self._ring.due(next_step):
             num_missed = self._ring.num_missed
             wrong = self._ring.take(next_step, attempt, meta())
@@ -1036,14 +1035,14 @@ class RecoveryManager:
             self._wrong = (next_step, None if is_missed else wrong)
 
     def flag(self, step: int) -> Tensor | None:
-        """Return how many tensors of the snapshot of ``step`` are not finite; None: no snapshot."""
+        """Return the number of non-finite tensors in ``step``'s snapshot; None: no snapshot."""
         if self._wrong is None or self._wrong[0] != step:
             return None
-        self._ring.before_update()  # it is counted where it is copied
+        self._ring.before_update()  # the check is on the stream of the copy
         return self._wrong[1]
 
     def fingerprint(self, step: int) -> Tensor | None:
-        """Return what replicas of ``step``'s snapshot are compared by; None: nothing to compare."""
+        """Return the fingerprint of the replicas in ``step``'s snapshot; None: no replicas."""
         if self._wrong is None or self._wrong[0] != step:
             return None
         self._ring.before_update()
@@ -1054,41 +1053,41 @@ class RecoveryManager:
         return self._wrong == (step, None)
 
     def nonfinite_names(self) -> list[str]:
-        """Return what is not finite in this rank's newest snapshot that was dropped for it."""
+        """Return the non-finite tensors in this rank's latest snapshot that was dropped for it."""
         return self._ring.nonfinite_names()
 
     def accept(self, names: Sequence[str]) -> bool:
-        """Count buffers and frozen parameters as meant from now on; return whether all were such.
+        """Accept non-finite buffers and frozen parameters; return whether all names were such.
 
-        For what a rollback did not cure: the model writes it itself, and without this there would
-        be no further snapshot. Nothing is accepted beside something that is trained.
+        For values that no rollback fixed: the model writes them itself, and otherwise there would
+        be no further snapshot. If a trained tensor is among the names, none is accepted.
         """
         return self._ring.accept(names)
 
     @property
     def failure(self) -> str:
-        """Why this rank could not take the newest snapshot that it missed."""
+        """Reason why this rank could not take the latest snapshot that it missed."""
         return self._ring.failure
 
     @property
     def is_saving(self) -> bool:
-        """Whether this rank is writing a checkpoint: rank 0 says so, and the next one waits."""
+        """Whether this rank is writing a checkpoint: rank 0 reports it, and the next one waits."""
         self._may_be_saving = self._may_be_saving and not self._store.wait(0.0)
         return self._may_be_saving
 
     @property
     def newest_saved(self) -> tuple[int, int]:
-        """Step and attempt of the newest complete checkpoint, for rank 0's words; (0, 0): none."""
+        """Step and attempt of the latest complete checkpoint, for rank 0's words; (0, 0): none."""
         return self._newest_saved
 
     @property
     def save_due(self) -> bool:
-        """Whether the time between two checkpoints is over, by this rank's clock."""
+        """Whether the time between two checkpoints has passed, by this rank's clock."""
         seconds = self.settings.save_seconds
         return 0 < seconds * 1e9 <= self._clock.monotonic_ns() - self._saved_ns
 
     def save_soon(self) -> None:
-        """Have the next proven snapshot written. Call on all ranks with the same step's numbers."""
+        """Write the next proven snapshot. Call on all ranks with the same step's numbers."""
         self._time_is_up = True
 
     def returned(
@@ -1100,16 +1099,16 @@ class RecoveryManager:
         differ: tuple[int, ...] = (),
         is_shared: bool = True,
     ) -> None:
-        """Take in what all ranks said with ``step``: of its snapshot, and rank 0 of the disk.
+        """Apply the ranks' reports with ``step``: about its snapshot, and rank 0's about the disk.
 
         Args:
             reduced: the numbers of the step.
-            step: it.
-            attempt: its branch.
-            differ: ranks that did not hold alike, in this step, what they must.
-            is_shared: whether ranks may go on to share a copy all the same.
+            step: the step.
+            attempt: its attempt.
+            differ: ranks that differ in this step where they must be equal.
+            is_shared: whether ranks may still share a copy.
         """
-        # A rank that could not measure the step could not speak for its copy either.
+        # A rank that could not measure the step could not report about its copy either.
         wrong = reduced.total("nonfinite_state") + reduced.total("snapshot_missed")
         is_sound = wrong + reduced.total("failed") == 0.0
         if differ and is_sound:
@@ -1124,17 +1123,17 @@ class RecoveryManager:
         if not self._is_saving and not self._packs_before_save:
             self._ring.saves_ended()
         due = bool(reduced.root["save_due"])
-        # Steps that were under way when a save began say it once more.
+        # Steps in flight when a save started repeat the flag.
         self._time_is_up = self._time_is_up or (due and not self._was_due)
         self._was_due = due
         self._saved(int(reduced.root["saved_step"]), int(reduced.root["saved_attempt"]))
 
     def compare_anew(self) -> None:
-        """Take in that something is compared no more."""
+        """Compute the plans again, because a tensor is no longer compared."""
         self._ring.forget_plans()
 
     def _saved(self, step: int, attempt: int) -> None:
-        """Put a checkpoint that is complete now among those to go back to."""
+        """Add a checkpoint that is now complete to the possible targets of a rollback."""
         is_listed = any((ref.step, ref.attempt) == (step, attempt) for ref in self._on_disk)
         if attempt and not is_listed and self._plan.plan.holds(step, attempt):
             from trainer_hooks.recovery.checkpoints.manifest import checkpoint_id
@@ -1144,7 +1143,7 @@ class RecoveryManager:
             self._on_disk = (*self._on_disk, ref)[-self.settings.keep :]
 
     def promote(self, step: int, last_unhealthy_step: int) -> None:
-        """Let snapshots become healthy, begin to write one where that is due, say what changed."""
+        """Mark proven snapshots healthy, start a save if one is due, and report the changes."""
         for proven in self._ring.promote(step, last_unhealthy_step):
             self._prove_on_disk(proven.step)
         newest = self._ring.newest_healthy()
@@ -1158,12 +1157,12 @@ class RecoveryManager:
         self._say()
 
     def _is_due(self, steps: int) -> bool:
-        if self._is_saving:  # each save holds a slot: a second one would starve the ring
+        if self._is_saving:  # each save holds a slot: another one would starve the ring
             return False
         return steps >= self.settings.save_every or (self._time_is_up and steps > 0)
 
     def _prove_on_disk(self, step: int) -> None:
-        """A checkpoint that this start began from, unproven, is proven healthy by now."""
+        """Mark an unproven checkpoint healthy that this start loaded and has proven by now."""
         for ref in self._on_disk:
             if ref.step == step and ref.state == "verified":
                 proven = replace(ref, state="healthy")
@@ -1172,21 +1171,21 @@ class RecoveryManager:
                     self._store.mark_healthy(ref.id)
 
     def refs(self) -> tuple[CheckpointRef, ...]:
-        """Return what the ladder may go back to: equal on all ranks."""
+        """Return the possible targets of a rollback: equal on all ranks."""
         return (*self._on_disk, *self._ring.refs())
 
     def step_of(self, checkpoint_id: str) -> int:
-        """Return the step of a checkpoint by its id; -2, which none has, if unknown."""
+        """Return the step of a checkpoint by its id; -2, which no checkpoint has, if unknown."""
         return next((r.step for r in self.refs() if r.id == checkpoint_id), -2)
 
-    # ------------------------------------------------------------------------------- going back
+    # -------------------------------------------------------------------------------- rollbacks
 
     def roll_back(self, decision: Decision) -> Restored:
-        """Restore the decision's checkpoint, or the next older one where it cannot be read.
+        """Restore the decision's checkpoint, or the next older one if it cannot be read.
 
-        Where there is none older, the oldest of all others that lie far enough back.
+        If there is no older one, the oldest of the others that are before the onset by the margin.
 
-        From memory it is this rank's own deed; from disk it is collective.
+        From memory this is local to the rank; from disk it is collective.
 
         Raises:
             CheckpointError: nothing could be restored.
@@ -1213,7 +1212,7 @@ class RecoveryManager:
         try:
             restored = self._store.load_newest(healthy)
         except CheckpointError:
-            # Gone since rank 0 told of it, or damaged. The same on all ranks.
+            # Deleted since rank 0 reported it, or damaged. The same on all ranks.
             self._on_disk = tuple(r for r in self._on_disk if r.step > latest)
             newer = None if commanded else self._oldest_far_enough_back()
             if newer is None:
@@ -1226,23 +1225,23 @@ class RecoveryManager:
         return restored
 
     def _oldest_far_enough_back(self) -> CheckpointRef | None:
-        """Return what the ladder takes where nothing older is left: it is healthy all the same."""
+        """Return the policy's target if no older one is left: it is still healthy."""
         cause = self._plan.plan.facts.cause
         latest = -1 if cause is None else max(0, cause.onset_step - self.settings.healthy_after)
         usable = [r for r in self.refs() if r.state == "healthy" and r.step <= latest]
         return min(usable, key=lambda r: (r.step, r.where == "disk"), default=None)
 
     def restart(self) -> None:
-        """Make this rank's state once more what it was before the first step."""
+        """Restore this rank's state from before the first step."""
         self._ring.restore(self._ring.refs()[-1].id)
 
     # ------------------------------------------------------------------------------- the end
 
     def save_now(self, step: int, attempt: int, meta: Meta) -> str:
-        """Write the live state and wait for it; where it is unsound or not equal, a healthy one.
+        """Write the live state and wait for it; if it is invalid or not equal, a healthy one.
 
-        Collective: for a run that is told to stop. Returns the id, empty where nothing newer than
-        what is on disk could be written.
+        Collective: for a run that was told to stop. Returns the id, empty if nothing later than
+        the checkpoints on disk could be written.
         """
         self._store.wait(None)
         self._ring.saves_ended()
@@ -1260,16 +1259,16 @@ class RecoveryManager:
         return name if (self._store.folder.path / name).is_dir() else ""
 
     def save_alone(self) -> None:
-        """Write this rank's part of the last snapshot that all ranks have; asks nobody.
+        """Write this rank's part of the last snapshot that all ranks have, without collectives.
 
-        For a rank that is about to be killed while the others cannot be met. Any thread may.
+        For a rank that is about to be killed while the others are unreachable. Any thread may call.
         """
         last = self._ring.newest_committed()
         if last is not None:
             self._store.write_alone(last)
 
     def close(self) -> None:
-        """Wait, for a bounded time, for what is being written."""
+        """Wait for a save in progress, for a limited time."""
         self._store.wait(_CLOSE_SECONDS)
         self._say()
 
@@ -1278,10 +1277,10 @@ class RecoveryManager:
         return self._ranks.rank == 0
 
     def _say(self) -> None:
-        # Asked only where there is something: this is on every step's way.
+        # Read only if there are changes: this runs in every step.
         stored = self._store.take_changes() if self._store.folder.changes else []
         for change in stored:
-            if change.state == "healthy":  # the best is unproven at first, and no way back
+            if change.state == "healthy":  # the best is unproven at first, so no rollback target
                 attempt = int(change.checkpoint_id.rpartition("-")[2])
                 self._newest_saved = change.checkpoint_step, attempt
         for change in self._ring.take_changes() + stored:
@@ -1289,6 +1288,6 @@ class RecoveryManager:
 
 
 def announce(emitter: Emitter, change: CheckpointChanged) -> None:
-    """Write a checkpoint's change as an event of the branch that the checkpoint lies on."""
+    """Write a checkpoint's change as an event of the checkpoint's attempt."""
     attempt = int(change.checkpoint_id.rpartition("-")[2])
     emitter.of_run(change, step=change.checkpoint_step, attempt=attempt)

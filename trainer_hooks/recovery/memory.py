@@ -1,4 +1,4 @@
-"""How much memory this job may still take: the least that machine and cgroups leave it."""
+"""Memory that this job may still use: the minimum that the machine and cgroups allow."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ _ROOT = Path("/")
 
 
 def host_memory_left(root: Path = _ROOT) -> int | None:
-    """Return the bytes that can still be taken; None where the system does not say.
+    """Return the bytes that can still be used; None if the system does not report it.
 
-    File cache counts as free, since the kernel gives it up. Reads cgroup v2 and v1, at this
-    process's group and at all above it: in a container or a Slurm job the limit is seldom on the
-    lowest level.
+    File cache counts as free, because the kernel releases it. Reads cgroup v2 and v1, at this
+    process's group and all groups above it: in a container or a Slurm job the limit is rarely on
+    the lowest level.
     """
     limits = [left for left in (_available(root), *_cgroups(root)) if left is not None]
     return max(0, min(limits)) if limits else None
@@ -52,5 +52,5 @@ def _left_in(group: Path, limit_name: str, usage_name: str, cache_name: str) -> 
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # not this system's way of saying it; the others are asked too
+    except OSError:  # this system has no such file; the other sources are read too
         return ""

@@ -1,7 +1,7 @@
 """Memory that the ranks of one node share: a copy of their replicas, of which each writes a part.
 
-It is a memfd, so it never fills /dev/shm and is gone with the last process that has it. Every rank
-maps it itself: what is in it stays readable when others die, the one that made it among them.
+It is a memfd, so it never fills /dev/shm and is freed with the last process that has it. Every rank
+maps it itself: its content stays readable when other processes die, including its creator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEADER_BYTES = 4096
 _MAX_RANKS = _HEADER_BYTES // 8
 _ALIGNMENT = 64
 UNIT_BYTES = 1 << 22
-"""What is copied by one rank: shares are made of these."""
+"""Unit of the ranks' shares: one rank copies it."""
 
 
 class Unit(NamedTuple):
@@ -41,12 +41,12 @@ class Unit(NamedTuple):
 
 
 class SharedLayout:
-    """Where each tensor lies in the shared memory: a function of names, shapes and types alone."""
+    """Position of each tensor in shared memory: a function of names, shapes and types only."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.offsets: dict[str, int] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
-        """Elements, and bytes of one."""
+        """Number of elements, and bytes per element."""
         end, words = _HEADER_BYTES, []
         for key, tensor in tensors.items():
             self.offsets[key] = end
@@ -59,8 +59,8 @@ class SharedLayout:
     def units(self, index: int, count: int) -> list[Unit]:
         """Return all ranges in order; those of the ``index``-th of ``count`` ranks are marked.
 
-        The same ranges on every rank, each marked on exactly one: the ranks' shares differ by no
-        more than one range.
+        The ranges are the same on every rank, each marked on exactly one: the ranks' shares differ
+        by at most one range.
         """
         cut = [
             (key, begin, min(begin + step, numel), itemsize)
@@ -77,7 +77,7 @@ class SharedLayout:
 
 
 def can_be_shared(tensor: Tensor) -> bool:
-    """Return whether a tensor's bytes are all that there is of it, in the order of its elements."""
+    """Return whether a tensor consists only of its bytes, in the order of its elements."""
     return (
         tensor.layout == torch.strided
         and tensor.numel() > 0
@@ -102,8 +102,8 @@ class Region:
         """Return a view for each tensor, once there is memory for all of them.
 
         Raises:
-            OSError: there is not. It is reserved first: a write to what is not there would end the
-                process by SIGBUS.
+            OSError: there is not enough memory. It is reserved first: a write to missing memory
+                would end the process by SIGBUS.
         """
         memory = self._mapped(layout.size)
         views = {}
@@ -122,11 +122,11 @@ class Region:
         return self._bytes
 
     def begin(self, generation: int) -> None:
-        """Say that this rank overwrites its part now; before anything is written."""
+        """Mark that this rank overwrites its part now; before anything is written."""
         self._generations()[self.group.index] = generation
 
     def holds(self, generation: int) -> bool:
-        """Return whether no rank has begun to overwrite what was copied as ``generation``."""
+        """Return whether no rank has started to overwrite the data of ``generation``."""
         return bool((self._generations()[: self.group.count] == generation).all())
 
     def _generations(self) -> Tensor:
@@ -134,31 +134,31 @@ class Region:
 
 
 def register_with_cuda(memory: Tensor) -> None:
-    """Make a copy from the GPU into mapped memory asynchronous. Never tried on a GPU."""
+    """Make copies from the GPU into mapped memory asynchronous. Not tested on a GPU."""
     cudart = torch.cuda.cudart()
     address, size = memory.data_ptr(), memory.numel()
     if int(cudart.cudaHostRegister(address, size, 0)) == 0:
         weakref.finalize(memory, cudart.cudaHostUnregister, address)
 
 
-# ------------------------------------------------------------------------- who shares with whom
+# ------------------------------------------------------------------------- groups that share
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """This rank among those that share a copy."""
+    """This rank within the group that shares a copy."""
 
     index: int
     count: int
 
 
 class Joined(NamedTuple):
-    """What ``join_node`` came to, on this rank."""
+    """Result of ``join_node`` on this rank."""
 
     regions: tuple[Region, ...] | None
-    """None where each rank of this node keeps a whole copy."""
+    """None if each rank of this node keeps a complete copy."""
     failures: tuple[str, ...]
-    """Why ranks that are on one node do not share, one for each such node."""
+    """Reason why the ranks of one node do not share, one for each such node."""
 
     @property
     def num_ranks(self) -> int:
@@ -169,15 +169,15 @@ class Joined(NamedTuple):
 def join_node(
     ranks: Ranks, *, num_regions: int, has_replicas: bool, pinned: bool = False
 ) -> Joined:
-    """Open memory that all ranks of this node have, where they can. Collective; it raises nothing.
+    """Open memory shared by all ranks of this node, if possible. Collective; it never raises.
 
-    Ranks are on one node if they see the same kernel and the same process ids. Nothing is taken of
-    the memory yet. Where one of them cannot open it, none of that node shares.
+    Ranks are on one node if they see the same kernel and the same process ids. No memory is used
+    yet. If one of them cannot open it, no rank of that node shares.
 
     Args:
         ranks: this rank and the others.
-        num_regions: how many are opened.
-        has_replicas: whether this rank has anything that others have too.
+        num_regions: number of regions to open.
+        has_replicas: whether this rank has any data that others have too.
         pinned: for copies from a GPU.
     """
     if ranks.world_size == 1:
@@ -215,7 +215,7 @@ def _offer(count: int) -> _Offer:
             raise OSError("the size of files is limited (ulimit -f)")
         for _ in range(count):
             fds.append(os.memfd_create("vitals-snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            # Nobody can take away what others have mapped.
+            # No process can remove memory that others have mapped.
             fcntl.fcntl(fds[-1], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     except (OSError, AttributeError) as error:
         for fd in fds:
@@ -225,7 +225,7 @@ def _offer(count: int) -> _Offer:
 
 
 def _taken(offer: _Offer | None, *, leads: bool) -> tuple[Sequence[int] | None, str]:
-    """Open what the first rank of the node offers; return its file descriptors, or why not."""
+    """Open the memory offered by the node's first rank; return its descriptors, or the reason."""
     assert offer is not None, "the first rank of a node makes an offer"
     if offer.failure or leads:
         return (None if offer.failure else offer.fds), (offer.failure if leads else "")
@@ -248,7 +248,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def _node_key() -> str:
-    """Return what ranks of one kernel and one space of process ids have in common, or nothing."""
+    """Return a key that ranks of one kernel and one process id namespace share, or nothing."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"

@@ -12,7 +12,7 @@ from trainvitals.policy.state import LadderMemory
 
 @dataclass(slots=True, kw_only=True)
 class PlanJournal:
-    """What no restore sets back: the same on all ranks, durable on rank 0 before the deed."""
+    """State that no restore resets: equal on all ranks, durable on rank 0 before the action."""
 
     plan: Plan
     run_dir: RunDir
@@ -27,10 +27,10 @@ class PlanJournal:
         window: Window | None = None,
         expired: int = 0,
     ) -> None:
-        """Take in what is about to be done; durable on rank 0 when this returns."""
+        """Add the next action; durable on rank 0 when this returns."""
         self.plan = extend(self.plan, facts=facts, branch=branch, window=window, expired=expired)
         if self.is_rank0:
-            # A full disk must not part rank 0 from the others, which go on with the deed.
+            # A full disk must not separate rank 0 from the others, which continue the action.
             with self.faults.fail_open("plan"):
                 self.run_dir.append_plan(
                     plan_line(facts, branch=branch, window=window, expired=expired)

@@ -1,12 +1,13 @@
-"""Whether the ranks hold alike what must be alike: a word a step, and a meeting where words differ.
+"""Comparison of state that ranks must hold equal: one value per step, and a vote if they differ.
 
-Each step, a rank's word is made of the parameters whose turn it is, of optimizer state and averages
-more rarely, of the step's settings, and of the snapshot if one was taken: equal words, equal ranks.
-The word travels in the step's one sum. Where words differ all ranks know it by the same step, and
-meet: they compare every tensor by its fingerprint, find the elements that differ, and take a vote.
+In each step, a rank computes a value from the parameters due in this step, less often from
+optimizer state and averages, from the step's settings, and from a snapshot if one was taken: equal
+values mean equal ranks. The value is sent in the step's all-reduce. If values differ, all ranks
+know it at the same step and meet: they compare every tensor by its fingerprint, find the elements
+that differ, and take a vote.
 
-Of two ranks nobody is in the majority. After a rollback the steps are trained again, and the one
-whose elements were further from what they are then was wrong.
+With two ranks there is no majority. After a rollback the steps are trained again, and the rank
+whose elements were further from the repeated result was wrong.
 """
 
 from __future__ import annotations
@@ -33,82 +34,82 @@ from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.replicas import EVERY, Vote, further, shown, vote
 
 ROUND = EVERY
-"""Steps in which every parameter has its turn."""
+"""Steps in which every parameter is compared once."""
 STATE_EVERY = 10
-"""Optimizer state and averages have their turn so many times more rarely than parameters."""
+"""Optimizer state and averages are compared this many times less often than parameters."""
 _SETTINGS = (
     "lr", "weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "alpha", "amsgrad",
     "maximize",
 )  # fmt: skip
-"""Settings of a parameter group by which all ranks must update alike."""
+"""Settings of a parameter group that must be equal on all ranks."""
 _NAMED = 3
 _CHUNK = 4096
-"""Bytes that are compared by one number, where it is looked for what differs."""
+"""Bytes compared by one number in the search for differences."""
 _MAX_CHUNKS = 8
 _MAX_BYTES = 1 << 28
-"""Larger tensors are named, and not looked into."""
+"""Larger tensors are named, but not searched."""
 NO_ORDER = (-1, -1)
-"""Where no sampler shares the data out between ranks."""
+"""Value without a sampler that distributes the data between ranks."""
 _MAX_TOLD = 64
-"""Elements that a capsule tells of."""
+"""Maximum number of elements in a capsule."""
 _MAX_RANKS = 64
-"""Of more ranks than that the elements are not sent to each other."""
+"""With more ranks, the elements are not exchanged."""
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What the ranks found out together about words that differ; equal on all of them.
+    """Result of the ranks' comparison after their values differed; equal on all of them.
 
     ``state``: parameters, optimizer state or averages; ``settings``: of the step; ``snapshot``:
-    the copies alone; ``untied``: they never were alike, and are compared no more.
+    only the copies; ``untied``: they were never equal, and are no longer compared.
     """
 
     kind: Literal["state", "settings", "snapshot", "untied"]
     vote: Vote
     text: str
     is_again: bool = False
-    """Whether it is bit for bit what was found before the rollback: no hardware does that."""
+    """Whether it equals the difference before the rollback bit for bit: not due to hardware."""
 
 
 class Named(NamedTuple):
-    """What a replay says about a difference before it."""
+    """Result of a replay about an earlier difference."""
 
     rank: int
     text: str
 
 
 class _Offer(NamedTuple):
-    """What a rank says of itself at the start."""
+    """Information of a rank about itself at the start."""
 
     group: tuple[int, ...]
     digest: int
-    """Of the names of what it compares with its group."""
+    """Digest of the names that it compares with its group."""
     trains_one_model: bool
     failure: str
     place: str
-    """Its node and device."""
+    """Node and device of the rank."""
 
 
 class _Step(NamedTuple):
-    """What a word was made of."""
+    """Inputs of a step's value."""
 
     step: int
     settings: bytes
     snapshot: Tensor | None
     looks_again: bool
-    """Whether what is known to differ is in it once more."""
+    """Whether state that is known to differ is included again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """What differed, kept over a rollback."""
+    """The differing state, kept across a rollback."""
 
     step: int
-    """The step that was trained next from the state that was compared."""
+    """The step that was trained next from the compared state."""
     states: tuple[bytes | None, ...]
-    """Of each rank, all fingerprints."""
+    """All fingerprints, by rank."""
     key: str
     elements: list[int]
     values: dict[int, list[float]]
@@ -116,7 +117,7 @@ class _Evidence:
 
 
 class Replicas:
-    """One rank's part. ``word`` in each step; ``diagnose`` on all ranks, where words differ."""
+    """One rank's part. ``word`` in each step; ``diagnose`` on all ranks if values differ."""
 
     def __init__(
         self,
@@ -130,9 +131,9 @@ class Replicas:
         faults: FaultCounter,
         every: int,
     ) -> None:
-        """``keys`` are parameters, by the names of the state; empty: settings alone are compared.
+        """``keys`` are parameters, by the names of the state; empty: only settings are compared.
 
-        ``groups`` are ranks that must be alike.
+        ``groups`` are ranks that must be equal.
         """
         self.groups = groups
         self.every = every
@@ -146,9 +147,9 @@ class Replicas:
         self._dropped: set[str] = set()
         self._split = state.split_optimizers
         self._apart: tuple[str, ...] = ()
-        """What was found to differ, and is looked at again once a round."""
+        """Tensors that were found to differ, compared again once per round."""
         self.unresolved: tuple[int, ...] = ()
-        """The ranks where it does: no state is kept meanwhile."""
+        """Ranks that currently differ: no state is kept until this is resolved."""
         self._settings_differ = False
         self._recent: deque[_Step] = deque(maxlen=4)
         self._first = -1
@@ -159,7 +160,7 @@ class Replicas:
         self._replayed: tuple[int, Named] | None = None
         self._may_meet = True
         self._meeting: Ranks | None = None
-        """The ranks as they meet over a difference: a save may use the other group meanwhile."""
+        """Separate group for the meeting, because a save may be using the other one."""
         self._lay_out()
 
     @classmethod
@@ -173,7 +174,7 @@ class Replicas:
         emitter: Emitter,
         faults: FaultCounter,
     ) -> Replicas | None:
-        """Agree on what is compared; None where there is nothing to compare. Collective."""
+        """Agree on the compared state; None if there is nothing to compare. Collective."""
         if ranks.world_size == 1:
             return None
         keys: list[str] = []
@@ -185,7 +186,7 @@ class Replicas:
             group, keys = _own_group(state.holders(ranks.world_size))
             together = state.trains_one_model(ranks.world_size)
             place = f"{node}, {_device_name(state.device)}"
-        except Exception as error:  # noqa: BLE001 - told to all ranks, which then compare nothing
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, which then compare nothing
             failure = f"{type(error).__name__}: {error}"
         digest = zlib.crc32("\n".join(keys).encode())
         offers = ranks.gather(_Offer(group, digest, together, failure, place))
@@ -199,10 +200,10 @@ class Replicas:
             optimizers=optimizers, faults=faults, every=ROUND,
         )  # fmt: skip
 
-    # ---------------------------------------------------------------------- what is compared
+    # ---------------------------------------------------------------------- compared state
 
     def _lay_out(self) -> None:
-        """Work out whose turn it is when; again when something is compared no more."""
+        """Compute the steps of each tensor; again when a tensor is no longer compared."""
         params, state = self._state.parameters, self._state
         self._params = [key for key in self._params if key not in self._dropped]
         self._compared = frozenset(self._params)
@@ -214,7 +215,7 @@ class Replicas:
         ]
         averages = state.averages()
         live = state.tensors() if averages else {}
-        # One that is kept on the host is written by copies that nobody waits for.
+        # An average on the host is written by copies without synchronization.
         self._averages = {
             key: live[key]
             for key, weight in averages.items()
@@ -225,11 +226,11 @@ class Replicas:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The parameters that are compared."""
+        """The compared parameters."""
         return tuple(self._params)
 
     def compares(self, key: str) -> bool:
-        """Return whether the tensor of that name must be the same on the ranks of the group."""
+        """Return whether the ranks of the group must hold the tensor of that name equal."""
         if key in self._dropped:
             return False
         if key.startswith("optim."):
@@ -239,9 +240,9 @@ class Replicas:
         return key in self._compared or key in self._averages
 
     def begin(self, step: int, attempt: int, emitter: Emitter) -> bool:
-        """Leave out what differs before the first step, and say so once. Collective.
+        """Exclude tensors that differ before the first step, and report them once. Collective.
 
-        Returns whether there is any.
+        Returns whether there are any.
         """
         self._first = step
         mine = self._fingerprints(("model.", "extra."))
@@ -273,22 +274,22 @@ class Replicas:
         order: tuple[int, int] = NO_ORDER,
         snapshot: Tensor | None = None,
     ) -> Tensor | float | None:
-        """Return 52 bits that are equal on two ranks which are alike; None where it says nothing.
+        """Return 52 bits that are equal on two equal ranks; None if there is no comparison.
 
         On the device, without waiting for it. Call before the update of ``step``.
 
         Args:
-            step: the present one.
-            max_norm: what the loop clips to.
-            turn: whose update it is.
-            order: the seed and the epoch by which the sampler shares the data out between ranks.
-            snapshot: the fingerprint of one that was taken before this step.
+            step: the current one.
+            max_norm: norm to which the loop clips.
+            turn: optimizer of the update.
+            order: seed and epoch by which the sampler distributes the data between ranks.
+            snapshot: fingerprint of a snapshot that was taken before this step.
         """
         if not self._is_member:
             return None
         settings = _settings_bytes(self._optimizers, max_norm, step, turn, order)
         if self._apart:
-            snapshot = None  # it is no state to go back to, whatever it is
+            snapshot = None  # it cannot be a rollback target anyway
         looks_again = step % self.every == 0 and (bool(self._apart) or self._settings_differ)
         self._recent.append(_Step(step, settings, snapshot, looks_again))
         if self._went_back and self._evidence is not None and self._evidence.step == step:
@@ -308,7 +309,7 @@ class Replicas:
         return word_of(total + own)
 
     def _due(self, step: int) -> list[Tensor]:
-        """Return the tensors whose turn it is, as they lie on this rank."""
+        """Return this rank's part of the tensors that are due."""
         often, rarely = self.every, self.every * STATE_EVERY
         tensors = [true_elements(p) for p in self._weights[step % often :: often]]
         keys = self._params[step % often :: often]
@@ -322,7 +323,7 @@ class Replicas:
         tensors += [self._averages[key] for key in averages]
         keys += averages
         if self._apart:
-            # Once a round all of them: each by itself would bring the ranks together every step.
+            # All of them once per round: separately they would cause a meeting in every step.
             apart = set(self._apart)
             tensors = [t for k, t in zip(keys, tensors, strict=True) if k not in apart]
             if step % often == 0:
@@ -330,14 +331,14 @@ class Replicas:
                 tensors += [live[key] for key in self._apart if key in live]
         return tensors
 
-    # ---------------------------------------------------------------------- where words differ
+    # ---------------------------------------------------------------------- differing values
 
     def votes(self, words: Sequence[float]) -> Vote:
-        """Return what the ranks' words of a step say; the same on all ranks."""
+        """Return the vote over the ranks' values of a step; the same on all ranks."""
         return vote(words, self.groups) if words else Vote()
 
     def agreed(self, step: int) -> None:
-        """Take in that all words of a step were equal; what differed was in it once a round."""
+        """Note that all values of a step were equal, including differing state once per round."""
         made_of = self._made_of(step)
         if made_of is not None and made_of.looks_again:
             self._apart, self.unresolved, self._is_again = (), (), False
@@ -347,7 +348,7 @@ class Replicas:
         return next((made for made in reversed(self._recent) if made.step == step), None)
 
     def close(self) -> None:
-        """Meet no more: this rank may end alone."""
+        """Allow no further meetings: this rank may end alone."""
         self._may_meet = False
 
     def _together(self) -> Ranks:
@@ -356,10 +357,10 @@ class Replicas:
         return self._meeting
 
     def diagnose(self, step: int, by_words: Vote, *, at: int) -> Difference:
-        """Return what differs, and on whom. Collective: on all ranks that saw these words.
+        """Return the difference and the ranks with it. Collective: on all ranks of the step.
 
         Args:
-            step: whose words differ.
+            step: step of the differing values.
             by_words: the vote over them.
             at: the step that is trained next from the live state.
         """
@@ -430,9 +431,9 @@ class Replicas:
         return shown(ranks)
 
     def _untied(self, differing: Sequence[str], step: int) -> list[str]:
-        """Return what never was alike: most of a kind, and since the first round.
+        """Return tensors that were never equal: most of a kind, and since the first round.
 
-        Where settings differ that is the reason, and no sign that it is meant.
+        If settings differ, that is the reason, so the tensors do not count as intended to differ.
         """
         if self._settings_differ:
             return []
@@ -448,7 +449,7 @@ class Replicas:
 
     @torch.no_grad()
     def _fingerprints(self, prefix: tuple[str, ...] = ("",)) -> tuple[str, bytes | None]:
-        """Return the names of what is compared and as many int64; None: they cannot be made."""
+        """Return the names of the compared tensors and one int64 for each; None if impossible."""
         try:
             if not self._is_member or not self._params:
                 return "", b""
@@ -463,13 +464,13 @@ class Replicas:
             return "", None
 
     def _speakers(self) -> set[int]:
-        """Return the ranks that give the names: the first of each group."""
+        """Return the ranks that provide the names: the first of each group."""
         return {group[0] for group in self.groups}
 
-    # ---------------------------------------------------------------------- which elements
+    # ---------------------------------------------------------------------- differing elements
 
     def _elements(self, key: str) -> tuple[list[int], dict[int, list[float]]]:
-        """Return the first elements of a tensor that differ, and what they are on each rank."""
+        """Return the first elements of a tensor that differ, and their values on each rank."""
         raw: bytes = b""
         tensor: Tensor | None = None
         try:
@@ -497,10 +498,10 @@ class Replicas:
         return _which(read, apart, tensor.element_size())
 
     def bad_elements(self) -> dict[str, Any] | None:
-        """Return the first elements that differ, as this rank has them and as a replica does.
+        """Return the first elements that differ, with the values of this rank and of a replica.
 
-        As far as it is known, one that is right: of two replicas, the other. Their values are exact
-        up to float64. None where nothing differs, or nobody looked at the elements.
+        The replica is a correct one if that is known; with two replicas, the other one. The values
+        are exact up to float64. None if nothing differs, or the elements were not compared.
         """
         evidence, rank = self._evidence, self._ranks.rank
         if evidence is None or rank not in evidence.values or not self._apart:
@@ -514,13 +515,13 @@ class Replicas:
             "replica": evidence.values[(trusted or others)[0]][:_MAX_TOLD],
         }
 
-    # ---------------------------------------------------------------------- a rollback, a replay
+    # ---------------------------------------------------------------------- rollback and replay
 
     def rolled_back(self, step: int) -> None:
-        """Begin anew from an equal state; what was found is held against what is trained again."""
+        """Start again from an equal state; compare an earlier difference with the replay."""
         self._apart, self.unresolved, self._is_again = (), (), False
         self._settings_differ = False
-        if not self._recent:  # no rollback: the loop begins here, from a state of its own
+        if not self._recent:  # not a rollback: the loop starts here, from its own state
             self._first = step
         self._recent.clear()
         self._replayed = None
@@ -529,7 +530,7 @@ class Replicas:
             self._evidence = None
 
     def _look_at_replay(self, evidence: _Evidence) -> None:
-        """Hold what differed against what it is after the same steps; reads a few numbers."""
+        """Compare the difference with the state after the same steps; reads a few numbers."""
         with self._faults.fail_open("replicas"):
             live = self._state.tensors().get(evidence.key)
             if live is None:
@@ -555,7 +556,7 @@ class Replicas:
             self._replayed = (evidence.step + self.every, Named(rank, text))
 
     def replayed(self, step: int) -> Named | None:
-        """Return what the replay said, once a round behind it has shown no difference."""
+        """Return the replay's result, once a full round after it has shown no difference."""
         if self._replayed is None or step < self._replayed[0]:
             return None
         named, self._replayed, self._evidence = self._replayed[1], None, None
@@ -585,10 +586,10 @@ class Replicas:
 
 
 def _own_group(holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], list[str]]:
-    """Return the ranks that hold all that this one shares with others, and what that is.
+    """Return the ranks that hold everything that this one shares with others, and its names.
 
-    A norm's weight may lie on more ranks than the matrices beside it: it is compared among those
-    that share the matrices too.
+    A norm's weight may be stored on more ranks than the matrices of the same layer: it is compared
+    among the ranks that share the matrices too.
     """
     if not holders:
         return (), []
@@ -600,7 +601,7 @@ def _own_group(holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...],
 
 
 def _agreed(offers: Sequence[_Offer]) -> tuple[Groups, str]:
-    """Return the groups that all their members offered alike, and what is compared, in words."""
+    """Return the groups that all their members agree on, and a sentence about the comparison."""
     failed = [(rank, offer.failure) for rank, offer in enumerate(offers) if offer.failure]
     if failed:
         rank, failure = failed[0]
@@ -629,7 +630,7 @@ def _agreed(offers: Sequence[_Offer]) -> tuple[Groups, str]:
 def _differing(
     everyone: Sequence[tuple[str, bytes | None]], groups: Groups
 ) -> tuple[list[str], Vote]:
-    """Return the names of what differs, and the vote over all of it."""
+    """Return the names of the differing tensors, and the vote over all of them."""
     differing: dict[str, None] = {}
     wholes: list[object] = [data for _, data in everyone]
     for group in groups:
@@ -646,7 +647,7 @@ def _differing(
 
 
 def _first_apart(everyone: Sequence[bytes], groups: Groups) -> list[int]:
-    """Return the first chunks that are not the same within a group."""
+    """Return the first chunks that differ within a group."""
     apart: set[int] = set()
     for group in groups:
         rows = [np.frombuffer(everyone[rank], dtype=np.uint32) for rank in group]
@@ -659,7 +660,7 @@ def _first_apart(everyone: Sequence[bytes], groups: Groups) -> list[int]:
 def _which(
     read: Mapping[int, Tensor], chunks: Sequence[int], itemsize: int
 ) -> tuple[list[int], dict[int, list[float]]]:
-    """Return which elements are not the same on all ranks, and their values."""
+    """Return the elements that differ between ranks, and their values."""
     if len(read) < 2 or len({len(values) for values in read.values()}) > 1:
         return [], {}
     bits = {rank: v.view(torch.uint8).view(len(v), itemsize) for rank, v in read.items()}
@@ -683,7 +684,7 @@ def _distance(before: Sequence[float], now: Sequence[float]) -> float:
 
 
 def _kind(key: str) -> str:
-    """Return what sort of tensor it is: optimizer state by its own name."""
+    """Return the kind of a tensor: for optimizer state, the name of the state."""
     return key.rpartition(".")[2] if key.startswith("optim.") else key.partition(".")[0]
 
 
@@ -742,7 +743,7 @@ def _setting_names(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def _group_settings(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
-    """Return the settings of every parameter group, those that are plain numbers."""
+    """Return the settings of every parameter group that are plain numbers."""
     settings: list[tuple[str, float]] = []
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     for number, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Random number generators of this process, captured and put back as plain values and tensors."""
+"""RNG states of this process, captured and restored as plain values and tensors."""
 
 import random
 import sys
@@ -8,10 +8,10 @@ import torch
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the state of every generator of this process; does not wait for a device.
+    """Return the state of every RNG of this process; does not wait for a device.
 
-    Python's, numpy's where somebody imported it, torch's for the CPU, and torch's of every CUDA
-    device once CUDA is in use.
+    Python's, numpy's if it was imported, torch's for the CPU, and torch's of every CUDA device once
+    CUDA is in use.
     """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
@@ -24,7 +24,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def capture_now() -> dict[str, Any]:
-    """Return the same of the present CUDA device alone, numpy's as it gives it: for each batch."""
+    """Return the same, for each batch: only the current CUDA device, numpy's in its own format."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -35,7 +35,7 @@ def capture_now() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put every captured generator back; one that was not captured keeps its state."""
+    """Restore every captured RNG; an RNG that was not captured keeps its state."""
     random.setstate(_as_tuples(state["python"]))
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")

@@ -1,9 +1,9 @@
-"""Everything that training changes, under stable names: read in place, put back in place.
+"""Everything that training changes, under stable names: read in place, restored in place.
 
 Tensors are live ones, never copies: a snapshot copies from them, a restore copies into them, and
-their addresses never change, so a fused optimizer, a compiled step and DDP's buckets go on as if
-nothing had happened. The rest (scalars of the parameter groups, schedulers, registered state,
-generators) is small and travels as one tree of plain values, the *host state*.
+their addresses never change, so a fused optimizer, a compiled step and DDP's buckets are not
+affected. The rest (scalars of the parameter groups, schedulers, registered state, RNG state) is
+small and is handled as one tree of plain values, the *host state*.
 
 Names: ``model.<parameter>``, ``buffer.<buffer>``, ``optim.<i>.<parameter>.<key>``,
 ``group.<i>.<g>.<key>`` (a learning rate that is a tensor), ``scaler.<key>``,
@@ -36,19 +36,19 @@ HostState = dict[str, Any]
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Keys of a parameter group which say how the update is computed: the live process's choice."""
+"""Keys of a parameter group that select how the update is computed: kept from the live process."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What ``watch(state=...)`` accepts: an EMA, a loader, a communication hook's memory."""
+    """Objects for ``watch(state=...)``: an EMA, a loader, a communication hook's memory."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values and tensors."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take a state that ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned."""
         ...
 
 
@@ -60,15 +60,15 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Spec":
-        """Return the tensor's."""
+        """Return the shape and type of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
 
 class TrainingState:
     """The live state of one rank's training.
 
-    Make it before the first forward, when FSDP2 holds its sharded parameters: they are found once
-    and kept. Which optimizer state exists is looked up each time, since it comes at the first step.
+    Create it before the first forward, when FSDP2 holds its sharded parameters: they are found once
+    and kept. Optimizer state is looked up each time, because it is created at the first step.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TrainingState:
     ) -> None:
         self._wrapped = model
         self._model, self._is_ddp = unwrap(model)
-        # A wrapper may show the state of the optimizer in it as its own.
+        # A wrapper may expose the state of its inner optimizer as its own.
         inner = [part for o in optimizers for part in _held_by(o) if part.state is not o.state]
         self._optimizers = [*optimizers, *inner]
         self._schedulers = list(schedulers)
@@ -104,9 +104,9 @@ class TrainingState:
     # ------------------------------------------------------------------------------- its place
 
     def held(self, *, rank: int, world_size: int) -> dict[str, Held]:
-        """Return where this rank's parameters have their place in whole ones, by their names.
+        """Return the positions of this rank's parameters in the complete ones, by their names.
 
-        Of registered modules as well. What is left out has no place: it is this rank's alone.
+        Includes registered modules. A missing parameter has no position: only this rank has it.
         """
         place = partial(held_in, rank=rank, world_size=world_size)
         alike = self._alike_on_all_ranks(world_size)
@@ -121,9 +121,9 @@ class TrainingState:
 
     @property
     def split_optimizers(self) -> frozenset[int]:
-        """Which optimizers may hold the state of some parameters only, and others on other ranks.
+        """Indexes of optimizers that may hold only a part of the state, with the rest elsewhere.
 
-        Wrappers do, such as ZeroRedundancyOptimizer, and what they hold.
+        These are wrappers, such as ZeroRedundancyOptimizer, and the optimizers inside them.
         """
         inner = {id(part): o for o in self._optimizers for part in _held_by(o)}
         own = {key for key, o in inner.items() if any(id(part) == key for part in self._optimizers)}
@@ -131,10 +131,10 @@ class TrainingState:
         return frozenset(i for i, o in enumerate(self._optimizers) if id(o) in own | around)
 
     def replicas(self, world_size: int) -> Callable[[str], bool]:
-        """Return what says of a tensor's name whether DDP keeps it equal on all ranks.
+        """Return a function that tells from a tensor's name if DDP keeps it equal on all ranks.
 
-        Parameters that it synchronises, and their optimizer state where each rank holds all of it.
-        Not buffers, which forward writes from each rank's own batch.
+        True for parameters that DDP synchronizes, and their optimizer state if each rank holds all
+        of it. Not for buffers, which forward writes from each rank's own batch.
         """
         alike: frozenset[str] = frozenset()
         if self._is_ddp and not self._trains_apart():
@@ -151,10 +151,10 @@ class TrainingState:
         return is_replica if alike and world_size > 1 else lambda key: False
 
     def holders(self, world_size: int) -> dict[str, tuple[int, ...]]:
-        """Return, by the names of parameters, the ranks that must hold the same as this one.
+        """Return the ranks that must hold the same as this one, by the names of parameters.
 
-        All ranks where DDP keeps it equal, those along the replicated sides of a mesh for a DTensor
-        and along FSDP1's replicas. What is left out is this rank's own, or nothing is known of it.
+        All ranks if DDP keeps it equal, those along the replicated sides of a mesh for a DTensor
+        and along FSDP1's replicas. A missing parameter belongs to this rank, or is unknown.
         """
         everyone = tuple(range(world_size))
         apart, flat = self._trains_apart(), _flat_holders(self._wrapped)
@@ -170,12 +170,12 @@ class TrainingState:
         return {key: ranks for key, ranks in holders.items() if len(ranks) > 1}
 
     def _trains_apart(self) -> bool:
-        """Return whether each rank trains by itself between two averages."""
+        """Return whether each rank trains separately between two averages."""
         hooks = comm_hooks(self._wrapped)
         return any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook, _ in hooks)
 
     def trains_one_model(self, world_size: int) -> bool:
-        """Return whether the ranks train one model together: whole, or each its part of it."""
+        """Return whether the ranks train one model together: in full, or each rank its part."""
         if self._trains_apart():
             return False
         is_cut = any(hasattr(p, "to_local") for p in self._params.values())
@@ -188,9 +188,9 @@ class TrainingState:
         return {f"model.{name}": param for name, param in self._params.items()}
 
     def moments_of(self) -> list[tuple[int, str, Tensor, Mapping[Tensor, Any]]]:
-        """Return (optimizer, parameter's name, parameter, the optimizer's state) of each trained.
+        """Return (optimizer, parameter's name, parameter, state) of each trained parameter.
 
-        Not of optimizers that may hold the state of some parameters only.
+        Without optimizers that may hold only a part of the state.
         """
         split = self.split_optimizers
         return [
@@ -210,7 +210,7 @@ class TrainingState:
         return of
 
     def _alike_on_all_ranks(self, world_size: int) -> frozenset[str]:
-        """Return the plain parameters that every rank updates alike."""
+        """Return the plain parameters that every rank updates in the same way."""
         plain = frozenset(n for n, p in self._params.items() if not hasattr(p, "to_local"))
         if world_size == 1:
             return plain
@@ -234,8 +234,8 @@ class TrainingState:
             for module in self._model.modules()
             for base in type(module).__mro__
         )
-        # With tensor parallelism alone, ranks compute the same wherever they hold the same. What
-        # FSDP was told to leave out is each rank's own.
+        # With only tensor parallelism, ranks compute the same wherever they hold the same.
+        # Parameters that FSDP was told to leave out belong to each rank.
         return plain if parallel and not fsdp else frozenset()
 
     # ------------------------------------------------------------------------------- reading
@@ -244,8 +244,8 @@ class TrainingState:
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors of this rank by name, always in the same order.
 
-        A DTensor gives its local shard, and an expanded tensor its one true element: writing to
-        what is returned changes the training. Optimizer state is there once it exists.
+        A DTensor provides its local shard, and an expanded tensor its one true element: writing to
+        the result changes the training. Optimizer state is included once it exists.
         """
         live: dict[str, Tensor] = {f"model.{n}": p for n, p in self._params.items()}
         live |= {f"buffer.{clean_name(n)}": b for n, b in self._model.named_buffers()}
@@ -263,7 +263,7 @@ class TrainingState:
     def host_state(self) -> HostState:
         """Return a deep copy of everything that is not a live tensor; does not wait for a device.
 
-        What a registered ``state_dict()`` returns is part of it, tensors included.
+        It includes the results of registered ``state_dict()`` calls, with their tensors.
         """
         state = copy.deepcopy(
             {
@@ -278,19 +278,19 @@ class TrainingState:
                 },
             }
         )
-        return state | {"rng": capture_rng()}  # each part of that is new already
+        return state | {"rng": capture_rng()}  # already a new copy
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return next((p.device for p in self._params.values()), torch.device("cpu"))
 
     def bytes_when_warm(self) -> int:
-        """Return the size of all tensors, with moments that do not exist yet estimated."""
+        """Return the size of all tensors, with an estimate for missing optimizer state."""
         return sum(self._sizes_when_warm().values())
 
     def replica_bytes_when_warm(self, is_replica: Callable[[str], bool]) -> int:
-        """Return how much of that is replicas."""
+        """Return the part of that size that is replicas."""
         return sum(size for key, size in self._sizes_when_warm().items() if is_replica(key))
 
     def _sizes_when_warm(self) -> dict[str, int]:
@@ -309,13 +309,13 @@ class TrainingState:
     def must_be_finite(self, key: str) -> bool:
         """Return whether a healthy state has no NaN or Inf there.
 
-        What optimizers have never does; other tensors if they had none at the start (a mask of -inf
-        is a buffer, or a frozen parameter).
+        Optimizers never have such values; other tensors only if they had none at the start (a mask
+        of -inf is a buffer, or a frozen parameter).
         """
         return self.is_trained(key) or key in self._finite_at_start
 
     def forget_replaced(self, live: Mapping[str, Tensor]) -> None:
-        """Ask no longer whether a buffer is finite that the model has made anew in another shape.
+        """Stop checking a buffer that the model has replaced by one of another shape.
 
         A mask that is built at the first batch, or grows with the longest one, is infinite by
         design.
@@ -325,39 +325,39 @@ class TrainingState:
                 del self._finite_at_start[key]
 
     def is_trained(self, key: str) -> bool:
-        """Return whether an optimizer has it, or made it."""
+        """Return whether an optimizer has it, or created it."""
         return key.startswith("optim.") or key in self._trained
 
     def accept(self, keys: Iterable[str]) -> None:
-        """Ask no longer whether these are finite; what is trained always has to be."""
+        """Stop checking that these are finite; trained tensors always have to be."""
         for key in keys:
             self._finite_at_start.pop(key, None)
 
     def nonfinite_count(self) -> Tensor:
-        """Return, on the device and without waiting for it, how many tensors are not finite.
+        """Return the number of non-finite tensors, on the device and without waiting for it.
 
-        It counts those which must be; 0.0 says that the state is sound.
+        It counts tensors that must be finite; 0.0 means that the state is valid.
         """
         checked = [t for k, t in self.tensors().items() if self.must_be_finite(k)]
         return optimizer_state.nonfinite_count(checked, self.device)
 
     def nonfinite(self) -> list[str]:
-        """Return the names of all tensors with a NaN or Inf in them; waits for the device."""
+        """Return the names of all tensors with a NaN or Inf; waits for the device."""
         return _nonfinite_in(self.tensors())
 
     # ----------------------------------------------------------------------------- restoring
 
     @torch.no_grad()
     def conform(self, saved: Mapping[str, Spec], host: HostState) -> None:
-        """Make the live tensors be exactly those that were saved, ready for ``write``.
+        """Make the live tensors match the saved ones, ready for ``write``.
 
-        Optimizer state that was absent starts again: zeroed in place where the optimizer is known
-        to start from zeros, else removed so that the optimizer makes it anew, as in a fresh run.
-        State that is absent here (a new process) is created. Checked before anything changes.
+        Optimizer state that was absent starts again: zeroed in place if the optimizer is known to
+        start from zeros, otherwise removed so that the optimizer creates it as in a new run. State
+        that is absent here (a new process) is created. Checked before anything changes.
 
         Raises:
-            CheckpointError: the model, the optimizers or the registered state are not those of
-                the checkpoint.
+            CheckpointError: the model, the optimizers or the registered state do not match the
+                checkpoint.
         """
         live = self.tensors()
         self._check_fit(saved, live, host)
@@ -383,9 +383,9 @@ class TrainingState:
             live[key].copy_(tensor, non_blocking=True)
 
     def load_host_state(self, host: HostState, *, rng: bool = True) -> None:
-        """Put back everything that is not a live tensor; the last part of a restore.
+        """Restore everything that is not a live tensor; the last part of a restore.
 
-        ``rng=False`` leaves the generators, for a checkpoint that holds none of this rank's.
+        ``rng=False`` leaves the RNGs, for a checkpoint without those of this rank.
         """
         host = copy.deepcopy(host)
         for optimizer, groups in zip(self._optimizers, host["groups"], strict=True):
@@ -406,7 +406,7 @@ class TrainingState:
     # ------------------------------------------------------------------------------- the parts
 
     def _named_params(self, i: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield an optimizer's parameters; one that is not the model's gets a name here."""
+        """Yield an optimizer's parameters; one that is not in the model gets a name here."""
         for group in self._optimizers[i].param_groups:
             for param in group["params"]:
                 if id(param) not in self._names:
@@ -437,7 +437,7 @@ class TrainingState:
             scalars = saved.get(param_name, {})
             for name, value in state.get(param, {}).items():
                 if name not in scalars and isinstance(value, int | float):
-                    scalars[name] = type(value)(0)  # a step counter which did not exist yet
+                    scalars[name] = type(value)(0)  # a step counter that did not exist yet
             if scalars:
                 state[param].update(scalars)
 
@@ -470,7 +470,7 @@ class TrainingState:
     def _load_scaler_scalars(self, saved: dict[str, Any]) -> None:
         if self._scaler is None or not saved:
             return
-        self._scaler._per_optimizer_states.clear()  # a step that was under way is gone
+        self._scaler._per_optimizer_states.clear()  # discard a step in progress
         absent = saved.pop("absent")
         for name, value in saved.items():
             setattr(self._scaler, name, value)
@@ -507,16 +507,16 @@ class TrainingState:
 
 
 class StateCheck:
-    """Looks, every so many steps, whether what a finite loss may hide is finite: without snapshots.
+    """Periodic check, without snapshots, for non-finite state that a finite loss may hide.
 
-    That is parameters and state of the optimizers, and buffers and frozen parameters that were
-    finite at ``watch()`` and are of the shape they had. Nothing is copied, no GPU is waited for.
+    It covers the parameters and states of optimizers, and buffers and frozen parameters that were
+    finite at ``watch()`` and have the same shape. Nothing is copied, and it never waits for a GPU.
     """
 
     EVERY = 200
-    """Steps between two looks: each reads everything once."""
+    """Steps between two checks: each reads everything once."""
     AGAIN = 50
-    """The same once something was not finite, so that its alert goes on for as long as it is so."""
+    """The same after a non-finite check, so that its alert continues for as long as it lasts."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = unwrap(model)[0], tuple(optimizers)
@@ -527,7 +527,7 @@ class StateCheck:
         self._finite_at_start = {k: Spec.of(t) for k, t in others.items() if k not in bad}
 
     def flag(self, step: int) -> Tensor | None:
-        """Return, on the device, how many tensors are not finite; None where no look is due."""
+        """Return, on the device, the number of non-finite tensors; None if no check is due."""
         if step % self.every or not step:
             return None
         tensors = self.tensors()
@@ -535,7 +535,7 @@ class StateCheck:
         return optimizer_state.nonfinite_count(list(tensors.values()), device)
 
     def nonfinite_names(self) -> list[str]:
-        """Return the names of what is not finite by now; waits for the device."""
+        """Return the names of currently non-finite tensors; waits for the device."""
         return _nonfinite_in(self.tensors())
 
     def _others(self) -> dict[str, Tensor]:
@@ -548,7 +548,7 @@ class StateCheck:
         return {k: optimizer_state.true_elements(t) for k, t in named.items() if _is_readable(t)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is looked at, by the names of ``TrainingState``."""
+        """Return the checked tensors, by the names of ``TrainingState``."""
         others = self._others().items()
         live = {k: t for k, t in others if self._finite_at_start.get(k) == Spec.of(t)}
         for i, optimizer in enumerate(self._optimizers):
@@ -569,14 +569,14 @@ def _is_readable(value: object) -> bool:
 
 
 def _nonfinite_in(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of those with a NaN or Inf in them; waits for the device."""
+    """Return the names of tensors with a NaN or Inf; waits for the device."""
     return [k for k, t in tensors.items() if optimizer_state.nonfinite_count([t], t.device).item()]
 
 
 def _held_as_weights(
     prefix: str, averages: Mapping[str, Tensor], held: Mapping[str, Held]
 ) -> dict[str, Held]:
-    """Return the places of averages, which are cut and the same on the ranks as their weights."""
+    """Return the positions of averages, which are sharded and replicated like their weights."""
     places = {}
     for key, average in averages.items():
         name = _averaged(key, held, "model.")
@@ -587,7 +587,7 @@ def _held_as_weights(
 
 
 def _averaged(key: str, names: Collection[str], prefix: str = "") -> str:
-    """Return the name of the parameter that an average is of."""
+    """Return the name of an average's parameter."""
     name = clean_name(key)
     while prefix + name not in names and name.startswith("module."):
         name = name.removeprefix("module.")
@@ -605,7 +605,7 @@ def _along_replicas(param: Any) -> tuple[int, ...]:
 
 
 def _flat_holders(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """Return the ranks that hold the same of each of FSDP1's tensors, by the tensor's id."""
+    """Return the ranks that hold the same as this one of each FSDP1 tensor, by its id."""
     holders: dict[int, tuple[int, ...]] = {}
     for module in model.modules():
         handle: Any = getattr(module, "_handle", None)
@@ -627,7 +627,7 @@ def _refuse(text: str) -> None:
 
 
 def _held_by(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that a wrapper holds, such as ZeroRedundancyOptimizer's part of one."""
+    """Return the optimizers inside a wrapper, such as ZeroRedundancyOptimizer's local one."""
     many = (v if isinstance(v, list | tuple) else (v,) for v in vars(optimizer).values())
     return [value for values in many for value in values if isinstance(value, Optimizer)]
 
@@ -648,7 +648,7 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _local(key: str, tensor: Tensor) -> Tensor:
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
     if is_plain and not tensor.is_nested and tensor.is_contiguous():
-        # Most are, and hundreds are asked for in a step: what follows takes twice as long.
+        # Most are, and hundreds are read per step: the code below takes twice as long.
         return tensor.detach() if tensor.requires_grad else tensor
     if not optimizer_state.is_dense(tensor) or tensor.is_meta:
         kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.layout

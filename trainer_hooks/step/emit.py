@@ -214,7 +214,7 @@ class Emitter:
         return None if self._journal is None else self._journal.directory
 
     def put_off(self, call: Callable[[], None]) -> bool:
-        """Call after the write that the main thread is in; return False if it is in none."""
+        """Make ``call`` after the main thread's current write; return False if there is none."""
         if self._depth:
             self._put_off = call
         return self._depth > 0

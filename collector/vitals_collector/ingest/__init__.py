@@ -1,1 +1,1 @@
-"""What comes in: checked, placed once, committed together; over HTTP and from folders."""
+"""Ingest of batches over HTTP and from directories: checked, placed once, committed together."""

@@ -1,7 +1,8 @@
-"""Reads run directories into the store: the way in where nothing ships batches over HTTP.
+"""Reads run directories into the store, for setups in which nothing sends batches over HTTP.
 
-The folder is only read. How far each spool is read lies in the store and moves in the transaction
-that stores the rows, so a restart goes on where it was and a lost position costs time, not rows.
+The directory is only read. The position in each spool is kept in the store and moves in the
+transaction that stores the rows, so a restart continues from it, and a lost position costs time but
+no rows.
 """
 
 import logging
@@ -26,18 +27,18 @@ _LOG = logging.getLogger("vitals.collector.folder")
 _BATCHES_AT_ONCE = 256
 _MAX_LOGGED = 4_096
 _BYTES_AT_ONCE = 4 << 20
-"""In one transaction: long enough to share its fsync, short enough that HTTP gets its turn."""
+"""Maximum per transaction: enough to share its fsync, and short enough for HTTP to get its turn."""
 
 Refused = Callable[[RunDir, Path, Exception], object]
-"""Told of a run that cannot be read: the run, the path, and why."""
+"""Called for a run that cannot be read: with the run, the path, and the error."""
 
 
 class FolderIngest:
-    """Follows every spool below some folders, each a VITALS_DIR or one run directory.
+    """Follows every spool in some directories, each a VITALS_DIR or one run directory.
 
     Raises:
-        UsageError: a folder is not there.
-        StorageError: a folder may not be read.
+        UsageError: a directory does not exist.
+        StorageError: a directory may not be read.
     """
 
     def __init__(self, store: Store, folders: Sequence[Path]) -> None:
@@ -46,32 +47,32 @@ class FolderIngest:
         self._logged: set[str] = set()
         self._tail_loss = TailLoss(store)
         self.unreadable: dict[str, str] = {}
-        """Of each run that the last poll could not read, or not all of it: why."""
+        """By run that the last poll could not read completely: the reason."""
         for folder in self._folders:
             check_folder(folder)
 
     def poll(self, stop: threading.Event | None = None) -> int:
-        """Store everything there is to read now, or until ``stop``; return the number of new rows.
+        """Store all new rows, or those until ``stop``; return the number of new rows.
 
-        A run that cannot be read keeps no other back: it is in ``unreadable`` afterwards.
+        A run that cannot be read does not delay others: it is in ``unreadable`` afterward.
 
         Raises:
-            StorageError: the store refused; what was read is read again at the next poll.
+            StorageError: the store refused; the same rows are read again at the next poll.
         """
         self.unreadable.clear()
         return self._poll(stop or threading.Event(), self._note_unreadable)
 
     def follow(self, stop: threading.Event, *, interval_seconds: float = 0.5) -> None:
-        """Poll until told to stop; say an error once and try again, for a disk may come back."""
+        """Poll until told to stop; log an error once and retry, because a disk may come back."""
         while not stop.is_set():
             try:
                 self._poll(stop, lambda run_dir, where, error: self._report(error, f"{where}: "))
-            except Exception as error:  # noqa: BLE001 - nobody but ``stop`` ends this thread
+            except Exception as error:  # noqa: BLE001 - only ``stop`` ends this thread
                 self._report(error)
             stop.wait(interval_seconds)
 
     def _poll(self, stop: threading.Event, refused: Refused) -> int:
-        """Store what is new in every spool; one that cannot be read keeps no other back."""
+        """Store the new rows of every spool; an unreadable one does not delay others."""
         num_new = 0
         try:
             for run_dir in self._run_dirs():
@@ -80,8 +81,8 @@ class FolderIngest:
                     for where in run_dir.spool_dirs().values():
                         num_new += self._store_spool(where, stop)
                 except StorageError:
-                    raise  # it is the store: no other run would fare better
-                except Exception as error:  # noqa: BLE001 - counted, told, and tried again
+                    raise  # an error of the store: other runs would fail too
+                except Exception as error:  # noqa: BLE001 - counted, reported, and retried
                     refused(run_dir, where, error)
         finally:
             self._store.is_reading_in = False
@@ -112,7 +113,7 @@ class FolderIngest:
             where = f"{spool}/{begin.file:06d}.tvs: bytes {begin.offset} to {end.offset}"
             self._count_damage(f"{where} are damaged and skipped")
 
-        # Left to the end, so that a file that grows faster than we read cannot keep us here.
+        # Left to the end, so that a file that grows faster than we read cannot block us here.
         positioned_batches = read_batches(spool, position, now=now, damaged=damaged)
         num_new = 0
         while not stop.is_set() and (group := _next_of(positioned_batches)):
@@ -175,7 +176,7 @@ class FolderIngest:
         position = msgspec.msgpack.decode(body, type=Position)
         file = spool / f"{position.file:06d}.tvs"
         if file.exists() and file.stat().st_size < position.offset:
-            return Position()  # another spool took its place; the store knows what it knows
+            return Position()  # another spool replaced it; the store knows its own rows
         return position
 
     def _log_once(self, text: str, bug: Exception | None = None) -> bool:

@@ -1,19 +1,21 @@
-"""Stores batches exactly once: the one way in, for HTTP and for folders alike.
+"""Stores batches exactly once: the only way to store data, for HTTP and for directories.
 
-The order is the promise: decode and check, cut off what is stored already, make the rows durable in
-one commit of the store of numbers, then in one of the database the events and what both mean, and
-only then answer. What came together is stored together, so that a commit and a statement cost once
-for all of it. A refused batch changes nothing and keeps no other back.
+The order guarantees this: decode and check, cut off rows that are already stored, make the rows
+durable in one commit of the store of numbers, then write the events and the effects of both in one
+transaction of the database, and only then acknowledge. Batches that arrive together are stored
+together, so that they share the cost of a commit and of a statement. A refused batch changes
+nothing and does not delay others.
 
-A run belongs to the owner of the token that began it, and a start of a writer to that very token:
-what comes of it with another one is refused. The token file's own token is one owner like others.
-That is asked of new starts; of known ones it stands beside how far they are stored.
+A run belongs to the owner of the token that started it, and a writer's start to exactly that token:
+batches with another one are refused. The token of the token file is an owner like others. This is
+checked for new starts; for known ones it is stored with their offset.
 
-How far each writer's stream is stored is what makes at-least-once exactly once. The database says
-it, and of rows the store of numbers too, from the commit that holds them. Who dies between the two
-commits has answered nobody: what comes again is new to the database, which then says all of it,
-and to the watchers, and the store of numbers takes none of it twice. Of several collectors on one
-database each run has one owner (``cluster.owners``); SQLite has one writer at a time.
+The stored offset of each writer's stream turns at-least-once into exactly once. The database
+contains it, and for rows the store of numbers too, from the commit that holds them. A collector
+that dies between the two commits has acknowledged nothing: batches that are resent are new to the
+database, which then records all of them, and to the fleet detectors, while the store of numbers
+ignores duplicates. With several collectors on one database, each run has one owner
+(``cluster.owners``); SQLite has one writer at a time.
 """
 
 import logging
@@ -70,12 +72,12 @@ from vitals_collector.storage.store import Prepared, Store, StreamOffset, clean,
 from vitals_collector.storage.tokens import OWN, Principal
 
 _FOREIGN_KEY = "23503"
-"""PostgreSQL's word for a row that hangs on one which is not there."""
+"""PostgreSQL's code for a row that refers to a missing row."""
 _LOG = logging.getLogger("vitals.collector.ingest")
 _MAX_SEQ = 2**53
-"""Rows that no stream ever has: what counts on from a number below it stays in 64 bits."""
+"""Largest number of rows in a stream: sums with smaller numbers fit in 64 bits."""
 _MAX_NAME = 255
-"""Characters of a column's name: no index of a database takes it at any length."""
+"""Maximum characters of a column's name: no database indexes a name of unlimited length."""
 _KINDS = {
     schema.stream: {column.name: column.kind for column in schema.columns}
     for schema in (
@@ -83,59 +85,59 @@ _KINDS = {
         *(GPU_SCHEMA, NODE_SCHEMA, PROCESS_SCHEMA),
     )
 }
-"""Of each stream's columns, as the catalog has them: what reads them relies on it."""
+"""Types of each stream's columns according to the catalog, which readers rely on."""
 
 MOST_ROWS_PER_SECOND = 100_000
-"""Of one stream: what no writer reaches, so that no more can be lost."""
+"""Maximum per stream: no writer reaches it, so no more rows can be lost."""
 GAP_SECONDS = 10.0
-"""Beyond the time that has passed by the clocks: they are not quite right."""
+"""Tolerance added to the time that has passed, because clocks are not exact."""
 
 Checked = Batch | FormatError
-"""A batch that is fit to be stored, or why it is not."""
+"""A valid batch, or the error that makes it invalid."""
 Named = Mapping[int, Principal]
-"""Who sent a batch, by its ``id``, where that may not write to all runs."""
+"""Sender of a batch by the batch's ``id``, for senders that may not write to all runs."""
 
 
 class Summary(NamedTuple):
-    """What the database says of one batch's rows."""
+    """Data about one batch's rows for the database."""
 
     measured: int
     """Validity bits: column i has a value in some row."""
     newest_unix_ns: int
-    """When the last row was made."""
+    """Time of the last row."""
     last: tuple[int | float | str | None, ...] | None
-    """The newest row of a rank's steps as ``LAST`` names its numbers; None in other streams."""
+    """The latest row of a rank's steps with the columns of ``LAST``; None in other streams."""
 
 
 LAST = ("last_step", "last_attempt", "last_step_unix_ns", "loss", "grad_norm")
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """What one batch came to: the answer, and its rows and events that were new, or the error."""
+    """Result of one batch: response and new rows and events, or the error."""
 
     reply: IngestReply
     num_lost: int = 0
     expected_seq: int = -1
-    """Of the batch's stream: up to there, what is missing was counted before."""
+    """Number in the batch's stream up to which missing rows were counted before."""
     num_forgotten: int = 0
-    """Rows of a run that was removed: not stored."""
+    """Rows of a removed run: not stored."""
     batch: Batch | None = None
     events: Sequence[EventRow] = ()
     error: FormatError | None = None
 
 
 Answer = tuple[IngestReply, ...] | FormatError | NotOwnerError
-"""To a body: one reply for each of its batches, or the first error where all were refused, or where
-to send it instead."""
+"""Response to a body: one reply for each of its batches, or the first error if all were refused, or
+the collector to send it to."""
 
 
 def ingest(store: Store, raw: bytes, *, received_unix_ns: int = 0) -> IngestReply:
-    """Store the batch and answer once that is durable; a batch sent again changes nothing.
+    """Store the batch and return once it is durable; a batch sent again changes nothing.
 
     Args:
-        store: where to.
+        store: target store.
         raw: one batch as ``trainvitals.wire`` defines it.
-        received_unix_ns: this collector's clock, or 0 where the batch was found in a folder.
+        received_unix_ns: this collector's clock, or 0 if the batch was found in a directory.
 
     Raises:
         FormatError: damaged, inconsistent, or of a newer version; nothing was stored.
@@ -147,7 +149,7 @@ def ingest(store: Store, raw: bytes, *, received_unix_ns: int = 0) -> IngestRepl
 def ingest_all(
     store: Store, raws: Sequence[bytes], received_unix_ns: int
 ) -> tuple[IngestReply, ...]:
-    """Store batches that came together; one that is refused does not keep the others back.
+    """Store batches that arrived together; a refused one does not delay the others.
 
     Raises:
         FormatError: all of them are refused: the first one's error.
@@ -166,9 +168,9 @@ def ingest_bodies(
     asking: Sequence[bool] = (),
     principals: Sequence[Principal] = (),
 ) -> list[Answer]:
-    """Store the batches of all bodies in one transaction; return each body's answer, in order.
+    """Store the batches of all bodies in one transaction; return each body's response, in order.
 
-    Args and errors are those of ``store_bodies``.
+    Arguments and errors as in ``store_bodies``.
     """
     stored = store_bodies(store, bodies, received_unix_ns, asking, principals)
     return [answer_of(of_body) for of_body in stored]
@@ -181,14 +183,14 @@ def store_bodies(
     asking: Sequence[bool] = (),
     principals: Sequence[Principal] = (),
 ) -> list[tuple[Stored, ...] | NotOwnerError]:
-    """Store the batches of all bodies in one transaction; return what became of each, in order.
+    """Store the batches of all bodies in one transaction; return the result of each, in order.
 
     Args:
-        store: where to.
-        bodies: the batches, by who sent them.
+        store: target store.
+        bodies: the batches, by sender.
         received_unix_ns: this collector's clock.
-        asking: of each body, whether its sender asks before a hole is counted as lost.
-        principals: of each body, who sent it; none, where all may write to all runs.
+        asking: for each body, whether its sender wants a query before a gap counts as lost.
+        principals: for each body, its sender; empty if all of them may write to all runs.
 
     Raises:
         StorageError: the database refused; nothing was stored.
@@ -208,7 +210,7 @@ def store_bodies(
     ]
     own = [of_body for of_body, error in zip(by_body, away, strict=True) if error is None]
     every = [batch for of_body in own for batch in of_body]
-    # Events wait for no merge of files: people may be waiting for what they say.
+    # Events do not wait for a merge of files: users may be waiting for them.
     of_rows = any(isinstance(batch, Batch) and batch.header.stream != EVENTS for batch in every)
     with store.write_rows() if of_rows else store.write() as connection:
         stored = store_batches(connection, store, every, received_unix_ns, named)
@@ -221,7 +223,7 @@ def store_bodies(
 
 
 def runs_in(checked: Iterable[Checked]) -> set[str]:
-    """Return the runs of those batches that are fit to be stored."""
+    """Return the runs of the valid batches."""
     return {batch.header.identity.run_id for batch in checked if isinstance(batch, Batch)}
 
 
@@ -244,11 +246,10 @@ def store_batches(
     received_unix_ns: int = 0,
     named: Named = MappingProxyType({}),
 ) -> list[Stored]:
-    """Store what is fit for it, who calls commits, then announces.
+    """Store the valid batches. The caller commits, then calls ``announce``.
 
-    Rows are durable when this returns, whatever becomes of the caller's transaction: what it would
-    have said of them is written when they come again. All batches but the ``named`` may be of any
-    run.
+    Rows are durable when this returns, even if the caller's transaction fails: data about them is
+    then written when they are resent. All batches except the ``named`` ones may belong to any run.
     """
     good = [batch for batch in checked if isinstance(batch, Batch)]
     lock_runs(connection, {batch.header.identity.run_id for batch in good})
@@ -261,10 +262,10 @@ def store_batches(
 
 
 def announce(store: Store, stored: Iterable[Stored]) -> None:
-    """Count what was committed and tell the store's ``after_ingest`` hooks of what was new.
+    """Count the committed rows and call the store's ``after_ingest`` hooks with the new ones.
 
     A hook's error is logged and counted, never raised: the rows are stored, and refusing the batch
-    now would only have it sent again.
+    now would only cause it to be resent.
     """
     counters = store.counters
     new: list[tuple[Batch, Sequence[EventRow]]] = []
@@ -282,13 +283,13 @@ def announce(store: Store, stored: Iterable[Stored]) -> None:
     for hook in store.after_ingest if new else ():
         try:
             hook(new)
-        except Exception:  # noqa: BLE001 - the one place where a hook's error is counted
+        except Exception:  # noqa: BLE001 - the only place that counts errors of hooks
             counters.fail("after_ingest")
             _LOG.exception("after_ingest_failed run=%s", new[0][0].header.identity.run_id)
 
 
 def answer_of(stored: Sequence[Stored] | NotOwnerError) -> Answer:
-    """Return what is said to a body, from what its batches came to, in order."""
+    """Return the response to a body, from the results of its batches, in order."""
     if isinstance(stored, NotOwnerError):
         return stored
     first = stored[0].error
@@ -305,19 +306,19 @@ def _refused(error: FormatError) -> Stored:
 
 
 class _Written(NamedTuple):
-    """Into what batches are written, and with what is known of all of them."""
+    """Target of the batches, and data about all of them."""
 
     connection: Connection
     store: Store
     received_unix_ns: int
-    """0: they were found in a folder."""
+    """0: they were found in a directory."""
     named: Named
 
 
 def _store_or_halve(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
-    """Store the batches; where one cannot be stored, find it by halves and refuse it alone."""
+    """Store the batches; if one cannot be stored, find it by bisection and refuse only it."""
     try:
-        # A savepoint: what a refused batch began must go, and the transaction is everybody's.
+        # A savepoint: a refused batch must be undone, but the transaction belongs to all batches.
         with written.connection.begin_nested():
             return _store(written, batches)
     except _MovedError:
@@ -342,10 +343,10 @@ def _store_or_halve(written: _Written, batches: Sequence[Batch]) -> list[Stored]
 
 
 def _is_of_a_batch(error: Exception) -> bool:
-    """Return whether it would come again with the same batch, for ever; else a later try helps."""
+    """Return whether the same batch would always fail; otherwise a later attempt can succeed."""
     if isinstance(error, DBAPIError):
-        # Where another process removes a run just now its row is missing (foreign key): tried again
-        # the batch is one of a removed run.
+        # If another process is removing a run, its row is missing (foreign key): when the batch is
+        # retried, it belongs to a removed run.
         is_race = getattr(error.orig, "sqlstate", "") == _FOREIGN_KEY
         return isinstance(error, (DataError, IntegrityError)) and not is_race
     return not isinstance(error, (MemoryError, VitalsError))
@@ -356,7 +357,7 @@ def _store(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
     numbers = store.numbers
     keys = [key_of(batch) for batch in batches]
     offsets = _take_offsets(connection, store, keys)
-    # Whether the run was removed is asked of new streams alone: its removal took the known ones.
+    # Removed runs are looked up only for new streams: the removal deleted the known ones.
     unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
     removed = _forgotten_runs(connection, unknown)
     unknown = _without_forgotten(unknown, removed)
@@ -396,30 +397,30 @@ def _store(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
             continue
         accepted.append((batch, offset))
         if of_rows:
-            # What damage took is taken again; the watchers have seen it.
+            # Damaged rows are stored again; the fleet detectors have already seen them.
             is_again = missing and batch.header.first_seq <= missing[-1][1]
             rows += [batch] if is_again else [outcome.batch] if outcome.batch else []
     if accepted:
-        # Of what was stored before as well: who stored it may have died before it said so.
+        # Includes rows stored before: their collector may have died before it recorded them.
         _note(connection, accepted, received_unix_ns)
         told = [(o.batch.header.identity, o.events) for o in stored if o.batch and o.events]
         if told:
             projections.apply(connection, told)
     if rows:
-        numbers.append(rows)  # at last: what refuses a batch has refused it by now
+        numbers.append(rows)  # last, after every check that may refuse a batch
     _remember(store, [offset for _, offset in accepted])
     return stored
 
 
 def _pass_over(batch: Batch) -> Stored:
-    """Acknowledge rows of a run that was removed: nobody is to send them again."""
+    """Acknowledge rows of a removed run, so that they are not resent."""
     header = batch.header
     reply = IngestReply(durable_seq=header.last_seq, num_new=0, num_duplicate=0)
     return Stored(reply, num_forgotten=header.num_rows)
 
 
 def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
-    """Return what is new in the batch, and move its stream's offset behind it."""
+    """Return the new rows of the batch, and advance its stream's offset past it."""
     header = batch.header
     num_ahead = header.first_seq - offset.last_seq - 1
     if num_ahead == 0 and header.stream_schema.stream != EVENTS:  # nearly always
@@ -454,17 +455,17 @@ def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
 
 
 def _ask_for(offset: StreamOffset, first_seq: int) -> Stored:
-    """Ask for what is missing instead of storing what comes behind it.
+    """Request the missing rows instead of storing later ones.
 
-    A collector restored from a backup, or whose disk has damaged a file, lacks what agents still
-    have; a batch that was damaged on its way comes again.
+    A collector that was restored from a backup, or whose disk has damaged a file, lacks rows that
+    agents still have; a batch that was damaged in transit is resent.
     """
     reply = IngestReply(durable_seq=first_seq - 1, num_new=0, num_duplicate=0, from_seq=first_seq)
     return Stored(reply, expected_seq=offset.expected_seq)
 
 
 def _up_to_hole(known: Stored, batch: Batch, missing: Sequence[tuple[int, int]]) -> Stored:
-    """Return the answer to known rows where rows behind them are missing: those are to come."""
+    """Return the response to known rows before missing ones: the missing rows must be resent."""
     last = batch.header.last_seq
     first = min((max(low, last + 1) for low, end in missing if end - 1 > last), default=None)
     if first is None:
@@ -473,38 +474,38 @@ def _up_to_hole(known: Stored, batch: Batch, missing: Sequence[tuple[int, int]])
     return msgspec.structs.replace(known, reply=reply)
 
 
-# -------------------------------------------------------------------- how far each stream is stored
+# -------------------------------------------------------------------- offsets of the streams
 
 
 EVENTS = "events"
-"""The stream whose rows lie in the database."""
+"""The stream whose rows are stored in the database."""
 _MAX_INT64 = 2**63 - 1
 _LOCK_SEED = 7_460_211
-"""Keeps our advisory locks apart from those of others in the same database."""
+"""Separates our advisory locks from those of other programs in the same database."""
 
 
 def key_of(batch: Batch) -> StreamKey:
-    """Return which stream a batch belongs to."""
+    """Return the key of a batch's stream."""
     header = batch.header
     identity = header.identity
     return identity.run_id, identity.incarnation, header.stream_schema.stream
 
 
 class _MovedError(Exception):
-    """A stream is not stored as far as was remembered: somebody else wrote to it, or removed it."""
+    """A stream's offset differs from the cached one: another process wrote to it, or removed it."""
 
 
 _MOST_REMEMBERED = 1 << 15
-"""Streams, some 300 bytes each; then all are forgotten."""
+"""Maximum streams, about 300 bytes each; above it the cache is cleared."""
 
 
 def _take_offsets(
     connection: Connection, store: Store, keys: Iterable[StreamKey]
 ) -> dict[StreamKey, StreamOffset]:
-    """Return the offsets of these streams; one that is not known has none.
+    """Return the offsets of these streams; an unknown stream has none.
 
-    What is remembered of them is no more, until ``_remember``: whatever goes wrong before that, the
-    database is asked next time.
+    Their cache entries are removed until ``_remember``: after any error in between, the next call
+    reads the database.
     """
     wanted = list(dict.fromkeys(keys))
     run_ids = {run_id for run_id, _, stream in wanted if stream != EVENTS}
@@ -518,15 +519,15 @@ def _take_offsets(
             offsets[key] = offset
     if len(offsets) == len(wanted):
         return offsets
-    # All in one parameter: a statement with a place for each costs more than the rows.
+    # All in one parameter: a statement with one parameter per key costs more than the rows.
     asked = [key for key in wanted if key not in offsets]
     query, words = _OFFSETS[connection.dialect.name], msgspec.json.encode(asked).decode()
     for *own, last_seq, promised, last_ns, source, started_ns, token_id in connection.execute(
         query, {"keys": words}
     ).all():
         run_id, incarnation, stream = key = own[0], own[1], own[2]
-        # The store of numbers is ahead of the database where somebody died between the two; it is
-        # behind where it is the older backup.
+        # The store of numbers is ahead of the database if a collector died between the two commits;
+        # it is behind if it was restored from an older backup.
         mark = last_seq
         if stream != EVENTS:
             mark = min(last_seq, marks[run_id].get((incarnation, stream), -1))
@@ -538,7 +539,7 @@ def _take_offsets(
 
 
 def _remember(store: Store, offsets: Iterable[StreamOffset]) -> None:
-    """Remember how far streams are stored, so that the next rows of them ask nobody."""
+    """Cache the offsets of streams, so that their next rows need no query."""
     if len(store.offsets) > _MOST_REMEMBERED:
         store.offsets.clear()
     for offset in offsets:
@@ -549,8 +550,8 @@ def _remember(store: Store, offsets: Iterable[StreamOffset]) -> None:
 def lock_runs(connection: Connection, run_ids: Iterable[str]) -> None:
     """Wait until no other collector writes to these runs; hold them until the transaction ends.
 
-    In order, so that two that want the same runs do not wait for each other; and not for long, for
-    one that was stopped in between loses its transaction before its leases end.
+    In order, so that two collectors do not block each other; and briefly, because a collector that
+    was stopped in between loses its transaction before its leases end.
     """
     if connection.dialect.name == "sqlite":
         return
@@ -565,9 +566,9 @@ def _register_streams(
     new: Sequence[Batch],
     named: Named,
 ) -> None:
-    """Make the rows that new streams hang on, and add the streams' offsets.
+    """Create the rows that new streams refer to, and add the streams' offsets.
 
-    A batch whose identity no database takes is left out: it gets no offset.
+    A batch whose identity does not fit in a database is left out: it gets no offset.
     """
     new = [batch for batch in new if _fits(batch.header.identity)]
     if not new:
@@ -610,7 +611,7 @@ def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principa
 
     Raises:
         FormatError: the incarnation is known as another source, or could not be introduced.
-        ForeignBatchError: another token began it.
+        ForeignBatchError: another token started it.
     """
     identity = batch.header.identity
     if offset is None:
@@ -627,11 +628,11 @@ def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principa
 
 
 def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> None:
-    """Refuse rows that are numbered further ahead than can have been lost since the last one.
+    """Refuse rows whose numbers are further ahead than can have been lost since the last one.
 
-    The time between is taken from the rows themselves, made by one clock; but none of it is yet to
-    come by ours. Else one batch with a huge number would end its stream: all that is sent after it
-    would seem to be stored.
+    The time in between comes from the rows themselves, made by one clock, but is limited to the
+    past by our clock. Otherwise one batch with a huge number would end its stream: all later rows
+    would seem to be stored already.
 
     Raises:
         FormatError: more is missing than any writer writes.
@@ -639,7 +640,7 @@ def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> Non
     header = batch.header
     num_missing = header.first_seq - offset.last_seq - 1
     if isinstance(batch, AskingBatch) and num_missing > header.dropped:
-        return  # it is asked for what is missing
+        return  # the missing rows are requested
     schema = header.stream_schema
     newest = int(column_of(schema, rows_of(schema, batch.rows), "time_unix_ns")[0].max())
     until = min(newest, received_unix_ns or newest)
@@ -683,7 +684,7 @@ def _source_row(identity: Identity) -> dict[str, str | int]:
 def _of_keys(sql: str) -> dict[str, TextClause]:
     """Return a statement about ``:keys``, a JSON list of lists, by dialect.
 
-    All in one parameter: a statement with a place for each costs more than the rows.
+    All in one parameter: a statement with one parameter per key costs more than the rows.
     """
     sqlite = {f"k{i}": f"json_extract(k.value, '$[{i}]')" for i in range(3)}
     postgresql = {f"k{i}": f"k.value->>{i}" for i in range(3)}
@@ -713,7 +714,7 @@ _BOUNDED = (
 )
 
 
-# --------------------------------------------------------------------------- runs that were removed
+# --------------------------------------------------------------------------- removed runs
 
 
 def _forgotten_runs(connection: Connection, of: Iterable[Batch]) -> dict[str, int]:
@@ -727,7 +728,7 @@ def _forgotten_runs(connection: Connection, of: Iterable[Batch]) -> dict[str, in
 
 
 def is_being_removed() -> ColumnElement[bool]:
-    """Return the condition that a row of ``runs`` only waits for its batches to be gone."""
+    """Return the condition that a row of ``runs`` only waits until its batches are deleted."""
     begun = select(forgotten.c.run_id).where(
         forgotten.c.run_id == runs.c.run_id, forgotten.c.is_gone.is_(False)
     )
@@ -736,7 +737,7 @@ def is_being_removed() -> ColumnElement[bool]:
 
 
 def is_forgotten(batch: Batch, removed: Mapping[str, int]) -> bool:
-    """Return whether the batch is of a start before its run was removed."""
+    """Return whether the batch belongs to a start before its run was removed."""
     identity = batch.header.identity
     return identity.run_id in removed and identity.started_unix_ns <= removed[identity.run_id]
 
@@ -746,11 +747,11 @@ def _without_forgotten(new: Sequence[Batch], removed: Mapping[str, int]) -> list
     return [batch for batch in new if not is_forgotten(batch, removed)]
 
 
-# ---------------------------------------------------------------------------- whose the batches are
+# ---------------------------------------------------------------------------- owners of batches
 
 
 def _within_limits(batch: Checked, principal: Principal) -> Checked:
-    """Return the batch, or why it is not for a token that is limited to a project or a run."""
+    """Return the batch, or the error if its token is limited to another project or run."""
     if not isinstance(batch, Batch):
         return batch
     run_id = batch.header.identity.run_id
@@ -775,7 +776,7 @@ def _within_limits(batch: Checked, principal: Principal) -> Checked:
 def _foreign(
     connection: Connection, new: Sequence[Batch], named: Named
 ) -> dict[int, ForeignBatchError]:
-    """Return the errors, by ``id``, of batches that would begin what is not their token's."""
+    """Return the errors, by ``id``, of batches that would start what belongs to other tokens."""
     asked = [batch.header.identity for batch in new if id(batch) in named]
     if not asked:
         return {}
@@ -792,7 +793,7 @@ def _foreign(
     for batch in new:
         identity, principal = batch.header.identity, named.get(id(batch), OWN)
         start = (identity.run_id, identity.incarnation)
-        # What nobody knows yet belongs to the first who comes, in this order.
+        # An unknown run belongs to its first sender, in this order.
         of_run = known.setdefault(identity.run_id, (principal.owner, principal.project))
         if not principal.may_write(identity.run_id, *of_run):
             foreign[id(batch)] = _foreign_run(identity, principal)
@@ -819,7 +820,7 @@ def _foreign_start(identity: Identity, principal: Principal) -> ForeignBatchErro
     )
 
 
-# ------------------------------------------------------- which batches are fit, and what rows hold
+# ------------------------------------------------------- validity of batches, and their rows
 #
 # Schemas are shared objects: numpy works once on all rows of a schema, not once for each batch.
 
@@ -847,7 +848,7 @@ def check_batches(raws: Sequence[bytes]) -> list[Checked]:
 
 
 def summarize(batches: Sequence[Batch]) -> list[Summary]:
-    """Return what is to be said of each batch's rows."""
+    """Return the data about each batch's rows."""
     summaries: dict[int, Summary] = {}
     for schema, which in _by_schema(batches):
         of_schema = _summaries(schema, [batches[i] for i in which])
@@ -878,7 +879,7 @@ def _summaries(schema: Schema, batches: Sequence[Batch]) -> list[Summary]:
 def _last_of(
     schema: Schema, rows: npt.NDArray[np.void]
 ) -> Iterator[tuple[int | float | str | None, ...]]:
-    """Yield what the list of runs shows of each row; NaN as text, since SQLite stores none."""
+    """Yield the numbers of each row for the list of runs; NaN as text, which SQLite can store."""
     columns: list[list[Any]] = [
         column_of(schema, rows, name)[0].tolist() for name in ("step", "attempt", "time_unix_ns")
     ]
@@ -897,7 +898,7 @@ def _last_of(
 def _joined(
     schema: Schema, batches: Sequence[Batch]
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return all rows, and where each batch's begin and how many they are."""
+    """Return all rows, and the start and the number of each batch's rows."""
     rows = np.frombuffer(b"".join([batch.rows for batch in batches]), schema.dtype)
     counts = np.array([batch.header.num_rows for batch in batches], np.int64)
     return rows, np.cumsum(counts) - counts, counts
@@ -911,7 +912,7 @@ def _as_numbers(words: npt.NDArray[np.uint64]) -> list[int]:
 
 
 def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, FormatError]]:
-    """Yield the position and error of each batch whose rows are not what its header says."""
+    """Yield the position and error of each batch whose rows do not match its header."""
     is_events = schema.stream == "events"
     required_columns = EVENT_SCHEMA.columns if is_events else ROW_COLUMNS
     missing = [column.name for column in required_columns if column not in schema.columns]
@@ -938,15 +939,15 @@ def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, 
 
 
 def _misfit_of(schema: Schema) -> str:
-    """Return what is wrong with a column, in words; empty where nothing is."""
+    """Return a sentence about an invalid column; empty if all are valid."""
     kinds = _KINDS.get(schema.stream, {})
     for name, kind in ((column.name, column.kind) for column in schema.columns):
         if len(name) > _MAX_NAME:
             text = f"has a name of {len(name)} characters; at most {_MAX_NAME} are stored"
             return f"column {name[:16]}... of {schema.stream} {text}"
-        # Of ``learning_rate.1`` the catalog says what it says of ``learning_rate``.
+        # The catalog's entry ``learning_rate`` applies to ``learning_rate.1`` too.
         catalog_kind = kinds.get(name.partition(".")[0], kind)
-        # A whole number is a number.
+        # A whole number is valid where the catalog has a float.
         if kind != catalog_kind and (kind, catalog_kind) != ("i8", "f8"):
             return (
                 f"column {name!r} of {schema.stream} is {kind}; by the catalog it is {catalog_kind}"
@@ -961,22 +962,22 @@ def _has_whole_rows(schema: Schema, rows: bytes) -> bool:
     )
 
 
-# ------------------------------------------------------------------ what the database says of them
+# ------------------------------------------------------------------ records in the database
 
 
 def _note(
     connection: Connection, accepted: Sequence[tuple[Batch, StreamOffset]], received_unix_ns: int
 ) -> None:
-    """Say how far the batches' streams are stored, which columns they have, what sources do."""
+    """Record the streams' offsets, their columns, and the activity of sources."""
     batches = [batch for batch, _ in accepted]
     offsets = [offset for _, offset in accepted]
     summaries = summarize(batches)
     for offset, summary in zip(offsets, summaries, strict=True):
         newest = min(summary.newest_unix_ns, received_unix_ns or summary.newest_unix_ns)
         offset.last_unix_ns = max(newest, offset.last_unix_ns)
-    moved = {id(offset): offset for offset in offsets}  # a stream's batches share one: moved once
+    moved = {id(offset): offset for offset in offsets}  # batches of a stream share one offset
     if len(moved) != _MOVE.execute(connection, [_moved(offset) for offset in moved.values()]):
-        raise _MovedError  # before anything hangs on a run that was removed
+        raise _MovedError  # before any row refers to a removed run
     _note_columns(connection, batches, summaries)
     _note_sources(connection, offsets, summaries, received_unix_ns)
     processes = [
@@ -991,7 +992,7 @@ def _note(
 def _note_columns(
     connection: Connection, batches: Sequence[Batch], summaries: Sequence[Summary]
 ) -> None:
-    """Write down the columns that were measured: those are, mostly, and nothing happens."""
+    """Write the measured columns; mostly they are known, and nothing is written."""
     bits: dict[tuple[str, int], int] = {}
     schemas = {id(batch.header.stream_schema): batch.header.stream_schema for batch in batches}
     for batch, summary in zip(batches, summaries, strict=True):
@@ -1025,7 +1026,7 @@ def _note_sources(
     summaries: Sequence[Summary],
     received_unix_ns: int,
 ) -> None:
-    """Say when each writer was last heard, and what a rank's newest step was."""
+    """Record the time of each writer's latest rows, and the latest step of a rank."""
     heard: dict[tuple[str, str], int] = {}
     newest: dict[tuple[str, str], tuple[int | float | str | None, ...]] = {}
     for offset, (_, newest_unix_ns, last) in zip(offsets, summaries, strict=True):
@@ -1058,7 +1059,7 @@ _MOVE = Prepared(
         last_seq=bindparam("new_last_seq"),
         last_unix_ns=bindparam("new_last_unix_ns"),
         num_lost=streams.c.num_lost + bindparam("new_lost"),
-        # What a collector stored and died before it said so counts, and not twice.
+        # Rows that a collector stored before it died without recording them count once.
         num_rows=bindparam("new_last_seq")
         - streams.c.num_lost
         - bindparam("new_lost")

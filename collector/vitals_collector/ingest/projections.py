@@ -1,8 +1,7 @@
-"""Turns events into the rows people filter by: runs, attempts, decisions, checkpoints and so on.
+"""Turns events into the rows that users filter by: runs, attempts, decisions, checkpoints etc.
 
-Applied inside the transaction that stores the events' bytes, each event once. The newest by the
-event's own time wins where a row is a present state, so the order in which spools arrive does not
-matter.
+Applied in the transaction that stores the events' bytes, each event once. If a row is a current
+state, the latest event by its own time wins, so the order in which spools arrive does not matter.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -55,13 +54,13 @@ _encode = msgspec.msgpack.encode
 _decode_info = msgspec.msgpack.Decoder(RunInfo).decode
 
 MAX_SAMPLES = 64
-"""Ids of samples that a line for people names."""
+"""Maximum number of sample ids in a display line."""
 
 
 def apply(
     connection: Connection, events_by_writer: Sequence[tuple[Identity, Sequence[EventRow]]]
 ) -> None:
-    """Store each writer's events, and in their order what they mean."""
+    """Store each writer's events, and apply them in order."""
     rows = [
         _event_row(identity, row) for identity, event_rows in events_by_writer for row in event_rows
     ]
@@ -77,7 +76,7 @@ def apply(
 def note_processes(
     connection: Connection, process_rows: Iterable[tuple[str, Schema, npt.NDArray[np.void]]]
 ) -> None:
-    """Keep what agents last said of each rank's process: whether it exists."""
+    """Store the agents' latest reports about each rank's process: whether it exists."""
     last: dict[tuple[str, int, int], int] = {}
     for run_id, schema, rows in process_rows:
         ranks, has_rank = column_of(schema, rows, "rank")
@@ -94,14 +93,14 @@ def note_processes(
 
 
 def loss_kind_of(connection: Connection, run_id: str) -> str:
-    """Return what the run said its loss is; "minimize" where it said nothing."""
+    """Return the loss kind that the run reported; "minimize" if it reported none."""
     body = connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar()
     kind = _decode_info(body).judge.get("loss_kind") if body else None
     return kind if isinstance(kind, str) else "minimize"
 
 
 def describe(event: Event | None) -> str:
-    """Return the event as a line for people."""
+    """Return a display line for the event."""
     match event:
         case None:
             return "an event of a type that this version does not know"
@@ -151,7 +150,7 @@ def describe(event: Event | None) -> str:
 
 
 def samples(batch: BatchNoted) -> str:
-    """Return which samples those were, in words; the first of them, if they are many."""
+    """Return a sentence about the samples; the first of them, if there are many."""
     if not batch.sample_ids:
         return "samples not known"
     shown = ", ".join(str(sample_id) for sample_id in batch.sample_ids[:MAX_SAMPLES])
@@ -191,7 +190,7 @@ def _run_started(
         .where(mine, runs.c.info_unix_ns <= row.time_unix_ns)
         .values(
             name=clean(info.name),
-            # Where it names none: that of the token that began the run, if it is for one.
+            # Without a project: that of the token that started the run, if it has one.
             project=clean(info.project) or runs.c.project,
             user_name=clean(info.user),
             mode=clean(info.mode),
@@ -338,7 +337,7 @@ def _upsert(
     )
 
 
-# What is said again every few seconds is not written again.
+# A state that is repeated every few seconds is not written again.
 _ALIVE = (
     update(sources)
     .where(

@@ -1,10 +1,10 @@
-"""Counts the rows that a spool once held and that nobody can read from it any more.
+"""Counts rows that a spool once held and that can no longer be read from it.
 
-A hole in a stream is counted when the stream goes on (``ingest.cut_off_known``). Rows lost at the
-end of a stream have nothing behind them: there only the spool's state knows, which names the last
-number of each stream that was durable. What it promises is kept beside the stream's offset once the
-spool was read as far as the state goes. It refuses no row: rows that come after all, from the
-agent or a page that was late, take their part of the loss back.
+A gap in a stream is counted when the stream continues (``ingest.cut_off_known``). Rows lost at the
+end of a stream have no later rows: only the spool's state shows them, because it contains the last
+durable number of each stream. These numbers are stored with the stream's offset once the spool was
+read up to the position of the state. No row is refused because of them: rows that arrive later,
+from the agent or a late page, reduce the loss again.
 """
 
 import logging
@@ -32,26 +32,26 @@ _MAX_SEQ = 2**62
 _STREAM_CHARACTERS = 16
 
 Version = tuple[int, int, int]
-"""Tells one state of a spool from the next: it is replaced, never written over."""
+"""Distinguishes states of a spool: a state is replaced, never overwritten."""
 
 
 def num_lost_rows() -> ColumnElement[int]:
-    """Return how many rows of a stream are lost: in holes of it, and of its end."""
+    """Return the number of lost rows of a stream: in its gaps, and at its end."""
     last, promised = streams.c.last_seq, streams.c.expected_seq
     return streams.c.num_lost + case((promised > last, promised - last), else_=0)
 
 
 class TailLoss:
-    """Knows which states of spools were compared with the store already."""
+    """Records which states of spools were already compared with the store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._kept: dict[Path, Version] = {}  # a few words for each spool there is
+        self._kept: dict[Path, Version] = {}  # a few numbers per existing spool
 
     def read(self, spool: Path) -> tuple[Version, State | None] | None:
-        """Return the spool's state, None in it where it is damaged; None: there is nothing new.
+        """Return the spool's state, None in it if it is damaged; None if there is nothing new.
 
-        To be asked before the spool is read: what the state names lies in the files by then.
+        Call before the spool is read: the rows in the state are then already in the files.
         """
         path = spool / STATE_FILE
         try:
@@ -64,12 +64,12 @@ class TailLoss:
     def count(
         self, spool: Path, version: Version, state: State, position: Position, now: float
     ) -> None:
-        """Take note of what the state promised, where the spool was read to ``position``.
+        """Record the numbers in the state, if the spool was read to ``position``.
 
-        Nothing is done where what lies between the two may yet arrive.
+        Has no effect if rows between the two may still arrive.
 
         Raises:
-            StorageError: the store refused; it is tried again.
+            StorageError: the store refused; it is retried.
         """
         if position < state.scanned and not _is_all_there(spool, now):
             return
@@ -77,7 +77,7 @@ class TailLoss:
         with self._store.read() as connection:
             lost = _lost(connection, promised)
         if lost is None:
-            return  # perhaps another node's spool knows the run
+            return  # maybe another node's spool has introduced the run
         if lost:
             self._note(spool, promised)
         self._kept[spool] = version
@@ -109,13 +109,13 @@ def _is_all_there(spool: Path, now: float) -> bool:
 
 
 def _was_removed(spool: Path, state: State) -> bool:
-    """Return whether the spool's owner has removed files: what they held was sent, or counted."""
+    """Return whether the spool's owner has removed files: their rows were sent, or counted."""
     first = min((number for number, _ in spool_files(spool)), default=state.acked.file)
     return 0 < first <= state.acked.file
 
 
 def _checked(state: State, run_id: str) -> dict[StreamKey, int]:
-    """Return what is promised of the run whose folder it is, without what no stream is called."""
+    """Return the numbers for the directory's run, without invalid stream names."""
     return {
         (run, incarnation, stream): seq
         for run, incarnation, stream, seq in state.last_seqs
@@ -136,7 +136,7 @@ def _is_incarnation(text: str) -> bool:
 
 
 def _lost(connection: Connection, promised: dict[StreamKey, int]) -> dict[StreamKey, int] | None:
-    """Return of which streams rows are missing that nobody told of; None: the run is not known."""
+    """Return unreported missing rows by stream; None if the run is unknown."""
     run_ids = {run_id for run_id, _, _ in promised}
     if not run_ids:
         return {}

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: written beside the training, proven, never overwritten."""
+"""Checkpoints on disk: written in the background, verified, never overwritten."""

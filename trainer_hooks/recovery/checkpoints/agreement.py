@@ -1,4 +1,4 @@
-"""Work that all ranks do, or rank 0 for all: it ends alike on every one, however long one takes."""
+"""Work by all ranks, or by rank 0 for all: it ends equally on every rank, even if one is slow."""
 
 import threading
 from collections.abc import Callable
@@ -9,17 +9,17 @@ from trainer_hooks.ranks import Ranks, named
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
 
 MEET_SECONDS = 60.0
-"""Longest time that a rank works without meeting the others; gloo gives up after 1,800 s."""
+"""Longest time that a rank works without meeting the others; gloo's timeout is 1,800 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Runs a call on one or all ranks; every rank then raises alike, or none does."""
+    """Runs a call on one or all ranks; then every rank raises the same error, or none does."""
 
     ranks: Ranks
 
     def on_root(self, call: Callable[[], object]) -> None:
-        """Run on rank 0; what it raises there is raised on all ranks."""
+        """Run on rank 0; an error there is raised on all ranks."""
         _raise(self._meet(call if self.ranks.rank == 0 else lambda: None)[0])
 
     def on_all(self, call: Callable[[], object]) -> None:
@@ -32,11 +32,11 @@ class Agreement:
                 raise named(error, failed, self.ranks.world_size)
 
     def _meet(self, call: Callable[[], object]) -> list[VitalsError | None]:
-        """Run the call and return what each rank's ended in, in rank order.
+        """Run the call and return each rank's error, in rank order.
 
-        However long one rank takes: a helper meets the others' every MEET_SECONDS until all are
-        done, so that none waits in a collective for as long as gloo's own timeout. The call must
-        use the side group for nothing.
+        A slow rank is allowed: a separate thread meets the others every MEET_SECONDS until all are
+        done, so that no rank waits in a collective for as long as gloo's timeout. The call must
+        not use the side group.
         """
         if self.ranks.side is None:
             return [caught(call)]
@@ -46,13 +46,13 @@ class Agreement:
         def meet() -> None:
             try:
                 outcomes.set_result(self._until_all_ended(ended))
-            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            except BaseException as error:  # noqa: BLE001 - raised by the caller of ``result``
                 outcomes.set_exception(error)
 
         helper = threading.Thread(target=meet, name="vitals-meet", daemon=True)
         try:
             helper.start()
-        except RuntimeError:  # no thread to be had: then the others wait for this rank
+        except RuntimeError:  # no thread is available: then the others wait for this rank
             ended.set_result(caught(call))
             return self._until_all_ended(ended)
         ended.set_result(caught(call))
@@ -68,12 +68,12 @@ class Agreement:
 
 
 def caught(call: Callable[[], object]) -> VitalsError | None:
-    """Run the call and return its error as one that can travel; None where all went well."""
+    """Run the call and return its error in a form that can be sent; None without an error."""
     try:
         call()
     except VitalsError as error:
         return error
-    except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+    except BaseException as error:  # noqa: BLE001 - CheckpointException is not an Exception
         return CheckpointError(f"{type(error).__name__}: {error}")
     return None
 

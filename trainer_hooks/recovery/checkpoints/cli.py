@@ -1,7 +1,7 @@
-"""``vitals checkpoints``: what a run saved, whether it is sound, and a person's word on it.
+"""``vitals checkpoints``: saved checkpoints of a run, their verification, and manual marks.
 
-Only ``verify`` looks for torch, and goes without it: what a login node lacks must keep nobody from
-seeing, proving or setting aside a checkpoint.
+Only ``verify`` uses torch, and works without it: a login node without torch must still be able to
+list, promote or quarantine a checkpoint.
 """
 
 import math
@@ -158,7 +158,7 @@ def quarantine(
 
 
 def _known_to_collector(run: str) -> list[IndexEntry]:
-    """Return what the collector knows of a run's checkpoints on disk."""
+    """Return the collector's entries for a run's checkpoints on disk."""
     from trainvitals.io.client import client_of
     from trainvitals.io.lookup import choose_run, find_collector
 
@@ -184,7 +184,7 @@ def _known_to_collector(run: str) -> list[IndexEntry]:
 
 
 class _Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found out about one checkpoint."""
+    """Result of verifying one checkpoint."""
 
     checkpoint: str
     checksums: Literal["ok", "wrong", "unknown"]
@@ -194,7 +194,7 @@ class _Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was found wrong; what could not be looked at for want of torch is not."""
+        """Whether no fault was found; checks that were skipped without torch do not count."""
         return self.checksums == "ok" and self.finite != "wrong"
 
 
@@ -204,7 +204,7 @@ def _verified(folder: CheckpointFolder, name: str) -> _Result:
         content = manifests.check(path / name)
     except CheckpointCorruptError as error:
         return _Result(checkpoint=name, checksums="wrong", note=error.text)
-    except (VitalsError, OSError) as error:  # newer, or closed to us: it may be sound
+    except (VitalsError, OSError) as error:  # newer, or not readable by us: it may be intact
         return _Result(checkpoint=name, checksums="unknown", note=_words(error))
     finite: Literal["ok", "wrong", "unknown"] = "ok"
     try:
@@ -228,13 +228,13 @@ def _verified(folder: CheckpointFolder, name: str) -> _Result:
 
 
 def _refused(folder: CheckpointFolder, name: str) -> str:
-    """Return why a training of this user would not load it, sound or not."""
+    """Return the reason why a training of this user would refuse it, intact or not."""
     try:
         folder.proven(folder.path / name, manifests.read)
     except (InsecurePathError, OSError) as error:
         return _words(error)
     except FormatError:
-        return ""  # damaged or newer: told by who reads it
+        return ""  # damaged or newer: reported by the code that reads it
     return ""
 
 
@@ -245,7 +245,7 @@ def _words(error: Exception) -> str:
 
 
 def _nonfinite(folder: Path, content: Manifest) -> list[str]:
-    """Return the names of tensors that hold NaN or Inf and did not when the training began."""
+    """Return the names of tensors with NaN or Inf that had none when the training started."""
     from torch import Tensor
     from torch.distributed.checkpoint.metadata import MetadataIndex
 

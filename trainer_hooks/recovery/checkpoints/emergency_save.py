@@ -1,8 +1,8 @@
-"""A checkpoint that each rank writes by itself, where there is no time left to meet.
+"""A checkpoint that each rank writes alone when there is no time for collectives.
 
-``.alone-RUN/ID/rank-N-of-W/ID`` is rank N's part: data, metadata and manifest of its own, complete
-as soon as it has that name. What every rank holds is written by one of them, which each works out
-for itself. At the next start rank 0 makes one ordinary checkpoint of all parts.
+``.alone-RUN/ID/rank-N-of-W/ID`` is rank N's part, with its own data, metadata and manifest. It is
+complete as soon as it has that name. Data held by every rank is written by one of them, which each
+rank determines without communication. At the next start rank 0 merges all parts into a checkpoint.
 """
 
 import logging
@@ -44,20 +44,20 @@ def write_part(
     check_whole: Callable[[], None] = lambda: None,
     key: bytes = b"",
 ) -> None:
-    """Write this rank's part of a checkpoint; a part that is there is left as it is.
+    """Write this rank's part of a checkpoint; an existing part is left unchanged.
 
     Args:
-        folder: of the checkpoints.
-        content: what the checkpoint is; its files and sizes are filled in.
-        rank: whose part it is, of ``content.world_size``.
-        boxes: what this rank writes.
-        check_whole: raises where the boxes have changed by the time that they are written.
-        key: the run's, which signs the part.
+        folder: directory of the checkpoints.
+        content: manifest of the checkpoint; its files and sizes are filled in.
+        rank: rank of the part, out of ``content.world_size``.
+        boxes: data of this rank.
+        check_whole: raises if the boxes have changed by the time they are written.
+        key: key of the run, which signs the part.
 
     Raises:
         CheckpointError: it could not be written.
-        InsecurePathError: another user took the folder's name.
-        OSError: likewise.
+        InsecurePathError: another user took the directory's name.
+        OSError: the part could not be written.
     """
     home = _home(folder, content.run_id) / content.id
     ensure_own_dir(ensure_own_dir(home.parent, read=0) / home.name)
@@ -87,9 +87,9 @@ def write_part(
 def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
     """Make checkpoints of this run's parts, and remove the parts; return the new ids.
 
-    Call when no rank writes any more: what is incomplete now stays so. What is damaged or
-    incomplete is told and removed; what could not be read for another reason stays. What another
-    user put there is told, and set aside.
+    Call when no rank writes any longer, so that incomplete parts stay incomplete. A damaged or
+    incomplete checkpoint is reported and removed; one that is unreadable for another reason stays.
+    Parts that another user created are reported and quarantined.
     """
     adopted: list[str] = []
     home = _home(folder.path, run_id)
@@ -97,7 +97,7 @@ def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
         aside = home.with_name(f".refused-{home.name}-{secrets.token_hex(4)}")
         try:
             home.rename(aside)
-        except OSError as error:  # a sticky folder: only its owner may rename it
+        except OSError as error:  # a sticky directory: only its owner may rename it
             _LOG.warning("vitals: %s is another user's; it is skipped: %s", home, error.strerror)
             return adopted
         _LOG.warning("vitals: %s is another user's; it is refused, and kept as %s", home, aside)
@@ -120,7 +120,7 @@ def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
             folder.discard(parts.name)
             continue
         shutil.rmtree(parts, ignore_errors=True)
-    with suppress(OSError):  # it is not there, or not empty
+    with suppress(OSError):  # missing, or not empty
         home.rmdir()
     return adopted
 
@@ -130,7 +130,7 @@ def _home(folder: Path, run_id: str) -> Path:
 
 
 def _merge(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
-    """Publish the checkpoint that the parts make up; nothing is published unless all is there."""
+    """Publish the checkpoint that the parts form; nothing is published unless it is complete."""
     checked = _checked(folder, parts, run_id)
     first = checked[0][1]
     merged = _combined([payload.read_metadata(part) for part, _ in checked])
@@ -155,9 +155,9 @@ def _merge(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
 
 
 def _checked(folder: CheckpointFolder, parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
-    """Return every rank's part and its manifest, once all are there.
+    """Return every rank's part and its manifest, once all of them exist.
 
-    Of each the metadata is read back here; the tensors, at the next load, by many ranks at once.
+    The metadata of each part is read back here; the tensors at the next load, by all ranks at once.
     """
     manifests.check_owner(parts, folder.owner())
     paths = {p.name: p for p in parts.iterdir() if _PART.match(p.name) and not p.is_symlink()}
@@ -182,7 +182,7 @@ def _checked(folder: CheckpointFolder, parts: Path, run_id: str) -> list[tuple[P
 
 
 def _combined(parts: list[Metadata]) -> Metadata:
-    """Return the metadata of all parts; a box that several ranks wrote is taken from the first."""
+    """Return the metadata of all parts; a box from several ranks is taken from the first."""
     merged = Metadata(state_dict_metadata={}, storage_data={})
     for rank, part in enumerate(parts):
         for name, stored in tensors(part).items():
@@ -205,12 +205,12 @@ def _check_whole(metadata: Metadata) -> None:
 
 
 def _renamed(name: str, rank: int) -> str:
-    """Return a part's ``__0_M.distcp`` under the name of its rank."""
+    """Return the name of a part's ``__0_M.distcp`` file with the number of its rank."""
     return f"__{rank}_{name.split('_')[-1]}"
 
 
 def _link(old: Path, new: Path) -> None:
-    """Give a file a second name, so that a death in the middle of it loses nothing."""
+    """Add another name to a file, so that a crash in between loses nothing."""
     try:
         os.link(old, new, follow_symlinks=False)
     except OSError:  # a file system without links

@@ -1,4 +1,4 @@
-"""Finds the checkpoints of a run that a person named, for commands."""
+"""Finds the checkpoints of a run that a command refers to."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,19 +17,19 @@ RUNS = Path("vitals_runs")
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoints:
-    """A folder of checkpoints, and the run that is meant; every run in it where that is empty."""
+    """A directory of checkpoints, and the selected run; every run in it if that is empty."""
 
     path: Path
     run_id: str = ""
     vitals_dir: Path = RUNS
 
     def entries(self) -> list[IndexEntry]:
-        """Return what is known of the checkpoints that are meant, oldest first."""
+        """Return the entries of the selected checkpoints, oldest first."""
         every = CheckpointFolder(self.path, run_id=self.run_id).index().entries
         return [entry for entry in every if not self.run_id or entry.run_id in (self.run_id, "")]
 
     def require(self, checkpoint_id: str) -> IndexEntry:
-        """Return what is known of one that is there."""
+        """Return the entry of an existing checkpoint."""
         manifests.parse_id(checkpoint_id)
         there = [entry for entry in self.entries() if entry.state in ("verified", "healthy")]
         for entry in there:
@@ -41,13 +41,13 @@ class FoundCheckpoints:
         )
 
     def folder(self, checkpoint_id: str) -> CheckpointFolder:
-        """Return the folder as the run sees it that the checkpoint belongs to."""
+        """Return the directory that the checkpoint belongs to, as its run sees it."""
         run_id = manifests.peek(self.path / checkpoint_id).run_id
         run_id = self.run_id or run_id
         return CheckpointFolder(self.path, run_id=run_id, key=self._key(run_id))
 
     def _key(self, run_id: str) -> bytes:
-        """Return the key that signs the run's checkpoints; empty where it is not at hand."""
+        """Return the key that signs the run's checkpoints; empty if it is not available."""
         for run_dir in (self.path.parent, self.vitals_dir / run_id):
             with suppress(VitalsError, OSError):  # no run directory, or another user's
                 return RunDir.open(run_dir).file_key()
@@ -55,10 +55,10 @@ class FoundCheckpoints:
 
 
 def find_checkpoints(run: str, vitals_dir: Path) -> FoundCheckpoints:
-    """Return the folder that is meant.
+    """Return the selected directory of checkpoints.
 
     Raises:
-        UsageError: there is none, or it is not clear which.
+        UsageError: there is none, or the selection is ambiguous.
     """
     folder = Path(run).expanduser()
     if run and _holds_checkpoints(folder):
@@ -94,7 +94,7 @@ def _holds_checkpoints(folder: Path) -> bool:
 
 
 def newest_of(names: Iterable[str]) -> str:
-    """Return the last three, in words."""
+    """Return the last three names as a list in a sentence."""
     return ", ".join(list(names)[-3:])
 
 

@@ -1,11 +1,11 @@
-"""A folder of checkpoints as files: what is in it, what each is worth, and what is removed.
+"""A directory of checkpoints as files: its content, the state of each checkpoint, and rotation.
 
 One process writes here: rank 0, or the command line. No torch, no collective, no thread.
 
     step-<step>-<attempt>/   a checkpoint: ``manifest.json`` was written last, then it got its name
         healthy  best        marks: proven by the steps after it; the best by a metric
-    bad-step-.../            set aside: nothing loads it, nothing removes it; ``bad`` says why
-    index.json               what each is worth, and what is gone; the above always wins over it
+    bad-step-.../            quarantined: never loaded, never removed; ``bad`` contains the reason
+    index.json               state of each checkpoint, also deleted ones; the above takes precedence
     .partial-RUN-step-...    being written; a killed process leaves it, ``prepare`` clears it
     .doomed-RUN-step-...     being removed; likewise
 """
@@ -54,20 +54,20 @@ _LOG = logging.getLogger("trainvitals")
 _PARTIAL, _DOOMED, _BAD = ".partial-", ".doomed-", "bad-"
 _MAX_CHANGES = 1000
 _ABANDONED_NS = 3600 * 10**9
-"""Age of a temporary file of a few bytes, after which nobody writes it any more."""
+"""Age of a temporary file of a few bytes after which no process writes it any longer."""
 
 
 class CheckpointFolder:
-    """The checkpoints of one run in one folder, which other runs may share.
+    """The checkpoints of one run in one directory, which other runs may share.
 
     Args:
-        path: the folder.
-        run_id: whose checkpoints are written, loaded and rotated.
-        keep: the newest that rotation keeps; at least 1.
-        keep_every: steps of which rotation keeps one checkpoint for good; 0 for none.
-        key: the run's, which signs manifests, and proves them where others may write the folder;
-            empty where it is not at hand: then nothing there can be proven.
-        clock: tells when something was retired or turned bad.
+        path: the directory.
+        run_id: run whose checkpoints are written, loaded and rotated.
+        keep: number of latest checkpoints that rotation keeps; at least 1.
+        keep_every: steps of which rotation keeps one checkpoint permanently; 0 for none.
+        key: key of the run, which signs manifests, and proves them if others may write the
+            directory; empty if it is not available: then nothing there can be proven.
+        clock: provides the times at which a checkpoint was retired or turned bad.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class CheckpointFolder:
         self._owner: Owner | None = None
         self._told: set[str] = set()
         self.changes: deque[CheckpointChanged] = deque(maxlen=_MAX_CHANGES)
-        """Not taken yet; any thread may add to it."""
+        """Changes that were not taken yet; any thread may add to it."""
         self._index = IndexFile(path)
 
     def reach(self) -> None:
-        """Make sure that this rank can write here too, once rank 0 has made the folder ready.
+        """Verify that this rank can write here too, once rank 0 has prepared the directory.
 
         Raises:
-            StorageError: it cannot: it was given another folder, or its node does not have it.
+            StorageError: it cannot: it got another directory, or its node does not have it.
         """
         try:
             self.path.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -107,10 +107,10 @@ class CheckpointFolder:
             raise _unusable(self.path, os.strerror(errno.EACCES))
 
     def prepare(self) -> None:
-        """Make the folder, and clear what a killed process of this run left half written.
+        """Create the directory, and remove incomplete data of a killed process of this run.
 
         Raises:
-            StorageError: it cannot be made or written.
+            StorageError: it cannot be created or written.
         """
         try:
             self.path.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -122,8 +122,8 @@ class CheckpointFolder:
             try:
                 self._clear(path)
             except FileNotFoundError:
-                continue  # another run in the folder had it in work
-            except OSError as error:  # costs room, and no more: what it holds is nobody's
+                continue  # another run in the directory was handling it
+            except OSError as error:  # costs only disk space: nothing uses its content
                 _LOG.warning("vitals: %s cannot be removed: %s", path, error)
         self._index.write()
 
@@ -131,7 +131,7 @@ class CheckpointFolder:
         match = IN_WORK.match(path.name)
         if path.name.startswith(TEMPORARY):
             if self._clock.time_ns() - path.lstat().st_mtime_ns < _ABANDONED_NS:
-                return  # another run may be just writing it
+                return  # another run may be writing it now
             path.unlink() if path.is_symlink() or not path.is_dir() else path.rmdir()
         elif match is not None and match[2] == self._run_id and not path.is_symlink():
             shutil.rmtree(path)
@@ -143,14 +143,14 @@ class CheckpointFolder:
     # -------------------------------------------------------------------------------- saving
 
     def partial(self, checkpoint_id: str) -> Path:
-        """Return where a checkpoint is written before it is complete."""
+        """Return the path of a checkpoint before it is complete."""
         return self.path / f"{_PARTIAL}{self._run_id}-{checkpoint_id}"
 
     def make_room(self, checkpoint_id: str, size: int) -> None:
-        """Make the folder of a checkpoint to be written, where the disk has room for it.
+        """Create the directory of a checkpoint to be written, if the disk has enough space for it.
 
         Raises:
-            CheckpointError: it has not.
+            CheckpointError: there is not enough space.
         """
         free, needed = shutil.disk_usage(self.path).free, int(size * 1.05) + (1 << 20)
         if free < needed:
@@ -162,9 +162,9 @@ class CheckpointFolder:
         self._index.write()
 
     def publish(self, content: Manifest) -> None:
-        """Seal what was written and give it its name: only now it is a checkpoint.
+        """Seal the written files and give the directory its name: now it is a checkpoint.
 
-        ``content.files`` is what those who wrote the files have measured.
+        ``content.files`` contains the measurements of those ranks that wrote the files.
         """
         partial = self.partial(content.id)
         manifests.seal(partial, content, self.key)
@@ -173,7 +173,7 @@ class CheckpointFolder:
         self._index.write()
 
     def discard(self, checkpoint_id: str) -> None:
-        """Remove what a failed save left."""
+        """Remove the files of a failed save."""
         shutil.rmtree(self.partial(checkpoint_id), ignore_errors=True)
         self._index.write()
 
@@ -192,7 +192,7 @@ class CheckpointFolder:
         self._index.write()
 
     def promote(self, checkpoint_id: str) -> None:
-        """Mark a checkpoint healthy on a person's word, once every byte of it matches.
+        """Mark a checkpoint healthy on an operator's request, once every byte of it matches.
 
         Raises:
             CheckpointCorruptError, CheckpointError, InsecurePathError, UsageError: as ``check``.
@@ -208,10 +208,10 @@ class CheckpointFolder:
             ) from error
 
     def mark_best(self, checkpoint_id: str, metric: str, value: float) -> None:
-        """Record that none is better by this metric; rotation keeps it. Waits for the disk.
+        """Mark a checkpoint as the best by this metric; rotation keeps it. Waits for the disk.
 
         Raises:
-            UsageError: there is no such checkpoint, or the value is not finite.
+            UsageError: there is no such checkpoint, or the value is non-finite.
         """
         if not math.isfinite(value):
             raise UsageError(f"{metric} is {value}; only a finite value can be the best")
@@ -225,7 +225,7 @@ class CheckpointFolder:
         self._index.write()
 
     def best(self) -> tuple[str, BestMark] | None:
-        """Return the id that was marked as the best last, and by which metric; None without one."""
+        """Return the id that was last marked as the best, and its metric; None without one."""
         marks = [(mark.number, name) for name, mark in self._best_marks().items() if mark]
         if not marks:
             return None
@@ -236,9 +236,9 @@ class CheckpointFolder:
     # ------------------------------------------------------------------------------- keeping
 
     def rotate(self, on_branch: OnBranch | None = None) -> None:
-        """Remove what ``removable`` says: never the newest healthy one, nor the best.
+        """Remove the result of ``removable``: never the latest healthy one, nor the best.
 
-        Only what has all its bytes counts as kept; what is damaged is left for ``load`` to tell.
+        Only complete checkpoints count as kept; ``load`` reports damaged ones.
         """
         sound = self._sound(manifests.glance)
         doomed = removable(
@@ -259,9 +259,9 @@ class CheckpointFolder:
                 self._index.write()
 
     def set_aside(self, checkpoint_id: str, reason: str) -> None:
-        """Give a damaged checkpoint a name under which nothing loads it; it is not deleted.
+        """Quarantine a damaged checkpoint by a name under which it is not loaded; keep its files.
 
-        Where it cannot be renamed it is told and stays: it is refused again at the next load.
+        If it cannot be renamed, this is logged and it stays: the next load refuses it again.
         """
         _LOG.warning("vitals: checkpoint %s is damaged and set aside: %s", checkpoint_id, reason)
         try:
@@ -271,7 +271,7 @@ class CheckpointFolder:
             self.note(checkpoint_id, "bad", detail=reason)
 
     def quarantine(self, checkpoint_id: str, reason: str) -> None:
-        """Set a checkpoint aside on a person's word.
+        """Quarantine a checkpoint on an operator's request.
 
         Raises:
             UsageError: there is no such checkpoint.
@@ -288,7 +288,7 @@ class CheckpointFolder:
 
     def _rename_bad(self, checkpoint_id: str, reason: str) -> None:
         bad, number = self.path / f"{_BAD}{checkpoint_id}", 1
-        while os.path.lexists(bad):  # the same id once more: after a relaunch, say
+        while os.path.lexists(bad):  # the same id again, for example after a relaunch
             number += 1
             bad = self.path / f"{_BAD}{checkpoint_id}.{number}"
         size = manifests.peek(self.path / checkpoint_id).num_bytes
@@ -299,7 +299,7 @@ class CheckpointFolder:
             manifests.sync_folder(self.path)
             if not bad.is_symlink():
                 manifests.put(bad / manifests.BAD_MARK, self.path, msgspec.json.encode(mark))
-        except OSError as error:  # the index says it too, and the name alone is what counts
+        except OSError as error:  # the index has it too, and the name alone is sufficient
             _LOG.warning("vitals: cannot save why %s was set aside: %s", bad, error)
         self._index.write()
 
@@ -319,13 +319,14 @@ class CheckpointFolder:
         )
 
     def loadable_refs(self, on_branch: OnBranch | None = None) -> tuple[CheckpointRef, ...]:
-        """Return what a load may try, oldest first: what is not known to be another run's.
+        """Return the checkpoints that a load may try, oldest first: not known as another run's.
 
-        One with a damaged manifest is among them as verified, so that the load tells it and sets it
-        aside; one of a newer Vitals too, so that it is told and never passed over in silence.
+        One with a damaged manifest is included as verified, so that the load reports and
+        quarantines it; one of a newer version of Vitals is included too, so that it is reported and
+        not skipped silently.
 
         Args:
-            on_branch: leaves out what lies on a branch that was rolled back away.
+            on_branch: excludes checkpoints of a discarded attempt.
         """
         refs = []
         for name in self.names():
@@ -344,16 +345,16 @@ class CheckpointFolder:
             except NewerVersionError:
                 ref = self._ref(name, manifest)
             except (CheckpointCorruptError, OSError) as error:
-                _LOG.info("vitals: checkpoint %s: %s", name, error)  # told and set aside by load
+                _LOG.info("vitals: checkpoint %s: %s", name, error)  # load reports and quarantines
                 ref = msgspec.structs.replace(self._ref(name, manifest), state="verified")
             refs.append(ref)
         return tuple(refs)
 
     def folder(self, checkpoint_id: str) -> Path:
-        """Return the folder of an id that is in the store; an id is a name, never a path.
+        """Return the directory of a stored checkpoint by its id, which is a name, never a path.
 
         Raises:
-            UsageError: it is no id, or not there.
+            UsageError: it is not an id, or not stored here.
         """
         manifests.parse_id(checkpoint_id)
         if checkpoint_id not in self.names():
@@ -362,7 +363,7 @@ class CheckpointFolder:
         return self.path / checkpoint_id
 
     def check(self, checkpoint_id: str) -> Manifest:
-        """Return the manifest once every byte matches it, and it is ours and this run's.
+        """Return the manifest once every byte matches it, and it belongs to us and this run.
 
         Raises:
             CheckpointCorruptError, CheckpointError, InsecurePathError, NewerVersionError,
@@ -371,15 +372,15 @@ class CheckpointFolder:
         return self._check(checkpoint_id, manifests.check)
 
     def examine(self, checkpoint_id: str) -> Manifest:
-        """Return the manifest of what is ours and this run's, and has its files in their sizes.
+        """Return the manifest of our and this run's checkpoint whose files have their sizes.
 
         None of them is read.
 
         Raises:
-            CheckpointCorruptError: something does not hold.
-            CheckpointError: it is another run's.
+            CheckpointCorruptError: a check failed.
+            CheckpointError: it belongs to another run.
             InsecurePathError: another user made it, or could have changed it.
-            NewerVersionError: a newer Vitals wrote it.
+            NewerVersionError: a newer version of Vitals wrote it.
             UsageError: there is no such checkpoint.
         """
         return self._check(checkpoint_id, manifests.examine)
@@ -405,7 +406,7 @@ class CheckpointFolder:
     def proven(
         self, folder: Path, read: Callable[[Path, bytes | None], Manifest] = manifests.examine
     ) -> Manifest:
-        """Return what a checkpoint's folder, or that of a part of one, holds, if it is ours.
+        """Return the manifest of a checkpoint's directory, or of a part of one, if it is ours.
 
         Raises:
             InsecurePathError: another user made it; or others could have changed it, and it is not
@@ -433,22 +434,22 @@ class CheckpointFolder:
             ) from error
 
     def owner(self) -> Owner:
-        """Return whose files count as ours here."""
+        """Return the owner whose files count as ours here."""
         try:
             self._owner = self._owner or self._probe()
-        except OSError:  # read only: then what the system says of this process holds
+        except OSError:  # read only: then use the system's information about this process
             self._owner = Owner.us()
         return self._owner
 
     def is_planted(self, name: str) -> bool:
-        """Return whether what has this name in the folder is another user's."""
+        """Return whether the object with this name in the directory belongs to another user."""
         try:
             return not self.owner().owns((self.path / name).lstat())
         except FileNotFoundError:
             return False
 
     def _sound(self, read: Callable[[Path], Manifest]) -> dict[str, Manifest]:
-        """Return this run's manifests by id, oldest first; what cannot be read is told once."""
+        """Return this run's manifests by id, oldest first; unreadable ones are reported once."""
         by_id = {}
         for name in self.names():
             try:
@@ -468,13 +469,13 @@ class CheckpointFolder:
         return CheckpointRef(id=name, step=step, attempt=attempt, state=state, where="disk")
 
     def _best_marks(self) -> dict[str, BestMark | None]:
-        """Return the marks by id, of this run; None for one that is there and cannot be read."""
+        """Return this run's marks by id; None for a mark that exists and is unreadable."""
         marked = [n for n in self.names() if (self.path / n / manifests.BEST_MARK).is_file()]
         ours = [n for n in marked if manifests.peek(self.path / n).run_id == self._run_id]
         return {name: best_mark(self.path / name) for name in ours}
 
     def _probe(self) -> Owner:
-        """Return whose a folder is that we make here."""
+        """Return the owner of a directory that we create here."""
         probe = self.path / f"{TEMPORARY}{secrets.token_hex(8)}"
         probe.mkdir(mode=0o700)
         try:
@@ -482,16 +483,16 @@ class CheckpointFolder:
         finally:
             probe.rmdir()
 
-    # --------------------------------------------------------------------------------- words
+    # ------------------------------------------------------------------------- index and changes
 
     def index(self) -> Index:
-        """Return what each checkpoint in the folder is worth, of all runs, and what is gone."""
+        """Return the state of each checkpoint in the directory, of all runs, and deleted ones."""
         return self._index.current()
 
     def note(
         self, name: str, state: CheckpointState, *, num_bytes: int = 0, detail: str = ""
     ) -> None:
-        """Remember a change, for the events stream; what is gone, also for the index."""
+        """Remember a change for the events stream; for deleted checkpoints, also for the index."""
         self.changes.append(
             CheckpointChanged(
                 checkpoint_id=name,
@@ -515,7 +516,7 @@ class CheckpointFolder:
             )
 
     def take_changes(self) -> list[CheckpointChanged]:
-        """Return what changed since the last call, for the events stream; call after each step."""
+        """Return the changes since the last call, for the events stream; call after each step."""
         return [self.changes.popleft() for _ in range(len(self.changes))]
 
 

@@ -1,8 +1,8 @@
-"""What each checkpoint of a folder is worth, what became of those that are gone, and which may go.
+"""State of each checkpoint of a directory, history of deleted ones, and the choice of rotation.
 
-The manifests and the marks beside them are the truth; ``index.json`` is what people and programs
-read, and the only place that remembers what is gone. It is rebuilt whenever it is written, so a
-missing, torn or lying one costs its memory of the past and nothing else.
+The manifests and the marks next to them are the truth. ``index.json`` is the file that users and
+programs read, and the only one with the history of deleted checkpoints. It is rebuilt at every
+write, so a missing, torn or wrong one loses only that history.
 """
 
 import logging
@@ -21,15 +21,15 @@ from trainvitals.errors import FormatError
 from trainvitals.policy.state import CheckpointRef, CheckpointState
 
 OnBranch = Callable[[int, int], bool]
-"""Whether (step, attempt) lies on the present branch: not on one that was rolled back away."""
+"""Returns whether (step, attempt) belongs to the current lineage, not to a discarded attempt."""
 
 INDEX = "index.json"
 INDEX_VERSION = 1
 MAX_GONE = 1000
-"""Entries kept of what is retired or bad: the newest."""
+"""Maximum number of retired or bad entries kept: the latest."""
 
 IN_WORK = re.compile(r"\.(partial|doomed)-(.*)-(step-\d{8,12}-\d{1,20})\Z")
-"""Name of what is being written or removed, by which run."""
+"""Name of a directory that is being written or removed, with its run."""
 
 _LOG = logging.getLogger("trainvitals")
 _ASIDE = re.compile(r"bad-(step-\d{8,12}-\d{1,20})(?:\.\d+)?\Z")
@@ -37,38 +37,38 @@ _MAX_REASON = 500
 
 
 class BestMark(msgspec.Struct, frozen=True, kw_only=True):
-    """By which metric a checkpoint is the best."""
+    """The metric by which a checkpoint is the best."""
 
     metric: str
     value: float
     number: int = 0
-    """Counts the marks of a run: of two, which only a crash leaves, the higher one counts."""
+    """Number of the mark in the run: of two marks, which only a crash leaves, the higher counts."""
 
 
 class BadMark(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a checkpoint was set aside."""
+    """Reason for the quarantine of a checkpoint."""
 
     reason: str = ""
     time_unix_ns: int = 0
 
 
 class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint, there or gone."""
+    """One checkpoint, existing or deleted."""
 
     id: str
     run_id: str = ""
-    """Empty where the manifest cannot be read."""
+    """Empty if the manifest cannot be read."""
     state: CheckpointState
     num_bytes: int = 0
-    """Size of the tensors; 0 where it is not known."""
+    """Size of the tensors; 0 if unknown."""
     time_unix_ns: int = 0
-    """Since when it is in this state."""
+    """Start of the current state."""
     reason: str = ""
     best: BestMark | None = None
 
     @property
     def is_gone(self) -> bool:
-        """Whether no training loads it any more."""
+        """Whether no training loads it any longer."""
         return self.state in ("retired", "bad")
 
 
@@ -81,12 +81,12 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reconcile(old: Index, there: Sequence[IndexEntry], removed: Iterable[IndexEntry]) -> Index:
-    """Return the index of what is there; the old one is believed only about what is gone.
+    """Return the current index; the old one is only used for deleted checkpoints.
 
     Args:
-        old: the index as it was found; anything may stand in it.
-        there: what the folder holds, set aside included, as its manifests and marks say.
-        removed: what was retired or turned bad since the old one was written.
+        old: the index as read; its content is not trusted.
+        there: entries of the directory with quarantined ones, from their manifests and marks.
+        removed: entries that were retired or turned bad since the old one was written.
     """
     before = {
         entry.id: entry for entry in old.entries if entry.is_gone and manifests.is_id(entry.id)
@@ -94,7 +94,7 @@ def reconcile(old: Index, there: Sequence[IndexEntry], removed: Iterable[IndexEn
     by_id = before | {entry.id: entry for entry in removed}
     for entry in there:
         past = by_id.get(entry.id)
-        if past is not None and past.state == entry.state:  # set aside: what its manifest hides
+        if past is not None and past.state == entry.state:  # quarantined: its manifest is hidden
             entry = msgspec.structs.replace(
                 entry,
                 run_id=entry.run_id or past.run_id,
@@ -118,20 +118,20 @@ def removable(
 ) -> list[str]:
     """Return the ids that rotation removes, oldest first.
 
-    What stays: the newest ``keep``, the first of each ``keep_every`` steps (a healthy one where
-    there is one), and the best. What is unproven takes no healthy one's place, to which the ladder
-    may go back; of such that are among the newest, one stays beside them. What lies on a branch
-    that was rolled back away takes nobody's; it goes, but for the newest healthy of all and the
-    best.
+    It keeps the latest ``keep``, the first of each ``keep_every`` steps (a healthy one if there is
+    one), and the best. An unproven checkpoint does not replace a healthy one, which the escalation
+    policy may need for a rollback; one of the latest unproven checkpoints is kept in addition. A
+    checkpoint of a discarded attempt replaces no other; it is removed, except for the latest
+    healthy one of all and the best.
 
-    Newer means made later: a branch after a rollback is newer than the higher steps before it.
+    Later means created later: an attempt after a rollback is later than higher steps before it.
 
     Args:
-        refs: the sound checkpoints of one run.
+        refs: the valid checkpoints of one run.
         keep: at least 1.
-        keep_every: steps of which one checkpoint is kept for good; 0 for none.
+        keep_every: steps of which one checkpoint is kept permanently; 0 for none.
         best: ids that are marked as best.
-        on_branch: what lies on the present branch; None for all.
+        on_branch: returns whether a checkpoint is in the current lineage; None: all are.
     """
     by_age = sorted(refs, key=lambda ref: (ref.attempt, ref.step))
     present = [r for r in by_age if on_branch is None or on_branch(r.step, r.attempt)]
@@ -150,7 +150,7 @@ def removable(
 
 
 class IndexFile:
-    """``index.json`` of a folder; threads and processes may write it at once."""
+    """``index.json`` of a directory; threads and processes may write it at the same time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -158,16 +158,16 @@ class IndexFile:
         self._lock = threading.Lock()
 
     def add_gone(self, entry: IndexEntry) -> None:
-        """Remember what is gone until it is written."""
+        """Remember a deleted checkpoint until it is written."""
         self._gone.append(entry)
 
     def current(self) -> Index:
-        """Return the index as it should be; writes nothing."""
+        """Return the index as it should be, without writing it."""
         old = _decoded(self._folder / INDEX, Index) or Index()
         return reconcile(old, list(_scan(self._folder)), tuple(self._gone))
 
     def write(self) -> None:
-        """Write the index anew. Where it cannot be it is told, and the next change writes it."""
+        """Write the index again. An error is logged, and the next change writes it."""
         with self._lock:
             num = len(self._gone)
             try:
@@ -181,18 +181,18 @@ class IndexFile:
 
 
 def best_mark(folder: Path) -> BestMark | None:
-    """Return a checkpoint's mark as the best; None where there is none, or an unreadable one."""
+    """Return a checkpoint's mark as the best; None if it has none, or an unreadable one."""
     return _decoded(folder / manifests.BEST_MARK, BestMark)
 
 
 def state_of(folder: Path, content: Manifest | Header) -> CheckpointState:
-    """Return what a complete checkpoint is worth: what was proven when written, or marked later."""
+    """Return the state of a complete checkpoint, as proven when written, or as marked later."""
     marked = (folder / manifests.HEALTHY_MARK).is_file()
     return "healthy" if marked or content.state == "healthy" else "verified"
 
 
 def _scan(folder: Path) -> Iterator[IndexEntry]:
-    """Yield an entry for each checkpoint in the folder, of whatever run."""
+    """Yield an entry for each checkpoint in the directory, of all runs."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         aside, in_work = _ASIDE.match(path.name), IN_WORK.match(path.name)
         if aside is not None:
@@ -247,7 +247,7 @@ _Known = TypeVar("_Known", Index, BadMark, BestMark)
 
 
 def _decoded(path: Path, kind: type[_Known]) -> _Known | None:
-    """Return what the file says; None where it is missing, damaged, a link or far too large."""
+    """Return the content of the file; None if it is missing, damaged, a link or far too large."""
     try:
         return msgspec.json.decode(manifests.read_small(path), type=kind)
     except (OSError, ValueError, RecursionError):

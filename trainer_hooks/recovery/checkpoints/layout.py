@@ -1,7 +1,7 @@
-"""What the tensors of this rank are called in a checkpoint, and the other way round.
+"""Mapping between the names of this rank's tensors and the names in a checkpoint.
 
-In a checkpoint ``model.X`` and ``optim.I.X.KEY`` are whole tensors of the parameter X, however
-the ranks held it. What has no place in a whole is ``rank.N.`` and the name on that rank.
+In a checkpoint ``model.X`` and ``optim.I.X.KEY`` are complete tensors of the parameter X, however
+the ranks held it. A tensor without a position in a complete one is ``rank.N.`` and its local name.
 """
 
 import math
@@ -14,16 +14,16 @@ from trainer_hooks.recovery.state import Spec
 from trainvitals.errors import CheckpointError
 
 Scalars = list[dict[str, dict[str, Any]]]
-"""Of each optimizer, by parameter: the state that is no tensor."""
+"""For each optimizer, by parameter: the state that is not a tensor."""
 
 _MODEL = "model."
 
 
 class Layout:
-    """One rank's view of the whole tensors."""
+    """One rank's view of the complete tensors."""
 
     def __init__(self, held: Mapping[str, Held], split: Collection[int]) -> None:
-        """Take what this rank holds.
+        """Set the tensors of this rank.
 
         Args:
             held: by this rank's names: parameters, and tensors of registered modules.
@@ -36,10 +36,10 @@ class Layout:
     # -------------------------------------------------------------------------------- saving
 
     def kept(self, key: str, shape: Shape) -> Held | None:
-        """Return the place of what this rank can speak for; None where the tensor has none.
+        """Return the position of a tensor that this rank may write; None if it has none.
 
-        A counter of a parameter of which this rank holds no element may have stood still: FSDP1
-        gives such a one no gradient.
+        A counter of a parameter without elements on this rank may be outdated: FSDP1 gives such a
+        parameter no gradient.
         """
         held = self.held(key, shape)
         if held is None or not key.startswith("optim."):
@@ -49,7 +49,7 @@ class Layout:
         return replace(held, pieces=tuple(p for p in held.pieces if p.name in filled))
 
     def held(self, key: str, shape: Shape) -> Held | None:
-        """Return where the tensor has its place in whole ones; None where it has none."""
+        """Return the position of the tensor in the complete ones; None if it has none."""
         if not key.startswith("optim."):
             held = self._held.get(key)
             return held if held is not None and held.shape == shape else None
@@ -73,7 +73,7 @@ class Layout:
         )
 
     def spread(self, scalars: Scalars) -> Scalars:
-        """Return the scalars by the names of whole parameters that have elements here."""
+        """Return the scalars by the names of complete parameters with elements on this rank."""
         spread: Scalars = []
         for i, of_params in enumerate(scalars):
             by_whole: dict[str, dict[str, Any]] = {}
@@ -87,7 +87,7 @@ class Layout:
     # ------------------------------------------------------------------------------- loading
 
     def collect(self, scalars: Scalars) -> Scalars:
-        """Return the scalars by the names that the parameters have on this rank."""
+        """Return the scalars by the names of the parameters on this rank."""
         collected: Scalars = []
         for of_params in scalars:
             by_param: dict[str, dict[str, Any]] = {}
@@ -99,19 +99,19 @@ class Layout:
         return collected
 
     def lacks(self, scalars: Scalars) -> bool:
-        """Return whether these are not the scalars of all parameters, and others may be."""
+        """Return whether the scalars of some parameters are missing, and other ranks have them."""
         wholes = {w.removeprefix(_MODEL) for w in self._owners if w.startswith(_MODEL)}
         return any(of_params and wholes - of_params.keys() for of_params in scalars)
 
     def local_specs(self, stored: Mapping[str, Spec], own: Collection[str]) -> dict[str, Spec]:
-        """Return what this rank's tensors must be to take up what was stored.
+        """Return the shapes and types that this rank's tensors need to load the stored ones.
 
         Args:
-            stored: what there is for this rank, without the ranks' prefixes.
+            stored: tensors stored for this rank, without the ranks' prefixes.
             own: the names that were stored under a rank's prefix.
 
         Raises:
-            CheckpointError: a whole tensor has another shape here, or was stored in parts.
+            CheckpointError: a complete tensor has another shape here, or was stored in parts.
         """
         for whole in self._owners:
             if whole.startswith(_MODEL) and whole not in stored:
@@ -132,7 +132,7 @@ class Layout:
         held = self._held[owner]
         key = _moment(i, owner, moment) if moment else owner
         if is_own and moment and self.held(key, spec.shape) is None:
-            return key, spec  # it had no place in a whole then, and has none now
+            return key, spec  # it had no position in a complete tensor, and has none now
         if is_own and not name.startswith("extra."):
             raise _refusal(f"{name} was saved separately by each rank; here all ranks share it")
         if _is_cut_alike(moment, spec.shape, held.wholes[whole]):

@@ -1,11 +1,11 @@
-"""What a checkpoint's folder must hold, byte for byte: names, sizes, checksums.
+"""Required content of a checkpoint's directory, byte for byte: names, sizes, checksums.
 
 torch has no checksum of its own (a flipped bit loads silently) and its metadata is a pickle, so
-nothing in a folder is opened before ``check`` has passed. sha256 rather than crc32: it costs 0.7 s
-a GB in the background, holds for files of any size, and ``sha256sum`` can check it without us.
+nothing in a directory is opened before ``check`` has passed. sha256 rather than crc32: it costs
+0.7 s per GB in the background, works for files of any size, and ``sha256sum`` can verify it.
 
-A checksum proves that nothing broke, not whose it is: that, the owner of the files says, and where
-others may write the folder, the manifest's signature with the run's key.
+A checksum detects damage but does not prove the origin: the owner of the files does, and if others
+may write the directory, the manifest's signature with the run's key.
 """
 
 import errno
@@ -33,16 +33,16 @@ from trainvitals.io.private import Owner, mac_of, open_own
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 HEALTHY_MARK = "healthy"
-"""An empty file beside the manifest: the checkpoint was verified when written, proven later."""
+"""An empty file next to the manifest: the checkpoint was verified when written, proven later."""
 BEST_MARK = "best"
-"""A file beside the manifest: no checkpoint of the run was better; holds by which metric."""
+"""A file next to the manifest: the checkpoint is the best of the run; contains the metric."""
 BAD_MARK = "bad"
-"""A file beside the manifest: why the checkpoint was set aside, and when."""
+"""A file next to the manifest: the reason and the time of a quarantine."""
 
 METADATA = ".metadata"
-"""What lies where; torch's own, small, and read by every rank."""
+"""Positions of the tensors; torch's own format, small, and read by every rank."""
 TEMPORARY = ".tmp-"
-"""Beginning of names that hold nothing which counts; ``prepare`` removes them."""
+"""Prefix of temporary names; ``prepare`` removes them."""
 
 _ID = re.compile(r"step-(\d{8,12})-(\d{1,20})\Z")
 _FILE = re.compile(r"(\.metadata|__(\d+)_\d+\.distcp)\Z")
@@ -58,7 +58,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a damaged or newer manifest says: unproven, good for words only."""
+    """Content of a damaged or newer manifest: unproven, only for display."""
 
     format_version: int = 0
     run_id: str = ""
@@ -67,7 +67,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Written last, so a folder that has one was complete. Fields of a newer Vitals are kept."""
+    """Written last, so a directory with one is complete. Keeps fields of newer Vitals versions."""
 
     format_version: int = FORMAT_VERSION
     id: str
@@ -79,17 +79,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str
     num_bytes: int
     may_be_nonfinite: tuple[str, ...] = ()
-    """Tensors which held NaN or Inf when the training began (masks); all others are finite."""
+    """Tensors that held NaN or Inf at the start of training (masks); all others are finite."""
     files: dict[str, FileEntry]
     mac: str = ""
-    """HMAC of this manifest with ``mac`` and ``checksum`` empty, by the run's key; an earlier
-    Vitals wrote none."""
+    """HMAC of this manifest with ``mac`` and ``checksum`` empty, by the run's key; missing in
+    earlier versions of Vitals."""
     checksum: str = ""
     """sha256 of this manifest with ``checksum`` empty."""
 
 
 def checkpoint_id(step: int, attempt: int) -> str:
-    """Return the id, which is also the folder's name."""
+    """Return the id, which is also the directory's name."""
     return f"step-{step:08d}-{attempt}"
 
 
@@ -97,7 +97,7 @@ def parse_id(name: str) -> tuple[int, int]:
     """Return (step, attempt) of an id.
 
     Raises:
-        UsageError: it is not an id: a path, say.
+        UsageError: it is not an id but, for example, a path.
     """
     match = _ID.match(name)
     if match is None:
@@ -109,23 +109,23 @@ def parse_id(name: str) -> tuple[int, int]:
 
 
 def is_id(name: str) -> bool:
-    """Return whether a folder's name is that of a complete checkpoint."""
+    """Return whether a directory's name is the name of a complete checkpoint."""
     return _ID.match(name) is not None
 
 
 def measure(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileEntry]:
-    """Return sizes and checksums of these files, or of all; their bytes are on disk after."""
+    """Return sizes and checksums of these files, or of all; their bytes are then on disk."""
     names = [path.name for path in folder.iterdir()] if names is None else names
     return {name: _measure(folder / name) for name in sorted(names)}
 
 
 def seal(folder: Path, manifest: Manifest, key: bytes = b"") -> None:
-    """Write the manifest, last of all; it is on disk after, and so are the names in the folder.
+    """Write the manifest last; then it is on disk, together with the names in the directory.
 
-    Who wrote a file has measured it (``measure``); it is not read once more here. ``key`` signs it.
+    The writer of a file has measured it (``measure``); it is not read again here. ``key`` signs it.
 
     Raises:
-        CheckpointCorruptError: the folder holds other files than were measured, or other sizes.
+        CheckpointCorruptError: the directory holds other files than were measured, or other sizes.
     """
     _check_names(folder, manifest)
     for name, entry in manifest.files.items():
@@ -138,17 +138,17 @@ def seal(folder: Path, manifest: Manifest, key: bytes = b"") -> None:
 
 
 def read(folder: Path, key: bytes | None = None) -> Manifest:
-    """Return a folder's manifest, unharmed and about this folder.
+    """Return a directory's manifest, if it is undamaged and belongs to this directory.
 
     Args:
-        folder: the checkpoint's.
-        key: with which it must be signed; None where nothing has to prove whose it is.
+        folder: directory of the checkpoint.
+        key: key with which it must be signed; None if the origin need not be proven.
 
     Raises:
-        CheckpointCorruptError: it is missing, torn, changed, another folder's, or names a file that
-            is none of a checkpoint: a path, say.
+        CheckpointCorruptError: it is missing, torn, changed, or another directory's, or it lists a
+            file that cannot belong to a checkpoint, such as a path.
         InsecurePathError: it is not signed with the key.
-        NewerVersionError: a newer Vitals wrote it.
+        NewerVersionError: a newer version of Vitals wrote it.
     """
     name = folder.name
     try:
@@ -184,7 +184,7 @@ def read(folder: Path, key: bytes | None = None) -> Manifest:
 
 
 def peek(folder: Path) -> Header:
-    """Return what a manifest says, without proof; empty where it cannot be read at all."""
+    """Return the unproven content of a manifest; empty if it is not readable."""
     try:
         return msgspec.json.decode(read_small(folder / MANIFEST), type=Header)
     except (OSError, ValueError, RecursionError):
@@ -192,7 +192,7 @@ def peek(folder: Path) -> Header:
 
 
 def glance(folder: Path, key: bytes | None = None) -> Manifest:
-    """Return the manifest once every file has its size: what can be seen without reading them.
+    """Return the manifest once every file has its size: the check without reading the files.
 
     Raises:
         CheckpointCorruptError: as ``read``, or a file is missing or of another size.
@@ -268,15 +268,15 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def written_by(name: str) -> int | None:
-    """Return the rank that wrote a file; None of the metadata, which rank 0 wrote for all."""
+    """Return the rank that wrote a file; None for the metadata, which rank 0 wrote for all."""
     match = _FILE.match(name)
     return None if match is None or match[2] is None else int(match[2])
 
 
 def share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
-    """Return the files that a rank reads back for all: each file but the metadata is one rank's.
+    """Return the files that a rank reads back for all: each file except the metadata is one rank's.
 
-    With as many ranks as wrote it, they are those that it wrote.
+    With as many ranks as wrote it, each rank gets its own files.
     """
     writers = ((name, written_by(name)) for name in names)
     return sorted(name for name, by in writers if by is not None and by % world_size == rank)
@@ -286,8 +286,8 @@ def check_owner(folder: Path, owner: Owner) -> None:
     """Refuse a checkpoint that another user made.
 
     Raises:
-        InsecurePathError: it or a file in it is another user's.
-        OSError: it cannot be looked at.
+        InsecurePathError: it or a file in it belongs to another user.
+        OSError: it cannot be examined.
     """
     if not stat.S_ISDIR(folder.lstat().st_mode):
         return  # a link, which ``read`` refuses
@@ -307,10 +307,10 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def open_to_others(folder: Path, owner: Owner) -> Path | None:
-    """Return the folder in which others may change a checkpoint, as far as modes say; else None.
+    """Return the directory in which others may change a checkpoint, according to modes; or None.
 
-    Where they may write the folder that it lies in, they can put another in its place; not so in
-    one like /tmp, where only its owner may rename a file.
+    If they may write the parent directory, they can replace the checkpoint; this does not apply to
+    directories like /tmp, where only its owner may rename a file.
     """
     if owner.is_writable_by_others(folder.lstat()):
         return folder
@@ -320,7 +320,7 @@ def open_to_others(folder: Path, owner: Owner) -> Path | None:
 
 
 def write_new(path: Path, raw: bytes) -> None:
-    """Write a file that is not there yet; its bytes are on disk after, its name is not."""
+    """Write a new file; then its bytes are on disk, but its name is not."""
     with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(raw)
         file.flush()
@@ -328,10 +328,10 @@ def write_new(path: Path, raw: bytes) -> None:
 
 
 def put(path: Path, near: Path, raw: bytes) -> None:
-    """Write a file whole, durably: after a crash it holds the old bytes, if any, or the new.
+    """Write a file atomically and durably: after a crash it has the old bytes, if any, or the new.
 
-    The temporary one lies in ``near``, on the same disk: a checkpoint holds no file that it should
-    not, at any moment.
+    The temporary file is in ``near``, on the same disk: a checkpoint never contains a file that it
+    should not.
     """
     temporary = near / f"{TEMPORARY}{secrets.token_hex(8)}"
     try:
@@ -344,12 +344,12 @@ def put(path: Path, near: Path, raw: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the folder's own entries to disk: a rename is durable only after this."""
+    """Write the directory's own entries to disk: a rename is durable only after this."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that knows it not
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # unsupported by the file system
             raise
     finally:
         os.close(fd)
@@ -369,7 +369,7 @@ def _measure(path: Path) -> FileEntry:
 def read_small(path: Path) -> bytes:
     """Return the bytes of a regular file of bounded size; anything else is an OSError."""
     with open(_open(path), "rb") as file:
-        # Of its own size, not of the bound: a read of so many bytes takes that memory first.
+        # By its own size, not by the limit: a read allocates the requested size first.
         raw = file.read(min(os.fstat(file.fileno()).st_size, _MAX_SMALL) + 1)
     if len(raw) > _MAX_SMALL:
         raise OSError(errno.EFBIG, f"is larger than {_MAX_SMALL} bytes", str(path))
@@ -395,5 +395,5 @@ def _mac(body: dict[str, Any], key: bytes) -> str:
 
 
 def _checksum(body: dict[str, Any]) -> str:
-    """Return the sha256 of what was written, fields that this version does not know included."""
+    """Return the sha256 of the written fields, including those that this version does not know."""
     return hashlib.sha256(msgspec.json.encode(body | {"checksum": ""})).hexdigest()

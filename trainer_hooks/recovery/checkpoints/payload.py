@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint, through torch.distributed.checkpoint, with its traps disarmed.
+"""The tensors of a checkpoint, through torch.distributed.checkpoint without three of its problems.
 
-Three of them: its ``save`` waits in a collective for the slowest writer; its ``.metadata`` is a
-pickle, which runs what is in it; it knows no checksum (see ``manifest``). Its files are opened as
-ours (``private``): no link, nobody else's.
+Its ``save`` waits in a collective for the slowest writer; its ``.metadata`` is a pickle, which can
+run code; it has no checksum (see ``manifest``). Its files are opened as our own (``private``): no
+links, and no other user's files.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsEr
 from trainvitals.io.private import Owner, read_own, stream_own
 
 BOX_BYTES = 16 << 20
-"""What is larger is stored in several boxes: a box is read as one, and a restore must not need the
-state a second time."""
+"""Larger tensors are stored in several boxes: a box is read as one, and a restore must not need the
+memory of the state twice."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -83,14 +83,14 @@ _BUILT = {
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Builds a checkpoint's metadata and nothing else; nothing outside of it is changed.
+    """Builds a checkpoint's metadata and nothing else, without side effects.
 
-    The one in Python: of the one in C, the opcode BUILD sets attributes on whatever it is given, a
-    class too, and cannot be replaced. It takes three times as long, 0.1 ms a box.
+    It is the unpickler in Python: in the one in C, the opcode BUILD sets attributes on any object,
+    including a class, and cannot be replaced. It takes three times as long, 0.1 ms per box.
     """
 
     def _build(self) -> None:
-        """Set the fields of an instance that was just made, of one of these classes."""
+        """Set the fields of a newly created instance of one of these classes."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
         state = stack.pop()
         made = stack[-1]
@@ -119,7 +119,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
-    """Return a memory format by its name; stands in for ``getattr``, and reads nothing else.
+    """Return a memory format by its name; replaces ``getattr``, and reads nothing else.
 
     Python 3.11.0 to 3.11.3 pickle the member of an enum as ``getattr(Enum, name)``.
     """
@@ -130,7 +130,7 @@ def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
 
 class _Writer(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # the folder is made by ``make_room``, and never one that is there
+        return plan  # ``make_room`` creates the directory, which never exists before
 
 
 class _OwnFiles(FileSystem):
@@ -142,10 +142,10 @@ class _OwnFiles(FileSystem):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return what lies where; reads the folder's own files only, whatever the metadata says.
+    """Return the positions of the tensors; reads only the directory's own files.
 
     Raises:
-        CheckpointCorruptError: it is no metadata, or names a file or a function of elsewhere.
+        CheckpointCorruptError: it is not metadata, or refers to an external file or function.
     """
     try:
         path = folder / ".metadata"
@@ -153,7 +153,7 @@ def read_metadata(folder: Path) -> Metadata:
         metadata = _MetadataUnpickler(io.BytesIO(raw)).load()
     except CheckpointCorruptError:
         raise
-    except Exception as error:  # whatever an unpickler says of bytes that are no pickle
+    except Exception as error:  # any error of an unpickler about bytes that are not a pickle
         raise CheckpointCorruptError(f"{folder.name}/.metadata cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointCorruptError(f"{folder.name}/.metadata is not checkpoint metadata")
@@ -164,12 +164,12 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class Written(NamedTuple):
-    """What became of a save."""
+    """Result of a save."""
 
     boxes: list[Box]
-    """Those that this rank wrote."""
+    """Boxes written by this rank."""
     num_bytes: int
-    """By all ranks; known to rank 0, elsewhere 0."""
+    """Bytes written by all ranks; known on rank 0, otherwise 0."""
 
 
 def write(
@@ -179,13 +179,13 @@ def write(
     *,
     make_room: Callable[[int], None],
 ) -> Written:
-    """Write what this rank holds, each box once; fsynced. Collective.
+    """Write this rank's data, each box once; fsynced. Collective.
 
     Args:
-        folder: where to; ``make_room`` makes it.
-        boxes: what this rank holds.
-        agree: of the ranks that write together; None writes a part, to be merged with others: no
-            collective.
+        folder: target directory, which ``make_room`` creates.
+        boxes: data of this rank.
+        agree: ranks that write together; None writes a part without collectives, to be merged with
+            others.
         make_room: called on rank 0 before anything is written, with the bytes of all.
 
     Raises:
@@ -198,7 +198,7 @@ def write(
 
 
 def _write(writer: _Writer, planner: BoxWriter, agree: Agreement) -> None:
-    """Take the steps that torch's ``save`` takes, none of which a slow rank lets time out."""
+    """Take the steps of torch's ``save``, without a timeout because of a slow rank."""
     ranks, is_root = agree.ranks, agree.ranks.rank == 0
     planner.set_up_planner({}, writer.storage_meta(), is_coordinator=is_root)
     writer.set_up_storage_writer(is_root)
@@ -234,7 +234,7 @@ def specs(folder: Path) -> dict[str, Spec]:
 
 
 def read(folder: Path, boxes: Sequence[Box]) -> None:
-    """Fill these boxes from whatever boxes were stored; not collective.
+    """Fill these boxes from the stored boxes; not collective.
 
     Raises:
         CheckpointCorruptError: the data does not fit the metadata.
@@ -257,7 +257,7 @@ def scan(
 
 
 def stored_in(folder: Path, names: Collection[str]) -> list[MetadataIndex]:
-    """Return the boxes that lie in these files.
+    """Return the boxes that these files contain.
 
     Raises:
         CheckpointCorruptError: as ``read_metadata``.
@@ -267,7 +267,7 @@ def stored_in(folder: Path, names: Collection[str]) -> list[MetadataIndex]:
 
 
 def _read(folder: Path, planner: LoadPlanner) -> None:
-    """Take the steps that ``load`` takes, whatever other ranks there are."""
+    """Take the steps of torch's ``load``, independent of other ranks."""
     metadata = read_metadata(folder)
     reader = FileSystemReader(folder)
     reader.fs = _OwnFiles()
@@ -278,7 +278,7 @@ def _read(folder: Path, planner: LoadPlanner) -> None:
         reader.read_data(plan, planner).wait()
     except VitalsError:
         raise
-    except Exception as error:  # whatever torch says of bytes that are not what was written
+    except Exception as error:  # any error of torch about bytes that were not written by it
         raise CheckpointCorruptError(f"{folder.name}: {type(error).__name__}: {error}") from error
 
 
@@ -290,7 +290,7 @@ def read_host(folder: Path, key: str, spec: Spec) -> tuple[HostState, dict[str, 
 
 
 def write_metadata(folder: Path, metadata: Metadata) -> None:
-    """Write what lies where; its bytes are on disk after."""
+    """Write the positions of the tensors; then the bytes are on disk."""
     with (folder / ".metadata").open("xb") as file:
         pickle.dump(metadata, file)
         file.flush()
@@ -301,7 +301,7 @@ def pack_host(host: HostState, meta: Mapping[str, Any]) -> Tensor:
     """Return the host state as a tensor of bytes, proven to be readable without running code.
 
     Raises:
-        CheckpointError: a part holds objects that are no plain values or tensors.
+        CheckpointError: a part contains objects other than plain values or tensors.
     """
     raw = _saved({"host": host, "meta": dict(meta)})
     try:
@@ -321,7 +321,7 @@ def pack_host(host: HostState, meta: Mapping[str, Any]) -> Tensor:
 
 
 def unpack_host(packed: Tensor) -> tuple[HostState, dict[str, Any]]:
-    """Return (host state, meta) of what ``pack_host`` made; runs no code of theirs."""
+    """Return (host state, meta) from the result of ``pack_host``; runs no code in it."""
     both = _loaded(bytes(packed.untyped_storage()))
     return both["host"], both["meta"]
 

@@ -1,4 +1,4 @@
-"""Writes and reads boxes of tensors: what torch.distributed.checkpoint asks of its planners."""
+"""Writes and reads boxes of tensors, as planners of torch.distributed.checkpoint."""
 
 import math
 from collections import defaultdict
@@ -34,42 +34,42 @@ from trainvitals.errors import CheckpointCorruptError
 
 
 class Box(NamedTuple):
-    """A box of a stored tensor, and the memory that it comes from or goes to."""
+    """A box of a stored tensor, and the memory that is its source or target."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole stored tensor."""
+    """Shape of the complete stored tensor."""
     offsets: tuple[int, ...]
     tensor: Tensor
 
     @classmethod
     def all_of(cls, name: str, tensor: Tensor) -> "Box":
-        """Return a tensor that is stored as it is."""
+        """Return the box of a tensor that is stored in one piece."""
         return cls(name, tuple(tensor.shape), tuple(0 for _ in tensor.shape), tensor)
 
     @property
     def key(self) -> MetadataIndex:
-        """What the metadata knows it by."""
+        """Key of the box in the metadata."""
         return MetadataIndex(self.name, self.offsets)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Its place as the metadata has it."""
+        """Position of the box in the format of the metadata."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
 
 
 class BoxWriter(DefaultSavePlanner):
-    """Writes boxes: of those that several ranks hold, each by the one that has least to write."""
+    """Writes boxes: a box of several ranks is written by the rank with the least data."""
 
     def __init__(
         self, boxes: Sequence[Box], *, make_room: Callable[[int], None], alone: bool
     ) -> None:
-        """Take this rank's boxes.
+        """Set this rank's boxes.
 
         Args:
-            boxes: what this rank holds.
-            make_room: called on the coordinating rank with the bytes to be written by all.
-            alone: whether these are a part, which need not make up whole tensors.
+            boxes: data of this rank.
+            make_room: called on the coordinating rank with the total number of bytes.
+            alone: whether these are a part, which need not form complete tensors.
         """
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._boxes = {box.key: box for box in boxes}
@@ -78,12 +78,12 @@ class BoxWriter(DefaultSavePlanner):
         self.num_bytes = 0
 
     def create_local_plan(self) -> SavePlan:
-        """Return what this rank could write."""
+        """Return the boxes that this rank could write."""
         self.plan = SavePlan([_write_item(box) for box in self._boxes.values()])
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return who writes what; refuse wholes that have holes."""
+        """Assign boxes to ranks; refuse complete tensors with holes."""
         if self._alone:
             plans, metadata = create_default_global_save_plan(all_plans)
         else:
@@ -97,12 +97,12 @@ class BoxWriter(DefaultSavePlanner):
         return self._boxes[write_item.index].tensor
 
     def written(self) -> list[Box]:
-        """Return what this rank wrote."""
+        """Return the boxes that this rank wrote."""
         return [self._boxes[item.index] for item in self.plan.items]
 
 
 class BoxReader(DefaultLoadPlanner):
-    """Reads boxes into memory of their own, from whatever boxes were stored."""
+    """Reads stored boxes into separate memory."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class BoxReader(DefaultLoadPlanner):
         return LoadPlan([item for name in by_name for item in self._reads(name, by_name[name])])
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the memory that a stored box, or some of it, is copied to."""
+        """Return the target memory of a stored box, or of a part of it."""
         target = self._boxes[read_item.dest_index].tensor
         for dim, (start, size) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
@@ -144,7 +144,7 @@ class BoxScanner(DefaultLoadPlanner):
         self._only = only
 
     def create_local_plan(self) -> LoadPlan:
-        """Return every stored box, or those that were asked for."""
+        """Return every stored box, or the requested ones."""
         assert self.metadata is not None
         only = None if self._only is None else set(self._only)
         return LoadPlan(
@@ -162,7 +162,7 @@ class BoxScanner(DefaultLoadPlanner):
         return torch.empty(read_item.lengths, dtype=stored.properties.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Show what was read."""
+        """Show the box that was read."""
         self._show(read_item.storage_index, tensor)
 
 

@@ -1,8 +1,9 @@
-"""Where the tensors of one rank lie in the whole ones: the layout of a checkpoint.
+"""Positions of one rank's tensors in the complete ones: the layout of a checkpoint.
 
-A checkpoint holds each parameter, and each moment shaped like its parameter, as one whole tensor
-in boxes, whoever wrote them. A rank's tensor is one such box (a DTensor), a few of them (a range of
-the flattened parameter, as FSDP1 cuts it), or ranges of several parameters (FSDP1's flat one).
+A checkpoint holds each parameter, and each optimizer state with its parameter's shape, as one
+complete tensor in boxes, whichever rank wrote them. A rank's tensor is one such box (a DTensor), a
+few of them (a range of the flattened parameter, as FSDP1 shards it), or ranges of several
+parameters (FSDP1's flat one).
 """
 
 import math
@@ -22,15 +23,15 @@ Extent = tuple[Shape, Shape]
 
 
 class Piece(NamedTuple):
-    """A box of a whole tensor, and where a rank's tensor holds its elements."""
+    """A box of a complete tensor, and the position of its elements in a rank's tensor."""
 
     name: str
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the complete tensor."""
     offsets: Shape
     sizes: Shape
     start: int | None
-    """The place of the first element in the rank's flat tensor; None: all of it, in its shape."""
+    """Index of the first element in the rank's flat tensor; None: all of it, in its shape."""
 
     def of(self, local: Tensor) -> Tensor:
         """Return the elements as a view of the rank's tensor."""
@@ -42,32 +43,32 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a rank holds in one tensor of its own."""
+    """Content of one of the rank's tensors."""
 
     shape: Shape
-    """Of the rank's tensor."""
+    """Shape of the rank's tensor."""
     wholes: Mapping[str, Shape]
-    """Each whole tensor that has a place in it, by name; a rank may hold none of its elements."""
+    """Each complete tensor with a place in it, by name; a rank may hold none of its elements."""
     pieces: tuple[Piece, ...]
     copy: int = 0
     copies: int = 1
-    """This rank is that one of so many which are known to hold the same."""
+    """Number of ranks known to hold the same; ``copy`` is this rank's index among them."""
     uncut: bool = False
     """Whether every rank holds all of it."""
 
     def renamed(self, old: str, new: str) -> "Held":
-        """Return the same place in other whole tensors: those with another prefix."""
+        """Return the same position in other complete tensors: those with another prefix."""
         pieces = [p._replace(name=new + p.name.removeprefix(old)) for p in self.pieces]
         wholes = {new + name.removeprefix(old): shape for name, shape in self.wholes.items()}
         return replace(self, wholes=wholes, pieces=tuple(pieces))
 
     def writes(self, name: str, offsets: Shape) -> bool:
-        """Return whether, of those that hold the same box, it is this rank that writes it alone."""
+        """Return whether this rank writes the box alone, among the ranks that hold it."""
         return zlib.crc32(repr((name, tuple(offsets))).encode()) % self.copies == self.copy
 
 
 def range_boxes(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
-    """Yield, in order, the boxes that make up a range of the flattened, row-major tensor."""
+    """Yield, in order, the boxes that form a range of the flattened, row-major tensor."""
     row = math.prod(shape[1:])
     while start < stop:
         if not shape:
@@ -86,7 +87,7 @@ def range_boxes(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
 
 
 def cut(sizes: Shape, most: int) -> Iterator[Extent]:
-    """Yield boxes of at most so many elements, in order, that make up one of these sizes."""
+    """Yield, in order, boxes of at most ``most`` elements that form one box of these sizes."""
     row = math.prod(sizes[1:])
     if not sizes or sizes[0] * row <= most:
         yield _all_of(sizes)
@@ -111,15 +112,15 @@ def held_in(
     rank: int,
     world_size: int,
 ) -> dict[str, Held]:
-    """Return what this rank holds of tensors that have a place in a whole; others are left out.
+    """Return this rank's content of tensors with a position in complete ones; others are left out.
 
     Args:
-        module: the one that the tensors are of.
-        prefix: what stands before each name in the checkpoint.
+        module: module of the tensors.
+        prefix: prefix of each name in the checkpoint.
         tensors: the tensors by the module's names.
-        alike: the names of plain tensors that are known to be the same on every rank.
-        rank: this one.
-        world_size: how many there are.
+        alike: names of plain tensors that are known to be equal on every rank.
+        rank: this rank.
+        world_size: number of ranks.
     """
     ranges = _flat_ranges(module)
     places = {}
@@ -178,25 +179,25 @@ def _held_of_dtensor(name: str, tensor: Any) -> Held | None:
 
 
 class _Range(NamedTuple):
-    """The elements of a parameter, flattened, that lie in FSDP1's tensor."""
+    """The elements of a flattened parameter that FSDP1's tensor contains."""
 
     fqn: str
     shape: Shape
     begin: int
-    """In the parameter."""
+    """Index in the parameter."""
     size: int
     start: int
-    """In the tensor of this rank."""
+    """Index in this rank's tensor."""
 
 
 def _flat_ranges(module: nn.Module) -> dict[int, tuple[list[_Range], bool]]:
-    """Return what lies in each of FSDP1's tensors, and whether all of it does, by tensor's id."""
+    """Return the ranges in each of FSDP1's tensors, and whether it is uncut, by tensor id."""
     by_tensor: dict[int, tuple[list[_Range], bool]] = {}
     for prefix, inner in module.named_modules():
         handle: Any = getattr(inner, "_handle", None)
         flat = getattr(handle, "flat_param", None)
         if flat is None or not all(flat._contiguities):
-            continue  # of another memory format: not in the order of its rows
+            continue  # has another memory format: not in the order of its rows
         ranges = [
             _Range(
                 clean_name(f"{prefix}.{fqn}"),

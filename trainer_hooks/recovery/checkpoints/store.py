@@ -1,4 +1,4 @@
-"""Saves snapshots to a run's folder in the background, and loads them: on all ranks together."""
+"""Saves snapshots to a run's directory in the background, and loads them, on all ranks together."""
 
 import logging
 import re
@@ -29,13 +29,13 @@ from trainvitals.errors import CheckpointCorruptError, CheckpointError, UsageErr
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.records import CheckpointChanged
 
-# ----------------------------------------------------------------------- what is queued
+# ----------------------------------------------------------------------- background jobs
 
 
 class Background:
-    """Runs jobs one after another beside the training; a job deals with its own errors.
+    """Runs jobs one after another in the background; a job handles its own errors.
 
-    Its caller bounds the queue: a save holds a slot of the snapshots, a mark is one for each start.
+    Its caller bounds the queue: a save holds a slot of the snapshots, and each start has one mark.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,12 +53,12 @@ class Background:
                 self._worker.start()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until all jobs are done; return False if the time ran out before."""
+        """Wait until all jobs are done; return False on a timeout."""
         with self._guard:
             return self._guard.wait_for(lambda: self._worker is None, timeout)
 
     def _work(self) -> None:
-        """Do what is queued, then end: no thread is left behind by a run that saves nothing."""
+        """Process the queue, then end: a run that saves nothing leaves no thread."""
         while True:
             with self._guard:
                 if not self._jobs:
@@ -77,13 +77,13 @@ _PARTS_OF_THE_MODEL = re.compile(r"rank\.\d+\.((model|optim)\..*)")
 
 
 class CheckpointStore:
-    """Checkpoints of one run in one folder, which all ranks see.
+    """Checkpoints of one run in one directory, which all ranks see.
 
-    ``save`` and the loads are collective: called on all ranks, in the same order. A save runs in
-    one background thread, on the side group; a load must not run while a save does. A failure is
-    logged, counted and told through ``take_changes``; it never reaches the training.
+    ``save`` and the loads are collective: call them on all ranks, in the same order. A save runs in
+    one background thread, on the side group; a load must not run during a save. A failure is
+    logged, counted and reported by ``take_changes``; it never reaches the training.
 
-    What is in the folder is this rank's view of a disk: never let it decide anything by itself.
+    The directory's content is this rank's view of a disk: never decide by it alone.
     """
 
     def __init__(
@@ -113,25 +113,25 @@ class CheckpointStore:
         self.num_failed = 0
 
     def prepare(self) -> None:
-        """Make the folder ready, and checkpoints of what ranks wrote alone. Rank 0 only.
+        """Prepare the directory, and make checkpoints of parts that ranks wrote alone. Rank 0 only.
 
         Raises:
-            StorageError: it cannot be made or written.
+            StorageError: it cannot be created or written.
         """
         self.folder.prepare()
         self.adopt_alone()
 
     def adopt_alone(self) -> list[str]:
-        """Make checkpoints of the parts that ``write_alone`` left; return their ids. Rank 0 only.
+        """Make checkpoints of the parts from ``write_alone``; return their ids. Rank 0 only.
 
-        Call before anything is loaded, when no rank of an earlier start writes any more.
+        Call before anything is loaded, when no rank of an earlier start writes any longer.
         """
         return emergency_save.adopt(self.folder, self._run_id)
 
     # -------------------------------------------------------------------------------- saving
 
     def save(self, snapshot: Snapshot) -> str:
-        """Begin to write a snapshot to disk and return its id there; does not wait.
+        """Start writing a snapshot to disk and return its id there; does not wait.
 
         The snapshot's memory is held until it is written. Saves queue up; since each holds a slot
         of the ring, there are never more of them than slots.
@@ -141,13 +141,13 @@ class CheckpointStore:
         return manifests.checkpoint_id(snapshot.step, snapshot.attempt)
 
     def wait(self, timeout: float | None = 60.0) -> bool:
-        """Wait until all saves are done; return False if the time ran out before."""
+        """Wait until all saves are done; return False on a timeout."""
         return self._background.wait(timeout)
 
     def _save_held(self, snapshot: Snapshot) -> None:
         try:
             self._save(snapshot)
-        except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+        except BaseException as error:  # noqa: BLE001 - CheckpointException is not an Exception
             self._failed(snapshot, error)
         finally:
             snapshot.release()
@@ -155,7 +155,7 @@ class CheckpointStore:
     def _save(self, snapshot: Snapshot) -> None:
         """Write, read back, seal and rename; each stage ends in one verdict for all ranks.
 
-        A rank reads back and measures what it wrote itself; rank 0 gets the checksums.
+        A rank reads back and measures its own data; rank 0 gets the checksums.
         """
         name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
         if self._ranks.broadcast(self._is_rank0 and (self.folder.path / name).exists()):
@@ -184,12 +184,12 @@ class CheckpointStore:
         self.num_saved += 1
         self.folder.note(name, snapshot.state, num_bytes=size)
         problem = caught(lambda: self.folder.rotate(self._on_branch)) if self._is_rank0 else None
-        if problem is not None:  # told, but the new checkpoint is there all the same
+        if problem is not None:  # logged, but the new checkpoint exists anyway
             self.num_failed += 1
             _LOG.warning("vitals: old checkpoints were not removed: %s", problem.text)
 
     def _mark(self, name: str, snapshot: Snapshot) -> None:
-        """Say what a checkpoint that is there is worth; what fails leaves it as it is."""
+        """Mark the state of an existing checkpoint; a failure leaves it unchanged."""
         if self._is_rank0:
             self._marked(name, lambda of: self._write_marks(of, snapshot))
 
@@ -200,7 +200,7 @@ class CheckpointStore:
             _LOG.warning("vitals: checkpoint %s was not marked: %s", name, problem.text)
 
     def _write_marks(self, name: str, snapshot: Snapshot) -> None:
-        """The same state may be saved twice: as the best, and later as healthy."""
+        """Write the marks. The same state may be saved twice: as the best, and later as healthy."""
         if snapshot.best is not None:
             self.folder.mark_best(name, *snapshot.best)
         unproven = [ref.id for ref in self.folder.refs() if ref.state == "verified"]
@@ -208,9 +208,9 @@ class CheckpointStore:
             self.folder.mark_healthy(name)
 
     def _boxes(self, snapshot: Snapshot, *, alone: bool = False) -> Iterator[Box]:
-        """Yield what this rank holds, from the snapshot's copies.
+        """Yield this rank's data from the snapshot's copies.
 
-        ``alone`` leaves out what this rank need not write where it can ask no other.
+        ``alone`` leaves out data that this rank need not write without communication.
         """
         mine = f"rank.{self._ranks.rank}."
         host = {
@@ -226,7 +226,7 @@ class CheckpointStore:
                         yield part
 
     def _read_back(self, partial: Path, written: list[Box]) -> dict[str, FileEntry]:
-        """Compare this rank's files with the snapshot; return what they are measured to be."""
+        """Compare this rank's files with the snapshot; return their measurements."""
         expected = {box.key: box.tensor for box in written}
 
         def check(index: MetadataIndex, tensor: Tensor) -> None:
@@ -277,10 +277,10 @@ class CheckpointStore:
         self.folder.note(name, "bad", detail=f"not saved: {text}")
 
     def write_alone(self, snapshot: Snapshot) -> bool:
-        """Write this rank's part of a snapshot, without any collective; return whether it is there.
+        """Write this rank's part of a snapshot, without any collective; return whether it exists.
 
-        For an end that leaves no time to meet: ``adopt_alone`` makes a checkpoint of it where all
-        ranks have written theirs. Waits for the disk; a failure is logged, counted and told.
+        For an end without time to meet: ``adopt_alone`` makes a checkpoint of it if all ranks have
+        written theirs. Waits for the disk; a failure is logged, counted and reported.
         """
         snapshot.hold()
         try:
@@ -296,7 +296,7 @@ class CheckpointStore:
                 snapshot.check_whole,
                 self.folder.key,
             )
-        except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+        except BaseException as error:  # noqa: BLE001 - CheckpointException is not an Exception
             self._tell_failure(snapshot, error)
             return False
         finally:
@@ -304,11 +304,11 @@ class CheckpointStore:
         return True
 
     def mark_healthy(self, checkpoint_id: str) -> None:
-        """Begin to record that a verified checkpoint was proven healthy. Rank 0 only."""
+        """Start recording that a verified checkpoint was proven healthy. Rank 0 only."""
         self._background.add(lambda: self._marked(checkpoint_id, self.folder.mark_healthy))
 
     def take_changes(self) -> list[CheckpointChanged]:
-        """Return what changed since the last call, for the events stream; call after each step."""
+        """Return the changes since the last call, for the events stream; call after each step."""
         return self.folder.take_changes()
 
     # ------------------------------------------------------------------------------- loading
@@ -316,11 +316,11 @@ class CheckpointStore:
     def verify(self, checkpoint_id: str) -> Manifest:
         """Return the manifest after reading everything back: checksums, then finiteness.
 
-        Not collective: for one who looks at a folder. A load shares the files out.
+        Not collective: for commands that examine a directory. A load splits the files among ranks.
 
         Raises:
-            CheckpointCorruptError: something does not hold.
-            CheckpointError: it is another run's.
+            CheckpointCorruptError: a check failed.
+            CheckpointError: it belongs to another run.
             UsageError: there is no such checkpoint.
         """
         content = self.folder.check(checkpoint_id)
@@ -328,7 +328,7 @@ class CheckpointStore:
         return content
 
     def _scan(self, content: Manifest, only: Sequence[MetadataIndex] | None = None) -> None:
-        """Refuse what is stored and not finite, in all boxes or in these."""
+        """Refuse stored non-finite values, in all boxes or in these."""
         exempt = set(content.may_be_nonfinite)
 
         def check(index: MetadataIndex, tensor: Tensor) -> None:
@@ -338,14 +338,14 @@ class CheckpointStore:
         payload.scan(self.folder.path / content.id, check, only)
 
     def _verify_share(self, content: Manifest) -> None:
-        """Verify the files that are this rank's to verify, and the metadata, which all read.
+        """Verify this rank's share of the files, and the metadata, which all ranks read.
 
-        The bytes first and what is in them after, so that nothing is opened which is not what was
-        written; the second pass finds them in the page cache where they fit.
+        The bytes come first and then their content, so that only unchanged files are opened; the
+        second pass finds them in the page cache if they fit.
 
         Raises:
-            CheckpointCorruptError: something does not hold.
-            CheckpointError: they cannot be read here, which says nothing of the checkpoint.
+            CheckpointCorruptError: a check failed.
+            CheckpointError: they cannot be read here, so the checkpoint's state is unknown.
         """
         folder = self.folder.path / content.id
         names = manifests.share(content.files, self._ranks.rank, self._ranks.world_size)
@@ -361,10 +361,10 @@ class CheckpointStore:
     def load(self, checkpoint_id: str) -> Restored:
         """Verify a checkpoint and make the live state equal to it, bit for bit. Collective.
 
-        Each file is verified by one rank, all at once, before any rank takes anything from it.
+        Each file is verified by one rank, in parallel, before any rank uses it.
 
         Raises:
-            CheckpointCorruptError: it is damaged; nothing has changed, and it is set aside.
+            CheckpointCorruptError: it is damaged; nothing has changed, and it is quarantined.
             CheckpointError: it does not fit this training, or could not be read on some rank.
             UsageError: there is no such checkpoint.
         """
@@ -383,17 +383,17 @@ class CheckpointStore:
         return restored[0]
 
     def loadable_refs(self) -> tuple[CheckpointRef, ...]:
-        """Return what rank 0 finds to load, oldest first: the same on all ranks. Collective."""
+        """Return rank 0's loadable checkpoints, oldest first: the same on all ranks. Collective."""
         here = self.folder.loadable_refs(self._on_branch) if self._is_rank0 else ()
         return tuple(self._ranks.broadcast(here))
 
     def load_newest(self, refs: Sequence[CheckpointRef]) -> Restored | None:
-        """Load the last that is sound, past damaged ones and such that are gone. Collective.
+        """Load the latest valid one; skip damaged and missing checkpoints. Collective.
 
-        None where there are none.
+        None if there are none.
 
         Raises:
-            CheckpointError: there are some, and none is sound; or it does not fit this training.
+            CheckpointError: there are some, and all are invalid; or it does not fit this training.
         """
         for ref in reversed(refs):
             try:
@@ -445,7 +445,7 @@ class CheckpointStore:
     def _check_alike(
         self, folder: Path, specs: Mapping[str, Spec], names: Mapping[str, str]
     ) -> None:
-        """Refuse step counts that differ where here one counter stands for several parameters."""
+        """Refuse step counts that differ if one counter here covers several parameters."""
         groups: list[list[Box]] = []
         for key, spec in specs.items():
             held = self._layout.held(key, spec.shape)
@@ -470,7 +470,7 @@ class CheckpointStore:
     def _targets(
         self, specs: Mapping[str, Spec], names: Mapping[str, str], stored: Mapping[str, Spec]
     ) -> Iterator[Box]:
-        """Yield the memory of the live tensors; what the checkpoint has nothing for is zeroed."""
+        """Yield the memory of the live tensors; tensors missing in the checkpoint are zeroed."""
         live = self._state.tensors()
         for key, spec in specs.items():
             held = self._layout.held(key, spec.shape)
@@ -497,7 +497,7 @@ def _pieces(held: Held, tensor: Tensor) -> Iterator[Box]:
 
 
 def _small(box: Box) -> Iterator[Box]:
-    """Yield a box as parts of some megabytes, cut alike on every rank that holds it."""
+    """Yield a box as parts of some megabytes, split in the same way on every rank that holds it."""
     most = max(1, payload.BOX_BYTES // box.tensor.element_size())
     for offsets, sizes in cut(tuple(box.tensor.shape), most):
         part = box.tensor
@@ -508,7 +508,7 @@ def _small(box: Box) -> Iterator[Box]:
 
 
 def _refuse_parts(stored: Mapping[str, Spec], saved_by: int) -> None:
-    """Refuse, for another number of ranks, what each of them had for itself."""
+    """Refuse the ranks' separate data if the number of ranks differs."""
     first_match = next((match for k in stored if (match := _PARTS_OF_THE_MODEL.match(k))), None)
     if first_match is not None:
         raise CheckpointError(
@@ -520,7 +520,7 @@ def _refuse_parts(stored: Mapping[str, Spec], saved_by: int) -> None:
 
 
 def _plain(key: str) -> str:
-    """Return the name without the rank it was written for."""
+    """Return the name without its rank."""
     return key.split(".", 2)[2] if key.startswith("rank.") else key
 
 

@@ -13,10 +13,10 @@ from trainvitals.errors import CheckpointError
 
 
 def try_checkpoint(directory: Path) -> None:
-    """Save a small model to the directory, as a training does, and load it.
+    """Save a small model to the directory, like a training, and load it.
 
     Raises:
-        CheckpointError: it was not saved, or did not load as it was saved.
+        CheckpointError: it was not saved, or the loaded model differs.
     """
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
