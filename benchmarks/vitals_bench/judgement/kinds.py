@@ -500,7 +500,7 @@ class ScheduledTask(RegressionTask):
 
 @dataclass(frozen=True, kw_only=True)
 class LongTailTask(PatternsTask):
-    """Classes by Zipf's law, with weights that make up for it: rare ones hit hard."""
+    """Classes by Zipf's law, weighted by inverse frequency: rare ones have large gradients."""
 
     steps: int = 500
 
@@ -638,7 +638,7 @@ class AccumulatedTask(RegressionTask):
 
 @dataclass(frozen=True, kw_only=True)
 class MultitaskTask(RegressionTask):
-    """Three tasks by turns, with losses of other sizes: 1, 30 and 0.03."""
+    """Three alternating tasks, with losses of different sizes: 1, 30 and 0.03."""
 
     steps: int = 600
 

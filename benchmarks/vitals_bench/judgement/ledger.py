@@ -94,7 +94,7 @@ class Ledger:
             self.withheld_steps.append(step)
 
     def _alerts(self) -> Iterator[Alert]:
-        """Yield the alerts that notify or page somebody; one that goes on is one."""
+        """Yield the alerts that notify or page; an alert that lasts counts once."""
         actions: dict[int, set[str]] = {}
         for decision in self.decisions:
             actions.setdefault(decision.step, set()).add(decision.action)

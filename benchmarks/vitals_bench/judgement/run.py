@@ -75,7 +75,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Findings that were not acted on, by kind."""
     notes: dict[str, int] = {}
     messages: dict[str, int] = {}
-    """Alerts that notify or page, by name; one that goes on is one."""
+    """Alerts that notify or page, by name; an alert that lasts counts once."""
     pages: int = 0
     reported: int | None = None
     """Steps from the fault to the first finding or decision; None: nothing was reported."""

@@ -12,7 +12,7 @@ from vitals_collector.importers.files import lines_of, open_text, reading
 _NUMBER = "line number"
 """In the place of a step, where the log has none."""
 _OF_EPOCH = frozenset({"iter", "iteration", "it"})
-"""Names of a step that may begin anew in each epoch, as OpenMMLab's does."""
+"""Names of a step that may restart in each epoch, as in OpenMMLab."""
 
 
 def is_json_lines(begin: bytes) -> bool:
@@ -76,7 +76,7 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
 
 
 def _object(line: str) -> dict[str, object] | None:
-    """Return the line's object, with objects within it as ``outer/inner``; None: it is none."""
+    """Return the line's object, with nested objects as ``outer/inner``; None if it is no object."""
     try:
         cells = json.loads(line)
     except (ValueError, RecursionError):
@@ -93,7 +93,7 @@ def _flat(cells: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 class _Epochs:
-    """Counts iterations on where they begin anew in each epoch."""
+    """Numbers iterations continuously if they restart in each epoch."""
 
     def __init__(self) -> None:
         self._before: dict[object, int] = {}

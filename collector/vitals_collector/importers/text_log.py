@@ -97,7 +97,7 @@ def named(begin: str) -> str:
 
 
 def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> History:
-    """Return the history; its rows are the lines that tell of a step.
+    """Return the history; its rows are the lines that report a step.
 
     Raises:
         UsageError: none of the lines has a loss or a gradient norm, or a column was named that is
@@ -140,7 +140,7 @@ def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> Hist
 
 
 def unknown_text(path: Path, begin: str) -> FormatError:
-    """Return what is said of a text that is neither a CSV file nor a log of a known form."""
+    """Return the message for a text that is neither a CSV file nor a log of a known form."""
     what = named(begin)
     known = ", ".join(dict.fromkeys(form.name for form in FORMS[:-1]))
     return FormatError(

@@ -120,7 +120,7 @@ def _sum(values: Sequence[N | None]) -> N | None:
 
 
 def lost_spans(decided: Iterable[DecisionView], restarts: Iterable[Restart] = ()) -> list[Lost]:
-    """Return the steps trained in vain, each once: skipped, or gone back over."""
+    """Return the wasted steps, each once: skipped, or undone by a rollback or restart."""
     spans: list[Lost] = [span for restart in restarts for span in restart.lost]
     for view in decided:
         decision = view.decision

@@ -373,7 +373,7 @@ def action(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) 
 
 
 def _resumed(restart: Restart) -> str:
-    """Say from where a restarted run went on."""
+    """Return a sentence about the step from which a restarted run continued."""
     if not restart.step:
         return (
             f"The restarted run counts from step 0; its last step had been {restart.last_step:,}. "

@@ -23,7 +23,7 @@ from vitals_collector.report.curves import Curve, CurveMark
 from vitals_collector.report.postmortem.blocks import Block, Heading, Plot, Table, Words
 
 NEAR_ROWS = 20
-"""Findings of a kind that lie no further apart are one alarm."""
+"""Findings of one kind at most this many records apart are one alarm."""
 REFERENCE_ROWS, RECOVERY_ROWS = 50, 10
 """Records before an onset whose median is where the loss was, and in a row that must be there
 again."""
@@ -31,9 +31,9 @@ TOLERANCE = 0.05
 """Share of that median by which it may be higher, at least."""
 _COLLAPSED = "collapse"
 _SLOW = frozenset({"divergence", "lost_progress", "plateau"})
-"""Kinds of findings about the level of the loss: the same rise is reported again as it goes on."""
+"""Kinds of findings about the level of the loss: the same rise is reported again while it lasts."""
 PROMPT_ROWS = 100
-"""Records within which a loss that came back by itself makes an action look needless."""
+"""Records within which a loss that came back by itself makes an action look unnecessary."""
 MAX_LINES = 200
 _GRAVITY = ("page", "notify", "log")
 _ACTIONS = {
