@@ -177,7 +177,7 @@ def test_on_a_terminal_it_serves_until_ctrl_c_and_its_next_commands_work(tmp_pat
         *(sys.executable, "-m", "trainvitals", "demo", "--dir", str(tmp_path))
     )
     assert 0 == code, shown
-    assert "open: http://127.0.0.1:" in shown
+    assert re.search(r"open: http://[0-9a-f]+\.localhost:\d+/\?token=", shown), shown
     lines = re.findall(r"^  (.+?)   # ", shown.replace("\r", ""), re.M)
     for line, command in zip(lines, ("why", "postmortem", "dashboard"), strict=True):
         assert f" {command} " in line

@@ -120,7 +120,7 @@ def test_broken_parameters_are_rolled_back_on_every_rank_and_poisoned_data_is_tr
     assert last[2] in ("replica_corrupted", "nonfinite_params")
     assert ("rollback", 2) == (last[0], last[3])
     assert 200 <= last[1] <= 202
-    assert [152] == [read.step for read in reads]
+    assert 150 == reads[0].step, "the probe runs at the first reported step"
     assert "the state is healthy" in reads[0].text
     assert math.isfinite(healed.result["validation_loss"])
 
