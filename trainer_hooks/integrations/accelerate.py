@@ -154,10 +154,10 @@ def refuse(distributed_type: Any, optimizers: Sequence[Any]) -> None:
             hint="model, optimizer = accelerator.prepare(model, optimizer), and then attach()",
         )
     names = [type(plain(optimizer)).__name__ for optimizer in optimizers]
-    beside = {"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"}.intersection(names)
-    if beside:
+    unguarded = {"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"}.intersection(names)
+    if unguarded:
         raise UsageError(
-            f"{beside.pop()} updates parameters inside backward, before their gradients can be "
+            f"{unguarded.pop()} updates parameters inside backward, before their gradients can be "
             "checked",
             hint="use an optimizer whose step() makes the update",
         )

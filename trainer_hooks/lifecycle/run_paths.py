@@ -173,7 +173,7 @@ def _run_dir(base: Path, environ: Mapping[str, str], clock: Clock, nth: int) -> 
 
 
 def _other_disk(environ: Mapping[str, str]) -> Path | None:
-    """Return where run directories may lie while their disk is full: on no memory."""
+    """Return a directory on another disk, not in memory, for runs whose disk is full; or None."""
     elsewhere = {name: value for name, value in environ.items() if name != "VITALS_SHM"}
     disks = (base for base in private_bases(elsewhere, []) if not is_memory_backed(base))
     return next((base / "vitals_runs" for base in disks), None)
@@ -193,7 +193,7 @@ def read_earlier_plan(run_dir: RunDir) -> Plan:
 def open_journal(
     place: RunPaths, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
 ) -> JournalWriter | None:
-    """Open this rank's journal; without one training goes on, and the fault is counted."""
+    """Open this rank's journal; without one training continues, and the fault is counted."""
     if place.folder is None:
         return None
     uuid = ""
@@ -228,8 +228,8 @@ def open_inbox(
 ) -> CommandInbox | None:
     """Open the run's mailbox on rank 0, which alone reads it.
 
-    Without one training goes on, and the fault is counted. An error of the run's key is raised on
-    every rank.
+    Without one training continues, and the fault is counted. An error of the run's key is raised
+    on every rank.
     """
     opened: list[CommandInbox] = []
 

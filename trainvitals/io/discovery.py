@@ -13,7 +13,7 @@ from trainvitals.io.private import ensure_private_dir, open_private, read_own, w
 from trainvitals.io.segments import CLOSED, ClosedMarker
 
 ROOM_BYTES = 64 << 10
-"""Mailbox, heartbeat and a small segment of each stream, with the folders they lie in."""
+"""Size of mailbox, heartbeat and a small segment of each stream, with their directories."""
 
 AWAY_FILE = "collector_away"
 """In the run's folder: the collector that does not answer, as long as it does not. The agent writes

@@ -259,11 +259,11 @@ def _judge_ending(
     restarts: Sequence[int],
     before: _Trouble | None,
 ) -> _Trouble | None:
-    """Find out how the log goes on behind an alarm; return the trouble that it was about.
+    """Set how an alarm ended, from the log after it, and return the trouble it reported.
 
-    Where the loss was is taken from before the onset: detectors of a slow rise speak when the
-    records just before are part of it. How long it lasted counts from the onset, too. A rise that
-    is reported again has the onset of the first report.
+    The reference loss comes from before the onset: when a detector reports a slow rise, the records
+    just before the report are part of the rise. The duration also counts from the onset. A rise
+    that is reported again keeps the onset of the first report.
     """
     restart = next((place for place in restarts if place > alarm.first_row), None)
     stop = len(log) if restart is None else restart
