@@ -204,7 +204,7 @@ def test_1e30_is_a_finite_outlier_where_the_clip_alone_would_make_it_infinite():
     with loop.attach():
         for step in range(65):
             loop.step(gradient=1e30 if step == 60 else None, before=True)
-        verdicts = Journal(Path(os.environ["VITALS_SHM"])).steps("verdict")
+    verdicts = Journal(Path(os.environ["VITALS_SHM"])).steps("verdict")
     assert NORM_OUTLIER | CLIPS | WITHHELD == verdicts[60]
 
 
