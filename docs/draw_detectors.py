@@ -56,7 +56,7 @@ series marked "silent" look similar but are healthy: no detector reports anythin
 SETS = (
     (
         "In every rank",
-        "`trainvitals/policy/judge.py:DetectorSet` runs in every rank on the same all-reduced "
+        "`trainvitals/detect/detector_set.py:DetectorSet` runs in every rank on the same all-reduced "
         "values, "
         "so all ranks, and a replay, reach the same findings. Only non-finite values lead to "
         "actions here; the escalation policy withholds finite outliers by a rule of its own, and "
@@ -108,7 +108,7 @@ delay, separately for *act* and *tell*, and names where a peer is better
 what Vitals would have found and done in your own log.
 
 In `observe` mode Vitals takes no action, so the run itself shows which decisions were right
-(`trainvitals/policy/evidence.py:outcome`): a decision was *needed* if the loss stayed above its
+(`trainvitals/hindsight.py:outcome`): a decision was *needed* if the loss stayed above its
 previous level, and *unneeded* if it recovered by itself. `vitals show` and the dashboard count
 both.
 """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainer_hooks.outcome import StepOutcome
     from trainer_hooks.recovery.manager import CheckpointSettings
     from trainvitals.detect.schedule import LRSchedule
-    from trainvitals.policy.stopping import EarlyStopping
+    from trainvitals.early_stopping import EarlyStopping
 
 __all__ = [
     "EMA",
@@ -41,7 +41,7 @@ _HOMES = {
     "EMA": "trainer_hooks.callbacks.ema",
     "Attached": "trainer_hooks._attach",
     "CheckpointSettings": "trainer_hooks.recovery.manager",
-    "EarlyStopping": "trainvitals.policy.stopping",
+    "EarlyStopping": "trainvitals.early_stopping",
     "LRSchedule": "trainvitals.detect.schedule",
     "Monitor": "trainer_hooks.monitor",
     "RestoredBest": "trainer_hooks.callbacks.early_stopping",

@@ -52,8 +52,8 @@ from trainer_hooks.step.profiling import Slowdowns
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
+from trainvitals.early_stopping import EarlyStopping
 from trainvitals.policy import Judge
-from trainvitals.policy.stopping import EarlyStopping
 from trainvitals.records import (
     AttemptStarted,
     Event,

@@ -26,9 +26,9 @@ from trainer_hooks.step.gradients import Models, unwrap
 from trainer_hooks.step.phases import refuse_max_norm
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.outliers import LossKind
+from trainvitals.early_stopping import EarlyStopping
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
-from trainvitals.policy.stopping import EarlyStopping
 from trainvitals.records import OnHang
 
 Mode = Literal["off", "observe", "guard", "heal"]

@@ -16,9 +16,9 @@ from trainvitals.detect import (
     LossKind,
     SpikeDetector,
 )
+from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
-from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding, StepRecord
 
 SECOND = 1_000_000_000

@@ -15,9 +15,9 @@ from typing import Literal
 
 from docs.drawn.svg import Line, Mark, Panel
 from trainvitals.detect import LossKind
+from trainvitals.detect.detector_set import DetectorSet
+from trainvitals.judged_log import EXPECTED_STEPS, LoggedStep, judge_history
 from trainvitals.policy import JudgeConfig
-from trainvitals.policy.history import EXPECTED_STEPS, LoggedStep, judge_history
-from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding, StepRecord
 
 FOLDER = Path(__file__).parent / "real"

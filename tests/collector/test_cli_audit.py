@@ -234,7 +234,7 @@ def test_a_million_records_are_audited(tmp_path: Path, capsys):
 
 
 def test_a_loss_is_back_only_where_it_stays():
-    from trainvitals.policy.history import LoggedStep
+    from trainvitals.judged_log import LoggedStep
 
     def is_back(logged: LoggedStep) -> bool:
         return logged.loss is not None and logged.loss <= 2.0

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from trainvitals.policy.history import JudgedStep, LoggedStep, judge_history
+from trainvitals.judged_log import JudgedStep, LoggedStep, judge_history
 from trainvitals.policy.judge import Judgement
 from trainvitals.records import Finding, StepRecord
 from vitals_collector.report.drawing import COLORS, Drawing

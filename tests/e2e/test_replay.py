@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer_hooks.torchrun import reader_of, run_id_of, train
 from trainvitals.cli.main import main
-from trainvitals.policy.history import JudgedStep, document, judge_history
+from trainvitals.judged_log import JudgedStep, document, judge_history
 from trainvitals.testing.faults import FaultPlan
 from trainvitals.views import FindingsQuestion
 from vitals_collector.importers import ColumnChoice, read_history

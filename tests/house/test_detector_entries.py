@@ -8,10 +8,10 @@ import pytest
 from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_STEPS
 from docs.drawn.loop import falling, losses, noisy
 from docs.drawn.runs import ExampleError, in_loop
+from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
 from trainvitals.detect.fleet import set as fleet
 from trainvitals.detect.fleet.speed import PaceConfig
-from trainvitals.policy.judge import DetectorSet
 
 NAMES = [entry.name for entry in ENTRIES]
 

@@ -17,8 +17,8 @@ from trainer_hooks.step.reduce_vector import (
     Reduced,
     ReduceVector,
 )
+from trainvitals.early_stopping import EarlyStopping
 from trainvitals.errors import CheckpointError, UsageError
-from trainvitals.policy.stopping import EarlyStopping
 
 NAN = math.nan
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
-from trainvitals.policy.history import LoggedStep, judge_history
+from trainvitals.judged_log import LoggedStep, judge_history
 
 outliers = st.lists(
     st.tuples(st.integers(1, 99), st.floats(0.1, 1e9), st.floats(0.1, 1e9)),

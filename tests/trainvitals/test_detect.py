@@ -21,10 +21,10 @@ from trainvitals.detect import (
     SpikeConfig,
     SpikeDetector,
 )
+from trainvitals.detect.detector_set import DetectConfig, DetectorSet
 from trainvitals.detect.guard import GuardDetector
 from trainvitals.detect.outliers import OutlierRule
 from trainvitals.errors import ConfigError
-from trainvitals.policy.judge import DetectConfig, DetectorSet
 from trainvitals.records import Finding, StepRecord
 from trainvitals.testing import series
 

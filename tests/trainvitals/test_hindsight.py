@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainvitals.policy.evidence import outcome, tally
+from trainvitals.hindsight import outcome, tally
 from trainvitals.records import Decision
 
 

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from trainvitals.detect import LossKind
-from trainvitals.policy import Judge, JudgeConfig, Mode
-from trainvitals.policy.evidence import NO_READING, Ask, Reading
-from trainvitals.policy.history import (
+from trainvitals.judged_log import (
     JudgedStep,
     LoggedStep,
     cadence_of,
     document,
     judge_history,
 )
+from trainvitals.policy import Judge, JudgeConfig, Mode
+from trainvitals.policy.evidence import NO_READING, Ask, Reading
 from trainvitals.records import Decision, Finding
 from trainvitals.testing import judgements, series
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainvitals.policy.history import LoggedStep, judge_history, overflows_of
+from trainvitals.judged_log import LoggedStep, judge_history, overflows_of
 from trainvitals.testing.merged import merged_series
 
 NAN, INF = math.nan, math.inf

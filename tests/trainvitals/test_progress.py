@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.examples import one_in
 from trainvitals.detect import ProgressConfig, ProgressDetector
+from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.errors import ConfigError
 from trainvitals.policy import Judge, Proposal
-from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding, StepRecord
 
 

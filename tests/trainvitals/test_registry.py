@@ -7,9 +7,9 @@ import pytest
 
 import trainvitals
 from trainvitals.alerting import ALERTED_KINDS, ALERTS, alerts_for_finding
+from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.registry import ACTED_CAUSES, DETECTORS, DOMAINS, KINDS, kinds_about
-from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding
 
 CORE = Path(trainvitals.__file__).parent

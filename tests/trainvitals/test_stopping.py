@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainvitals.early_stopping import EarlyStopping, Stopper
 from trainvitals.errors import ConfigError
-from trainvitals.policy.stopping import EarlyStopping, Stopper
 
 NAN = math.nan
 values = st.lists(st.floats() | st.floats(0.0, 2.0), max_size=30)

@@ -16,8 +16,8 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import Meta, Snapshot, SnapshotRing
 from trainer_hooks.step.emit import Emitter
 from trainer_hooks.step.reduce_vector import Reduced
+from trainvitals.early_stopping import EarlyStopping, Stopper
 from trainvitals.errors import UsageError, VitalsError
-from trainvitals.policy.stopping import EarlyStopping, Stopper
 
 if TYPE_CHECKING:
     from trainer_hooks.recovery.checkpoints.index import BestMark

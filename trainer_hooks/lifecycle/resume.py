@@ -9,9 +9,9 @@ from typing import Any
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.emit import TokenCount
 from trainvitals.auto_clip import AutoClip
+from trainvitals.early_stopping import EarlyStopping, Stopper
 from trainvitals.errors import ConfigError, FormatError, NewerVersionError
 from trainvitals.policy import Judge, JudgeConfig
-from trainvitals.policy.stopping import EarlyStopping, Stopper
 from trainvitals.records import StepRecord
 
 VERSION = 1

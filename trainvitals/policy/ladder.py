@@ -38,6 +38,7 @@ from trainvitals.policy.state import (
     CheckpointRef,
     LadderConfig,
     LadderState,
+    Lasting,
     LrJump,
     Mode,
     Proposal,
@@ -488,16 +489,10 @@ def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
         return verdict
     course = case.course()
     jump = LrJump(record.step, last, rate, course.level, course.noise, course.first)
-    finding = Finding(
-        kind="lr_jump",
-        level="advisory",
-        step=record.step,
-        detector="learning_rate",
-        reason=f"the learning rate rose from {last:.4g} to {rate:.4g} in one step",
-        value=rate,
-        limit=config.lr_jump * last,
-        onset_step=record.step,
-        cause="lr_jump",
+    reason = f"the learning rate rose from {last:.4g} to {rate:.4g} in one step"
+    limit = config.lr_jump * last
+    finding = _found(
+        record, "lr_jump", "learning_rate", reason, "advisory", limit=limit, value=rate
     )
     state = replace(state, lr_jump=jump, losses=())
     return verdict._replace(state=state, findings=(*verdict.findings, finding))
@@ -514,19 +509,25 @@ def _look_at_snapshot(verdict: Verdict, case: Case) -> Verdict:
     rank = record.nonfinite_state_rank
     where = f"rank {rank}" if rank >= 0 else "several ranks"
     reason = f"parameters, optimizer state or buffers are NaN or infinite on {where}"
-    finding = Finding(
-        kind="nonfinite_state",
-        level="actionable",
-        step=record.step,
-        detector="snapshots",
-        reason=reason,
-        rank=rank,
-        value=float(record.nonfinite_state),
-        onset_step=record.step,
-        cause="nonfinite_state",
-    )
+    value = float(record.nonfinite_state)
+    finding = _found(record, "nonfinite_state", "snapshots", reason, rank=rank, value=value)
     verdict = _unhealthy(verdict, record.step)
     return _on_top(verdict, for_hidden, case, reason=reason, finding=finding)
+
+
+def _found(
+    record: StepRecord,
+    kind: str,
+    detector: str,
+    reason: str,
+    level: Literal["actionable", "advisory"] = "actionable",
+    **fields: Any,
+) -> Finding:
+    """Return a finding of the policy about this step, which is its own cause."""
+    return Finding(
+        kind=kind, level=level, step=record.step, detector=detector, reason=reason,
+        onset_step=record.step, cause=kind, **fields,
+    )  # fmt: skip
 
 
 def _on_top(verdict: Verdict, rung: Rung, case: Case, **given: Any) -> Verdict:
@@ -544,35 +545,19 @@ def _look_at_replicas(verdict: Verdict, case: Case) -> Verdict:
     record, rank = case.record, case.record.replica_rank
     if record.settings_differ:
         who = f"rank {rank}" if rank >= 0 else "a rank"
-        since = verdict.state.settings_since
+        since = verdict.state.settings.since
         since = record.step if since < 0 else since
-        finding = Finding(
-            kind="settings_differ",
-            level="advisory",
-            step=record.step,
-            detector="replicas",
-            reason=f"{who} trained with other settings than the others",
-            rank=rank,
-            onset_step=since,
-            cause="settings_differ",
-        )
-        state = replace(verdict.state, settings_since=since, settings_told=record.step)
+        reason = f"{who} trained with other settings than the others"
+        finding = _found(record, "settings_differ", "replicas", reason, "advisory", rank=rank)
+        finding = replace(finding, onset_step=since)
+        state = replace(verdict.state, settings=Lasting(record.step, since))
         verdict = verdict._replace(state=state, findings=(*verdict.findings, finding))
     decision = verdict.decision
     if not record.replicas_differ or (decision and decision.action in ("rollback", "halt")):
         return verdict
     reason = "ranks that must hold the same parameters and optimizer state do not"
     reason += f": rank {rank} is wrong" if rank >= 0 else ""
-    finding = Finding(
-        kind="replica_corrupted",
-        level="actionable",
-        step=record.step,
-        detector="replicas",
-        reason=reason,
-        rank=rank,
-        onset_step=record.step,
-        cause="replica_corrupted",
-    )
+    finding = _found(record, "replica_corrupted", "replicas", reason, rank=rank)
     verdict = _unhealthy(verdict, record.step)
     return _on_top(verdict, for_corrupted, case, reason=reason, finding=finding)
 
@@ -587,17 +572,10 @@ def _missed(verdict: Verdict, case: Case) -> Verdict:
     verdict = verdict._replace(state=replace(verdict.state, num_missed=num))
     if num & (num - 1):
         return verdict
-    finding = Finding(
-        kind="snapshot_missed",
-        level="advisory",
-        step=case.record.step,
-        detector="snapshots",
-        reason=f"{num} {'snapshot' if num == 1 else 'snapshots'} in memory could not be taken: a "
-        "rollback would go further back",
-        value=float(num),
-        onset_step=case.record.step,
-        cause="snapshot_missed",
-    )
+    reason = f"{num} {'snapshot' if num == 1 else 'snapshots'} in memory could not be taken: a "
+    reason += "rollback would go further back"
+    record, value = case.record, float(num)
+    finding = _found(record, "snapshot_missed", "snapshots", reason, "advisory", value=value)
     return verdict._replace(findings=(*verdict.findings, finding))
 
 

@@ -22,12 +22,14 @@ from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.state import (
     FOREVER,
     NEWEST,
+    TELL_AGAIN,
     AcceptedLevel,
     Cause,
     CheckpointRef,
     LadderConfig,
     LadderMemory,
     LadderState,
+    Lasting,
     LrJump,
     Mode,
     Outlier,
@@ -304,8 +306,6 @@ def _healthy(checkpoints: Sequence[CheckpointRef], at_most: float) -> list[Check
 MAX_SKIPPED_WINDOWS = 100
 MAX_BLAMED = 100
 _SAME_ONSET = 3
-_TELL_AGAIN = 50
-"""Steps after which a lasting problem is reported again: its alert would resolve after 100."""
 _GROUP_STEPS = 10
 """Steps without an outlier that end a group, for an operator who accepts one of them."""
 _TOUCHES = 10
@@ -364,34 +364,17 @@ def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding)
     state is non-finite again after every batch was trained again, a rollback does not fix it, and
     no further rollback is spent on it within the budget's window.
     """
-    config, facts, kind = case.config, state.facts, "nonfinite_state"
-    onset = case.record.step
-    target: CheckpointRef | None = None
+    config, facts, note = case.config, state.facts, ""
     if not case.heals or case.mode == "observe":
         note = f"mode {case.mode!r} does not roll back"
     elif facts.clock < facts.uncured_until:
         note = "an earlier rollback did not fix it"
-    elif _touched(facts, kind, onset) is not None:
+    elif _touched(facts, finding.kind, case.record.step) is not None:
         facts = replace(facts, uncured_until=facts.clock + config.budget_window)
-        note = "it is there again after a rollback"
+        state, note = replace(state, facts=facts), "it is there again after a rollback"
     elif len(spent_causes(facts, config)) >= config.max_causes:
         note = f"the rollback budget is used up ({config.max_causes} causes)"
-    else:
-        target, note, began = _target(case, None, onset)
-    if target is None:
-        state = replace(state, facts=facts)
-        since = _since(onset, state.state_told, state.state_since)
-        if since is None:
-            return Verdict(state)
-        state = replace(state, state_told=onset, state_since=since)
-        saves = "; no snapshot or checkpoint is made while it is so" if case.heals else ""
-        text = f"{reason}; {note}, so training continues{saves}"
-        return Verdict(state, findings=(replace(finding, reason=text, onset_step=since),))
-    facts = _spend(facts, case, None, kind=kind, began=began, target=target)
-    return _leave(
-        state, case, facts, target, rule=kind, onset=onset, reason=f"{reason}; {note}",
-        finding=finding, plays_all=True, why=reason,
-    )  # fmt: skip
+    return _train_again(state, case, "hidden", note, reason=reason, finding=finding)
 
 
 def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Finding) -> Verdict:
@@ -402,15 +385,15 @@ def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Findi
     reported, and training continues.
     """
     config, facts, record = case.config, state.facts, case.record
-    kind, onset, rank = "replica_corrupted", case.record.step, case.record.replica_rank
+    onset, rank, since = record.step, record.replica_rank, state.settings.since
     before = tuple(
         (when, who) for when, who in facts.corrupted if when > facts.clock - config.budget_window
     )
-    target: CheckpointRef | None = None
-    if state.settings_since >= 0 and onset - state.settings_told <= 2 * _TELL_AGAIN:
+    note = ""
+    if since >= 0 and onset - state.settings.told <= 2 * TELL_AGAIN:
         return Verdict(state)  # it follows from the reported difference in settings
-    if state.settings_since >= 0:
-        note = f"ranks had other settings from step {state.settings_since} on, which explains it"
+    if since >= 0:
+        note = f"ranks had other settings from step {since} on, which explains it"
     elif record.replayed_alike:
         note = (
             "the same difference recurred after a rollback, bit for bit: the cause is software, or "
@@ -423,45 +406,50 @@ def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Findi
         where = f"on rank {rank}" if rank >= 0 else "and two replicas cannot tell whose fault it is"
         text = f"{reason}; it is there again {when} steps after a rollback, {where}"
         text += ": a persistent fault"
-        return halt(state, text, kind, finding, case)
+        return halt(state, text, finding.kind, finding, case)
     elif len(spent_causes(facts, config)) >= config.max_causes:
         note = f"the rollback budget is used up ({config.max_causes} causes)"
-    else:
+    corrupted = (*before, (facts.clock, rank))
+    return _train_again(
+        state, case, "replicas", note, reason=reason, finding=finding, corrupted=corrupted
+    )
+
+
+def _train_again(
+    state: LadderState,
+    case: Case,
+    lasting: Literal["hidden", "replicas"],
+    note: str,
+    *,
+    reason: str,
+    finding: Finding,
+    **spent: Any,
+) -> Verdict:
+    """Roll back and train every batch again; with a note that says why not, report and continue.
+
+    ``spent`` is added to the facts together with the rollback.
+    """
+    onset, target = case.record.step, None
+    if not note:
         target, note, began = _target(case, None, onset)
     if target is None:
-        since = _since(onset, state.replicas_told, state.replicas_since)
-        if since is None:
+        told: Lasting | None = getattr(state, lasting).report(onset)
+        if told is None:
             return Verdict(state)
-        state = replace(state, replicas_told=onset, replicas_since=since)
-        text = (
-            f"{reason}; {note}, so training continues; no snapshot or checkpoint is made while it "
-            "is so"
-        )
-        return Verdict(state, findings=(replace(finding, reason=text, onset_step=since),))
-    facts = _spend(facts, case, None, kind=kind, began=began, target=target)
-    facts = replace(facts, corrupted=(*before, (facts.clock, rank)))
+        saves = case.heals or lasting == "replicas"
+        text = f"{reason}; {note}, so training continues"
+        text += "; no snapshot or checkpoint is made while it is so" if saves else ""
+        finding = replace(finding, reason=text, onset_step=told.since)
+        return Verdict(replace(state, **{lasting: told}), findings=(finding,))
+    facts = _spend(state.facts, case, None, kind=finding.kind, began=began, target=target)
     return _leave(
-        state, case, facts, target, rule=kind, onset=onset, reason=f"{reason}; {note}",
-        finding=finding, plays_all=True, why=reason,
+        state, case, replace(facts, **spent), target, rule=finding.kind, onset=onset,
+        reason=f"{reason}; {note}", finding=finding, plays_all=True, why=reason,
     )  # fmt: skip
 
 
-def _since(step: int, told: int, since: int) -> int | None:
-    """Return the first step of a lasting problem if it must be reported again; otherwise None."""
-    since_told = step - told if told >= 0 else FOREVER
-    if since_told < _TELL_AGAIN:
-        return None
-    return since if since_told <= 2 * _TELL_AGAIN else step
-
-
 def for_finite(
-    state: LadderState,
-    case: Case,
-    *,
-    rule: str,
-    onset: int,
-    reason: str,
-    finding: Finding,
+    state: LadderState, case: Case, *, rule: str, onset: int, reason: str, finding: Finding
 ) -> Verdict:
     """Roll back on finite evidence about the state; if not allowed, report it and continue.
 

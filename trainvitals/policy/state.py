@@ -273,6 +273,26 @@ class Outlier(msgspec.Struct, frozen=True, array_like=True):
     withheld: bool
 
 
+TELL_AGAIN = 50
+"""Steps after which a lasting problem is reported again: its alert would resolve after 100."""
+
+
+class Lasting(msgspec.Struct, frozen=True, array_like=True):
+    """A problem that is reported at its first step, and again while it lasts."""
+
+    told: int = -1
+    """Step of the latest report; -1 if there was none."""
+    since: int = -1
+    """First step of the problem."""
+
+    def report(self, step: int) -> Lasting | None:
+        """Return the state after a report at ``step``; None if it was reported recently."""
+        passed = step - self.told if self.told >= 0 else FOREVER
+        if passed < TELL_AGAIN:
+            return None
+        return Lasting(step, self.since if passed <= 2 * TELL_AGAIN else step)
+
+
 class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """State that ``decide`` carries from one step to the next."""
 
@@ -290,17 +310,12 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Times of the queries to the probe about finite values within the window."""
     passes_until: int = 0
     """Outliers are applied before this time on the clock: the probe has responded."""
-    state_told: int = -1
-    """Step at which a non-finite state was last reported without a rollback."""
-    state_since: int = -1
-    """Step of the first such report in the current row."""
-    replicas_told: int = -1
-    """The same two steps for replicas that differ."""
-    replicas_since: int = -1
-    settings_since: int = -1
-    """First step of this attempt at which the settings of ranks differed; -1: none."""
-    settings_told: int = -1
-    """The latest such step."""
+    hidden: Lasting = Lasting()
+    """Reports of a non-finite state without a rollback."""
+    replicas: Lasting = Lasting()
+    """Reports of replicas that differ without a rollback."""
+    settings: Lasting = Lasting()
+    """Settings of ranks that differ in this attempt: the latest such step, and the first."""
     num_missed: int = 0
     """Snapshots that could not be taken."""
     recent: tuple[Outlier, ...] = ()
@@ -349,12 +364,9 @@ def in_turn(ladder: LadderState, before: LadderState) -> LadderState:
         passes_until=before.passes_until,
         last_unhealthy_step=max(ladder.last_unhealthy_step, before.last_unhealthy_step),
         rolling_back=before.rolling_back,
-        state_told=before.state_told,
-        state_since=before.state_since,
-        replicas_told=before.replicas_told,
-        replicas_since=before.replicas_since,
-        settings_since=before.settings_since,
-        settings_told=before.settings_told,
+        hidden=before.hidden,
+        replicas=before.replicas,
+        settings=before.settings,
         num_missed=before.num_missed,
     )
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, Value
 from trainvitals.policy import Judge
-from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import StepRecord
 from trainvitals.testing import judgements
 from vitals_bench.detect.logs import Logs

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainvitals.judged_log import JudgedStep, LoggedStep, judge_history
 from trainvitals.policy import JudgeConfig
-from trainvitals.policy.history import JudgedStep, LoggedStep, judge_history
 from vitals_bench.detect.series import Alarm, Series
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trainvitals.detect import LossKind
-from trainvitals.policy.judge import DetectorSet
+from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.records import Finding, StepRecord
 
 STEPS = 2400

@@ -72,7 +72,7 @@ def audit(
 
     The log is judged by the detectors and the policy that judge live. What it cannot tell is said.
     """
-    from trainvitals.policy.history import cadence_of, judge_history
+    from trainvitals.judged_log import cadence_of, judge_history
     from vitals_collector.importers import ColumnChoice, holds_runs, read_history
     from vitals_collector.report.assumptions import about, assumptions, lacking
     from vitals_collector.report.audit import audit as gather

@@ -21,8 +21,8 @@ from trainvitals.io.setting_paths import default_data_dir
 from trainvitals.printable import printable
 
 if TYPE_CHECKING:
+    from trainvitals.judged_log import JudgedStep
     from trainvitals.policy import JudgeConfig
-    from trainvitals.policy.history import JudgedStep
     from trainvitals.records import Decision, StateRead
     from vitals_collector.importers import History
     from vitals_collector.report.assumptions import Assumed
@@ -280,7 +280,7 @@ def folder_here() -> Path | None:
 def _replay_history(
     history: "History", assumed: "Assumed", plot: Path | None, form: Format
 ) -> None:
-    from trainvitals.policy.history import document, judge_history
+    from trainvitals.judged_log import document, judge_history
     from vitals_collector.report.assumptions import about, assumptions
     from vitals_collector.report.drawing import Drawing
 
@@ -366,15 +366,15 @@ def _lines(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
 
 def _answer(read: "StateRead") -> tuple[str, str]:
     """Return what became of a question: asked as recorded, or what a log cannot answer."""
+    from trainvitals.judged_log import question
     from trainvitals.policy.evidence import of_reading
-    from trainvitals.policy.history import question
 
     is_answered = read.ratio is not None
     return ("asked", of_reading(read)) if is_answered else ("would be asked", question(read))
 
 
 def _need(made: "Decision") -> str:
-    from trainvitals.policy.history import could_be_ruled_out
+    from trainvitals.judged_log import could_be_ruled_out
 
     return "could rule it out" if could_be_ruled_out(made) else "not needed"
 

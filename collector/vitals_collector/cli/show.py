@@ -9,7 +9,7 @@ import typer
 
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.errors import UsageError
-from trainvitals.policy.evidence import tally
+from trainvitals.hindsight import tally
 from trainvitals.views import (
     CheckpointsQuestion,
     DecisionsQuestion,

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Literal
 
 from trainvitals.errors import FormatError, UsageError
-from trainvitals.policy.history import LoggedStep
+from trainvitals.judged_log import LoggedStep
 
 Role = Literal[
     "step", "loss", "grad_norm", "lr", "loss_scale", "step_seconds", "tokens_per_second",

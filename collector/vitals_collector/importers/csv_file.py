@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from trainvitals.errors import FormatError, UsageError
-from trainvitals.policy.history import LoggedStep
+from trainvitals.judged_log import LoggedStep
 from vitals_collector.importers.columns import KNOWN, ColumnChoice, History, Rows, choose, plain
 from vitals_collector.importers.files import lines_of, open_text, reading
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from trainvitals.errors import UsageError
-from trainvitals.policy.evidence import AFTER, BEFORE, outcome
+from trainvitals.hindsight import AFTER, BEFORE, outcome
 from trainvitals.views import DecisionView
 from vitals_collector.queries import series
 from vitals_collector.storage.store import Moment

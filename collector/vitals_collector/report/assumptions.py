@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from trainvitals.judged_log import CHECKPOINT_EVERY, LAG, Cadence, cadence_of, overflows_of
 from trainvitals.policy import JudgeConfig, Mode
-from trainvitals.policy.history import CHECKPOINT_EVERY, LAG, Cadence, cadence_of, overflows_of
 from vitals_collector.importers import History
 
 _BLOCK = 32

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
 from trainvitals.detect.registry import KINDS as FINDING_KINDS
-from trainvitals.policy.history import Cadence, JudgedStep, LoggedStep
+from trainvitals.judged_log import Cadence, JudgedStep, LoggedStep
 from trainvitals.records import SEVERITY_WORDS, Severity
 from trainvitals.units import humanize_seconds
 from trainvitals.views import NonFiniteMark, SeriesReply

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
-from trainvitals.policy.history import JudgedStep
+from trainvitals.judged_log import JudgedStep
 from trainvitals.printable import printable
 from vitals_collector.report.curves import Column, Scale
 

@@ -19,9 +19,9 @@ from sqlalchemy import Connection, select
 from trainvitals.catalog import TURN_METRICS
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
+from trainvitals.judged_log import JudgedStep, document
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, Judgement, Mode, Proposal
 from trainvitals.policy.evidence import NO_READING, NONFINITE_GRADIENT, Ask, Reading
-from trainvitals.policy.history import JudgedStep, document
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from trainvitals.policy.evidence import tally
+from trainvitals.hindsight import tally
 from trainvitals.policy.rungs import rule_words
 from trainvitals.views import (
     AnnotationsQuestion,

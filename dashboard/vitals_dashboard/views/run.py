@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
+from trainvitals.hindsight import tally
 from trainvitals.io.client import CollectorClient
-from trainvitals.policy.evidence import tally
 from trainvitals.views import (
     AlertsQuestion,
     AlertView,

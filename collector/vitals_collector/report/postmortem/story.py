@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from trainvitals.cli.output import moment
-from trainvitals.policy.evidence import tally
+from trainvitals.hindsight import tally
 from trainvitals.policy.rungs import rule_words
 from trainvitals.records import SEVERITY_WORDS
 from trainvitals.views import DecisionView, IncidentView, MoverView, VerdictView
