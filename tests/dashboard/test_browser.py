@@ -648,7 +648,7 @@ def test_a_code_of_the_terminal_gives_this_browser_control_until_it_signs_out(
 def test_where_every_program_shares_the_name_one_can_only_look(page: Any, started: Started) -> None:
     page.goto(by_localhost(started.address))
     page.wait_for_selector(TABLE)
-    page.get_by_text("This address is look-only").wait_for()
+    page.get_by_text("This URL is read-only").wait_for()
     assert 0 == page.get_by_role("button", name="Get control").count()
 
 

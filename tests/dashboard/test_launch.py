@@ -289,9 +289,8 @@ def test_where_one_part_dies_the_command_says_so_and_ends_the_other(
     with dashboard(runs, tmp_path) as (process, _):
         children = children_of(process.pid)
         lines = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
-        dies = next(
-            p for p, line in lines.items() if ("collector" in line) == (victim == "collector")
-        )
-        os.kill(dies, signal.SIGKILL)
+        dying = [p for p, line in lines.items() if ("collector" in line) == (victim == "collector")]
+        assert dying, lines
+        os.kill(dying[0], signal.SIGKILL)
         assert 1 == process.wait(60)
         assert all(gone(pid) for pid in children)

@@ -150,7 +150,7 @@ def test_who_is_listed_to_look_can_only_look(page: Any, public: str, provider: P
     provider.person = {"email": "bob@example.org", "email_verified": True}
     sign_in(page, public)
     page.wait_for_selector(TABLE)
-    page.get_by_text("may look here, not control").wait_for()
+    page.get_by_text("Your account has read access only").wait_for()
     assert 0 == page.get_by_role("button", name="Get control").count()
 
 

@@ -30,7 +30,7 @@ LOG = "step,loss,grad_norm\n" + "".join(f"{step},{2.0 / (step + 1)},1.0\n" for s
 
 WORDS = {
     "demo": ["--headless"],
-    "up": ["--dir", "up"],
+    "up": ["--dir", "log.csv"],  # a file: with a folder it serves until it is stopped
     "run": ["--", "true"],
     "doctor": [],
     "resume": ["runs"],
@@ -55,7 +55,7 @@ WORDS = {
     "export": ["runs"],
     "sql": ["FROM runs", "--data", "data"],
     "token": ["list", "--data", "data"],
-    "mirror": ["absent", "--to", "tensorboard:tb"],
+    "mirror": ["absent", "--to", "nowhere"],  # with a tracker it waits for the run
     "audit": ["log.csv"],
     "dashboard": ["absent"],
     "checkpoints": ["list", "runs"],

@@ -433,14 +433,14 @@ def _train_again(
     if not note:
         target, note, began = _target(case, None, onset)
     if target is None:
-        told: Lasting | None = getattr(state, lasting).report(onset)
-        if told is None:
+        report: Lasting | None = getattr(state, lasting).report(onset)
+        if report is None:
             return Verdict(state)
         saves = case.heals or lasting == "replicas"
         text = f"{reason}; {note}, so training continues"
         text += "; no snapshot or checkpoint is made while it is so" if saves else ""
-        finding = replace(finding, reason=text, onset_step=told.since)
-        return Verdict(replace(state, **{lasting: told}), findings=(finding,))
+        finding = replace(finding, reason=text, onset_step=report.since)
+        return Verdict(replace(state, **{lasting: report}), findings=(finding,))
     facts = _spend(state.facts, case, None, kind=finding.kind, began=began, target=target)
     return _leave(
         state, case, replace(facts, **spent), target, rule=finding.kind, onset=onset,
@@ -695,7 +695,7 @@ def _wait(
         rollback_to_step=target.step,
         evidence={**_evidence(record, state), WAITS_UNTIL: float(last)},
     )
-    told = replace(
+    request = replace(
         waiting.finding,
         kind="approval_needed",
         level="advisory",
@@ -704,7 +704,7 @@ def _wait(
         step=record.step,
         cause="approval_needed",
     )
-    return verdict._replace(findings=(told,))
+    return verdict._replace(findings=(request,))
 
 
 def after_silence(state: LadderState, config: LadderConfig) -> tuple[LadderState, bool]:
@@ -733,8 +733,8 @@ def after_yes(state: LadderState, case: Case, command_number: int = 0) -> Verdic
     if target is None:
         facts = replace(facts, waiting=None)
         text = f"{waiting.reason}; approved, but {note}, so training continues"
-        told = replace(waiting.finding, level="advisory", reason=text, step=case.record.step)
-        return Verdict(replace(state, facts=facts), findings=(told,))
+        report = replace(waiting.finding, level="advisory", reason=text, step=case.record.step)
+        return Verdict(replace(state, facts=facts), findings=(report,))
     facts = _spend(facts, case, cause, kind=waiting.kind, began=began, target=target)
     if waiting.is_finite:
         facts = replace(facts, cooldown_until=facts.clock + case.config.finite_cooldown)
