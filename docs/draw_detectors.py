@@ -57,9 +57,9 @@ SETS = (
     (
         "In every rank",
         "`trainvitals/detect/detector_set.py:DetectorSet` runs in every rank on the same "
-        "all-reduced values, so all ranks, and a replay, reach the same findings. Only non-finite values lead to "
-        "actions here; the escalation policy withholds finite outliers by a rule of its own, and "
-        "the other detectors only report.",
+        "all-reduced values, so all ranks, and a replay, reach the same findings. Only non-finite "
+        "values lead to actions here; the escalation policy withholds finite outliers by a rule "
+        "of its own, and the other detectors only report.",
         IN_LOOP,
     ),
     (
