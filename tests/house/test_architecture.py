@@ -14,6 +14,7 @@ PAGES = [
     ROOT / "docs" / "DETECTORS.md",
     ROOT / "docs" / "PRIVACY.md",
     ROOT / "SECURITY.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs" / "decisions").glob("*.md")),
 ]
 USERS_OWN = {"agent/ppo.py"}
