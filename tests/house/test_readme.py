@@ -67,6 +67,14 @@ def test_every_extra_is_explained():
     assert set(project["optional-dependencies"]) == extras
 
 
+def test_every_package_of_a_plain_install_is_named():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "guides" / "install.md").read_text()
+    row = page.partition("| (none) |")[2].partition("\n")[0].lower()
+    packages = [re.split(r"[\[>=<]", line)[0] for line in project["dependencies"]]
+    assert [] == [name for name in packages if name not in row]
+
+
 def test_the_cost_is_the_one_that_was_measured():
     watched, bare = re.findall(r"took (\d+ ms), and (\d+ ms) without Vitals", TEXT)[0]
     page = (ROOT / "docs" / "benchmarks.md").read_text()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer_hooks.repro.entry import CONTRACT, build
-from trainvitals.cli.output import Format, write_json
+from trainvitals.cli.output import ReportFormat, write_json
 from trainvitals.cli.resume import find_fitting
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.capsules import CapsuleFile, find_capsules
@@ -54,8 +54,8 @@ def repro(
         int, typer.Option(min=-1, show_default="the lowest rank that kept it", help="Whose step.")
     ] = -1,
     directory: _Dir = Path("vitals_runs"),
-    form: Annotated[Format, typer.Option("--format", help="How to write the verdict.")] = (
-        Format.TABLE
+    form: Annotated[ReportFormat, typer.Option("--format", help="How to write the verdict.")] = (
+        ReportFormat.TABLE
     ),
 ) -> None:
     """Play a bad step again in this process, and say why it was bad.
@@ -88,7 +88,7 @@ def repro(
             hint="it gets the batch as the loader gave it; " + CONTRACT,
         ) from None
     kept_in = keep(verdict, file.path)
-    if form is Format.JSON:
+    if form is ReportFormat.JSON:
         write_json(verdict)
     else:
         typer.echo("\n".join(_lines(verdict, capsule, kept_in)))
