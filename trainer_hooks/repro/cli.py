@@ -58,12 +58,12 @@ def repro(
         ReportFormat.TABLE
     ),
 ) -> None:
-    """Play a bad step again in this process, and say why it was bad.
+    """Re-run a bad step in this process, and name the cause.
 
-    Needs a run that kept its bad steps: monitor.batches(loader, keep_batches=True). Loads the
-    nearest checkpoint, plays the batch with its random state and precision, and names the first
-    module and operator that is not finite. The verdict is data, arithmetic, optimizer state,
-    hardware or not reproduced; it is kept beside the capsule.
+    Requires a run that kept its bad steps: monitor.batches(loader, keep_batches=True). Loads the
+    nearest checkpoint, re-runs the batch with its RNG state and precision, and names the first
+    module and operator with a non-finite result. The verdict is data, arithmetic, optimizer state,
+    hardware or not reproduced; it is stored next to the capsule.
     """
     run_dir, file = _capsule(run, step, rank, directory)
     try:

@@ -102,8 +102,8 @@ class LadderConfig(Settings, frozen=True, kw_only=True):
     """Actions that wait for approval: every rollback, or those that lower the learning rate.
     Reply with ``vitals command RUN approve`` or ``veto``, or on the dashboard."""
     ask_steps: AtLeastOne = 500
-    """Steps after which, without a reply, ``ask_default`` is applied. After a veto, at least as many
-    steps pass before approval is requested again."""
+    """Steps after which, without a reply, ``ask_default`` is applied. After a veto, at least as
+    many steps pass before approval is requested again."""
     ask_default: Literal["approve", "veto"] = "approve"
     """Applied without a reply."""
 
