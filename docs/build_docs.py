@@ -24,7 +24,7 @@ from trainvitals.cli.main import build_app
 from trainvitals.detect.user_alerts import FUNCTIONS, GRAMMAR, OPERATORS, Rule
 from trainvitals.errors import VitalsError
 from trainvitals.policy.judge import SECTIONS
-from vitals_deploy import prometheus, slurm
+from vitals_deploy import prometheus
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -251,15 +251,6 @@ def integrations_page() -> str:
     return render(NOTICE, pins)
 
 
-def slurm_guide() -> str:
-    """Return the guide with the batch script as it is generated now; its words are written here."""
-    text = (DOCS / "guides" / "slurm.md").read_text()
-    ((name, script),) = slurm.files().items()
-    begin = f"<!-- generated: deploy/slurm/{name} -->\n```bash\n"
-    before, _, rest = text.partition(begin)
-    return before + begin + script + "```" + rest.partition("\n```")[2]
-
-
 PAGES: dict[str, Callable[[], str]] = {
     "API.md": lambda: api_page.page(NOTICE),
     "METRICS.md": metrics_page,
@@ -269,7 +260,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "DETECTORS.md": detectors_page,
     "CLI.md": cli_page,
     "INTEGRATIONS.md": integrations_page,
-    "guides/slurm.md": slurm_guide,
 }
 
 IMAGES: Callable[[], dict[str, str]] = images

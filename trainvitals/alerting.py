@@ -436,9 +436,9 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="notify",
         point=True,
         did="ended the job, because `on_hang` is `restart`; its launcher starts it again.",
-        help="A hang had paged for one minute.",
-        to_do="Check that it trains again; `vitals why RUN STEP` has the cause. After three such "
-        "restarts in a day a hang only pages.",
+        help="A job hung, and `RankHung` paged for one minute.",
+        to_do="Check that it trains again: `vitals tail RUN`. `vitals why RUN STEP` has the cause. "
+        "After three such restarts per day, a hang only pages.",
     ),
     AlertSpec(
         name="CheckpointOverdue",

@@ -144,7 +144,7 @@ class NotOwnerError(TransportError):
 
 
 class UnauthorizedError(TransportError):
-    """The token is missing, invalid, or lacks the scope."""
+    """The token is missing or invalid."""
 
     code = "V410"
 

@@ -55,19 +55,21 @@ _RetainHours = Annotated[
     typer.Option(
         "--retain-hours",
         min=0.0,
-        help="How long what the collector acknowledged stays here: one restored from a backup asks "
-        "for what came after it. No shorter than the time between two backups.",
+        help="Hours for which acknowledged rows stay here, because a collector that is restored "
+        "from a backup requests them again. At least the time between two backups.",
     ),
 ]
 _RetainMegabytes = Annotated[
     int,
     typer.Option(
-        "--retain-mb", min=0, help="Bound of that, of one run on this node; the oldest goes first."
+        "--retain-mb",
+        min=0,
+        help="Size limit of these rows per run on this node; the oldest are deleted first.",
     ),
 ]
 _Once = Annotated[
     bool,
-    typer.Option("--once", help="Store what ranks that have ended left on this node, then exit."),
+    typer.Option("--once", help="Store the remaining rows of ended ranks on this node, then exit."),
 ]
 _LingerHours = Annotated[
     float,

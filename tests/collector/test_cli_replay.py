@@ -297,7 +297,7 @@ def test_a_name_still_means_a_stored_run_and_a_folder_of_runs_too(run_dir: RunDi
         (("absent.csv",), "there is no file or folder absent.csv"),
         (("some/where",), "there is no file or folder some/where"),
         (("train.csv", "--plot", "x.png"), "the name must end in .svg"),
-        (("train.csv", "--format", "csv"), "a replay is written as table or json"),
+        (("train.csv", "--format", "csv"), "'csv' is not one of 'table', 'json'"),
         (("train.csv", "--loss", "objective"), "there is no such column"),
         (("train.csv", "--mode", "hope"), "'hope' is not one of"),
         (("--mode", "guard"), "--mode apply only to a log"),

@@ -14,6 +14,7 @@ PAGES = [
     ROOT / "docs" / "DETECTORS.md",
     ROOT / "docs" / "PRIVACY.md",
     ROOT / "SECURITY.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs" / "decisions").glob("*.md")),
 ]
 USERS_OWN = {"agent/ppo.py"}
@@ -74,7 +75,7 @@ def test_the_way_of_a_number_and_of_a_command_name_each_room():
 
 def test_every_folder_in_the_table_of_rooms_is_there_and_no_room_is_missing():
     text = PAGES[0].read_text()
-    table = text.partition("## The rooms")[2].partition("\n\nImports")[0]
+    table = text.partition("## Packages")[2].partition("\n\nImports")[0]
     rooms = [row.split("`")[1] for row in table.splitlines() if row.startswith("| `")]
     assert [] == [room for room in rooms if not (ROOT / room).is_dir()]
     packages = {path.parent.relative_to(ROOT).parts[0] for path in ROOT.glob("*/*/__init__.py")}

@@ -25,7 +25,6 @@ from trainvitals.policy.judge import SECTIONS, load_judge_config
 
 FOLDER = ROOT / "docs" / "guides"
 INSPECT = FOLDER / "inspect.md"
-WITH_FILES = [page for page in GUIDES if "<!-- generated: " in page.read_text()]
 WITH_COMMANDS = [
     page
     for page in GUIDES
@@ -70,8 +69,7 @@ def first_run(tmp_path_factory):
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_no_block_is_without_a_test(page):
     # `run; gives` is run by tests/trainvitals/test_client.py; what a console shows is tested below.
-    # Of a cluster's shell there is only the script that is generated.
-    tested = ("test: ", "transcript: ", "generated: ", "run; gives")
+    tested = ("test: ", "transcript: ", "run; gives")
     every = blocks(page)
     for number, b in enumerate(every):
         is_output = number and every[number - 1].mark.endswith(("prints", "gives"))
@@ -152,14 +150,6 @@ def test_the_demo_is_the_one_of_today():
     for want in expected():
         rows = [line for line in shown.splitlines() if f" {want.step} " in line]
         assert any(want.action in row for row in rows), want
-
-
-@pytest.mark.parametrize("page", WITH_FILES, ids=lambda page: page.stem)
-def test_a_file_that_is_shown_is_the_one_that_is_generated(page):
-    marked = [b for b in blocks(page) if b.mark.startswith("generated: ")]
-    shown = {b.mark.removeprefix("generated: "): b.body for b in marked}
-    for path, body in shown.items():
-        assert (ROOT / path).read_text() == body, f"{page.name} shows an older {path}"
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)

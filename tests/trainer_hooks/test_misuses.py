@@ -24,9 +24,9 @@ STEPS = 12
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "misuses.md"
 
 
-def row(misuse, *cells):
-    """Return a row of the guide's tables."""
-    return "| " + " | ".join([misuse.__name__.replace("_", " "), *cells]) + " |\n"
+def plain(text):
+    """Return the text in one line and lower case, without the backticks of Markdown."""
+    return " ".join(text.lower().replace("`", "").split())
 
 
 @pytest.fixture(autouse=True)
@@ -419,7 +419,9 @@ def test_a_misuse_is_refused_with_the_way_out(misuse):
     with pytest.raises(UsageError, match=text) as caught:
         misuse(parts())
     assert re.search(hint, caught.value.hint)
-    assert row(misuse, caught.value.text, caught.value.hint) in PAGE.read_text()
+    page = plain(PAGE.read_text())
+    assert plain(caught.value.text) in page
+    assert [] == [part for part in plain(caught.value.hint).split("; ") if part not in page]
 
 
 # ------------------------------------------------------------------- what is likely, and is said
@@ -533,7 +535,7 @@ def test_what_is_likely_a_misuse_is_said_in_the_log(misuse, caplog):
     misuse(parts())
     assert TOLD[misuse] in caplog.text
     first = caplog.records[0].getMessage().removeprefix("vitals: ")
-    assert row(misuse, first) in PAGE.read_text()
+    assert plain(first) in plain(PAGE.read_text())
 
 
 # ----------------------------------------------------------------------- healthy neighbours

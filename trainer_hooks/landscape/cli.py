@@ -68,14 +68,14 @@ def landscape(
     step: Annotated[
         int,
         typer.Option(
-            min=-1, show_default="the newest", help="The run's newest checkpoint up to this step."
+            min=-1, show_default="the latest", help="The run's latest checkpoint up to this step."
         ),
     ] = -1,
     to: Annotated[
         str,
         typer.Option(
             metavar="STEP|FILE",
-            help="Look along the straight line to this one instead: a step of the same run, or a "
+            help="Use the straight line to this checkpoint instead: a step of the same run, or a "
             "file with a state dict.",
         ),
     ] = "",

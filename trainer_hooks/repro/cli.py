@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer_hooks.repro.entry import CONTRACT, build
-from trainvitals.cli.output import Format, write_json
+from trainvitals.cli.output import ReportFormat, write_json
 from trainvitals.cli.resume import find_fitting
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.capsules import CapsuleFile, find_capsules
@@ -54,16 +54,16 @@ def repro(
         int, typer.Option(min=-1, show_default="the lowest rank that kept it", help="Whose step.")
     ] = -1,
     directory: _Dir = Path("vitals_runs"),
-    form: Annotated[Format, typer.Option("--format", help="How to write the verdict.")] = (
-        Format.TABLE
+    form: Annotated[ReportFormat, typer.Option("--format", help="How to write the verdict.")] = (
+        ReportFormat.TABLE
     ),
 ) -> None:
-    """Play a bad step again in this process, and say why it was bad.
+    """Re-run a bad step in this process, and name the cause.
 
-    Needs a run that kept its bad steps: monitor.batches(loader, keep_batches=True). Loads the
-    nearest checkpoint, plays the batch with its random state and precision, and names the first
-    module and operator that is not finite. The verdict is data, arithmetic, optimizer state,
-    hardware or not reproduced; it is kept beside the capsule.
+    Requires a run that kept its bad steps: monitor.batches(loader, keep_batches=True). Loads the
+    nearest checkpoint, re-runs the batch with its RNG state and precision, and names the first
+    module and operator with a non-finite result. The verdict is data, arithmetic, optimizer state,
+    hardware or not reproduced; it is stored next to the capsule.
     """
     run_dir, file = _capsule(run, step, rank, directory)
     try:
@@ -88,7 +88,7 @@ def repro(
             hint="it gets the batch as the loader gave it; " + CONTRACT,
         ) from None
     kept_in = keep(verdict, file.path)
-    if form is Format.JSON:
+    if form is ReportFormat.JSON:
         write_json(verdict)
     else:
         typer.echo("\n".join(_lines(verdict, capsule, kept_in)))

@@ -213,7 +213,7 @@ def register(app: typer.Typer) -> None:
                 metavar="SECONDS",
                 min=1,
                 max=86_400,
-                help="Instead try each GPU, or without one each CPU core, on computations with "
+                help="Instead test each GPU, or without one each CPU core, on computations with "
                 "known answers, for this long.",
             ),
         ] = None,
@@ -223,12 +223,12 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Check this machine: versions, packages, a checkpoint, memory, where runs are written.
 
-        ok and info need no action; note and fail name the remedy. Exits 1 if a check fails.
+        ok and info need no action; note and fail name the fix. Exits 1 if a check fails.
 
         --burn-in is for a node that is suspected of silent corruption. It compares matrix
         products, memory patterns and sums over devices bit for bit. It runs at the lowest
-        priority and holds at most a quarter of the free memory, 4 GiB at most of the host and of
-        each GPU. Ctrl-C ends it and shows what was found.
+        priority and uses at most a quarter of the free memory, at most 4 GiB of the host and of
+        each GPU. Ctrl-C ends it and shows the results so far.
         """
         if burn_in is None:
             checks, is_interrupted = examine(os.environ), False

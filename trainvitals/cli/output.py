@@ -28,6 +28,13 @@ class Format(StrEnum):
     CSV = "csv"
 
 
+class ReportFormat(StrEnum):
+    """Format of a report, whose parts do not fit into the rows of a CSV file."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
 def write_json(body: object, *, to: TextIO | None = None) -> None:
     """Write the body as indented JSON, to stdout where nothing else is given."""
     text = msgspec.json.format(to_json(body), indent=2).decode()

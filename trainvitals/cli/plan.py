@@ -65,10 +65,10 @@ def show_plan(
     ] = 0.0,
     form: Annotated[Format, typer.Option("--format", help="table, json or csv.")] = Format.TABLE,
 ) -> None:
-    """Say what a training will take: FLOPs, memory per GPU, batch, days and price.
+    """Estimate the needs of a training: FLOPs, memory per GPU, batch, days and price.
 
     For a decoder-only transformer with AdamW. Footnotes name the source of each formula. Memory is
-    what tensors take at most; 8 % of a GPU is left to its driver, NCCL and fragmentation.
+    an upper bound for the tensors; 8% of a GPU is left to its driver, NCCL and fragmentation.
     """
     if precision not in _TYPES:
         raise UsageError(

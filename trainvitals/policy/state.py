@@ -99,13 +99,13 @@ class LadderConfig(Settings, frozen=True, kw_only=True):
     max_skips_in_a_row: AtLeastOne = 100
     """Non-finite steps in a row after which a run that cannot be rolled back halts."""
     ask: tuple[Literal["rollback", "lr_cut"], ...] = ()
-    """What waits for a person's yes: every rollback, or those that lower the learning rate.
-    Answered by ``vitals command RUN approve`` or ``veto``, or on the dashboard."""
+    """Actions that wait for approval: every rollback, or those that lower the learning rate.
+    Reply with ``vitals command RUN approve`` or ``veto``, or on the dashboard."""
     ask_steps: AtLeastOne = 500
-    """Steps after which, without an answer, ``ask_default`` is done; after a veto, those before the
-    same may be asked again."""
+    """Steps after which, without a reply, ``ask_default`` is applied. After a veto, at least as
+    many steps pass before approval is requested again."""
     ask_default: Literal["approve", "veto"] = "approve"
-    """What is done where nobody answers."""
+    """Applied without a reply."""
 
 
 class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ Log = Annotated[
 ]
 Html = Annotated[
     Path | None,
-    typer.Option(help="Write a page of its own that can be sent: no scripts, no other files."),
+    typer.Option(help="Write one self-contained page: no scripts, no other files."),
 ]
 Gpus = Annotated[
     int, typer.Option(min=0, help="How many GPUs the run was on, for GPU-hours; 0: not known.")
@@ -70,7 +70,7 @@ def audit(
 ) -> None:
     """Audit a log: what Vitals would have skipped, rolled back, paged; which alarms look wrong.
 
-    The log is judged by the detectors and the policy that judge live. What it cannot tell is said.
+    The detectors and the policy of a live run judge the log. The output lists its assumptions.
     """
     from trainvitals.judged_log import cadence_of, judge_history
     from vitals_collector.importers import ColumnChoice, holds_runs, read_history

@@ -78,7 +78,7 @@ TlsCa = Annotated[
 TlsClientCa = Annotated[
     Path | None,
     typer.Option(
-        help="PEM file of CAs: who connects by TLS must show a certificate of one (mutual TLS).",
+        help="PEM file of CAs: clients must present a certificate of one of them (mutual TLS).",
         exists=True,
         dir_okay=False,
     ),
@@ -97,7 +97,7 @@ GoneOptions = Annotated[
 ]
 KeepHours = Annotated[
     float,
-    typer.Option(help="Hours that every row of ranks and hosts is kept before thinning.", min=0.0),
+    typer.Option(help="Hours before the rows of ranks and hosts are rolled up.", min=0.0),
 ]
 KeepDays = Annotated[
     float,
@@ -148,9 +148,9 @@ def collector(
 ) -> None:
     """Run the server: ingest, storage, alerts, commands, API.
 
-    Addresses that may hold secrets come from the file of --receivers and from the environment:
-    VITALS_COLLECTOR_WEBHOOK (alerts as JSON; several with spaces between them),
-    VITALS_COLLECTOR_ALERTMANAGER (which then routes alone) and VITALS_REMOTE_WRITE (run metrics, to
+    URLs that may contain secrets come from the file of --receivers and from the environment:
+    VITALS_COLLECTOR_WEBHOOK (alerts as JSON; several are space-separated),
+    VITALS_COLLECTOR_ALERTMANAGER (the only receiver then) and VITALS_REMOTE_WRITE (run metrics, to
     a Prometheus-compatible store).
     """
     from vitals_collector.alerts.receivers import load_notifier_settings

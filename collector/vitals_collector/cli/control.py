@@ -119,38 +119,38 @@ def register(app: typer.Typer) -> None:
 
 def command(
     run: Run,
-    action: Annotated[Action, typer.Argument(help="What to ask for; list shows earlier commands.")],
+    action: Annotated[Action, typer.Argument(help="The command; list shows earlier ones.")],
     value: Annotated[
         str,
         typer.Argument(
             help="For skip: number of updates; for lr: the learning rate, or xFACTOR of the "
-            "schedule's (x1 is the schedule again); for accept: the step that was healthy; for "
-            "approve and veto: the decision's number, where it is not the one that waits."
+            "schedule's (x1 returns to the schedule); for accept: the healthy step; for approve "
+            "and veto: the number of the decision, if it is not the pending one."
         ),
     ] = "",
     reason: Annotated[str, typer.Option(help="Reason, recorded in the run.")] = "",
     checkpoint: Annotated[
-        str, typer.Option(help="Checkpoint to roll back to [default: the newest healthy one].")
+        str, typer.Option(help="Checkpoint to roll back to [default: the latest healthy one].")
     ] = "",
     steps: Annotated[int, typer.Option(help="For profile: number of steps, at most 100.")] = 10,
     rank: Annotated[
         int,
-        typer.Option(help="For profile: of which rank [default: the slowest and a typical one]."),
+        typer.Option(help="For profile: the rank [default: the slowest and a typical one]."),
     ] = -1,
     ttl: Annotated[float, typer.Option(help="Seconds until the command expires.")] = 60.0,
     wait: Annotated[
-        float, typer.Option(help="Seconds to wait for the run's answer; through a collector.")
+        float, typer.Option(help="Seconds to wait for the run's response, through a collector.")
     ] = 15.0,
     folder: Dir = None,
     collector: Collector = "",
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Ask a run to halt, roll back, pause, skip updates, change its rate, save or be profiled.
+    """Command a run: halt, roll back, pause, skip updates, change the rate, save, profile.
 
-    The run's escalation policy accepts or refuses, and its answer is printed; refused is exit code
-    1. It takes effect at one step on all ranks, at most once. `accept STEP` says that what Vitals
-    took for an outlier, a rise or a damaged state at that step was healthy, then and later.
+    Prints the response of the run's escalation policy, and exits 1 if it refuses. A command takes
+    effect at one step on all ranks, at most once. `accept STEP` declares an outlier, a rise or a
+    damaged state at that step healthy, now and later.
     """
     folder, run = as_folder(run, folder)
     if folder is None and action is not Action.LIST:
@@ -195,11 +195,11 @@ def stacks(
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Show where all ranks of a live run stand now, also where it hangs.
+    """Show the stack of each rank of a running job, even if it hangs.
 
-    Ranks that stand at the same place are shown together, the fewest first; who does not answer is
-    named. It needs what `vitals command` needs; training goes on meanwhile. The other formats have
-    the stacks of all threads.
+    Ranks at the same place are shown together, the smallest group first. Ranks that do not respond
+    are listed. Requires the same rights as `vitals command`, and does not stop the training. Other
+    formats contain the stacks of all threads.
     """
     folder, run = as_folder(run, folder)
     folder = folder or _default_folder(collector)
@@ -347,7 +347,7 @@ def list_alerts(
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """List alerts, newest first."""
+    """List alerts, latest first."""
     if state not in ("", "pending", "firing", "resolved"):
         raise UsageError(f"--state is {state!r}; it must be pending, firing or resolved")
     folder = folder or _default_folder(collector)
@@ -374,7 +374,7 @@ def ack(
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Acknowledge an alert: somebody is working on it."""
+    """Acknowledge an alert: show that you are working on it."""
     request = AckRequest(by=by or _user(), reason=reason)
     with _control(collector, token_file, needs="control") as client:
         fingerprint = _fingerprint(client, alert, run)
@@ -400,7 +400,7 @@ def silence(
 ) -> None:
     """Silence the notifications of some alerts for some hours; they stay listed.
 
-    With --match, of all alerts that fit, those to come included.
+    --match covers all matching alerts, including future ones.
     """
     if bool(alert) == bool(match) or (starts_in and not match):
         raise UsageError("give one ALERT, or --match for several; --starts-in goes with --match")
@@ -426,7 +426,7 @@ def silence(
 def list_silences(
     collector: Collector = "", token_file: TokenFile = None, form: Form = Format.TABLE
 ) -> None:
-    """List the silences that are in force or to come."""
+    """List current and future silences."""
     with _control(collector, token_file, needs="read") as client:
         _write_silences(client.ask(SilencesQuestion()), form)
 
@@ -476,9 +476,9 @@ def send_test_messages(
     receiver: Annotated[str, typer.Option(help="Only the receiver of this name.")] = "",
     form: Form = Format.TABLE,
 ) -> None:
-    """Send a test message to all receivers at once and show what became of each.
+    """Send a test message to all receivers and show the result of each.
 
-    Addresses come from the file and from the environment (VITALS_COLLECTOR_WEBHOOK,
+    URLs come from the file and from the environment (VITALS_COLLECTOR_WEBHOOK,
     VITALS_COLLECTOR_ALERTMANAGER), as they do for the collector.
     """
     from vitals_collector.alerts.receivers import load_notifier_settings

@@ -34,9 +34,9 @@ def show_forecast(
     token_file: TokenFile = None,
     form: Annotated[Format, typer.Option("--format", help="table, json or csv.")] = Format.TABLE,
 ) -> None:
-    """Show when a run ends and at what loss, each with an interval, or why that is not known.
+    """Show when a run ends and at what loss, each with an interval, or why there is no forecast.
 
-    Evaluations and saves are expected to go on as they came so far, and restarts to become rarer.
+    Assumes evaluations and saves at their rate so far, and fewer restarts.
     The final loss is the median of the last 5 % of the steps; four in five runs end within the
     interval.
     """

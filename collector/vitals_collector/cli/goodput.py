@@ -25,7 +25,7 @@ LABELS: Mapping[Bucket, str] = {bucket: bucket.replace("_", " ") for bucket in B
 RunOrLog = Annotated[
     str,
     typer.Argument(
-        help="A run: id or its beginning, name, or folder [default: the newest run]. Or a log: "
+        help="A run: id or its beginning, name, or folder [default: the latest run]. Or a log: "
         "a CSV file, JSON Lines, a training's output, a trainer_state.json, TensorBoard's or "
         "wandb's folder or file."
     ),
@@ -55,10 +55,10 @@ def show_goodput(
     ] = None,
     form: Annotated[Format, typer.Option("--format", help="table, json or csv.")] = Format.TABLE,
 ) -> None:
-    """Show where a run's wall time went: productive, waiting, lost, down. It adds up exactly.
+    """Show where a run's wall time went: productive, waiting, lost, down.
 
-    GPU-hours, and with VITALS_GPU_HOUR_PRICE (or the collector's --gpu-hour-price) their price.
-    Of other people's logs only what they tell; the rest is unknown.
+    Also shows GPU-hours, and with VITALS_GPU_HOUR_PRICE (or the collector's --gpu-hour-price) their
+    price. Time that a log of another tool does not cover is unknown.
     """
     named = {
         "--step": step,

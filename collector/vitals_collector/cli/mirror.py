@@ -48,11 +48,10 @@ def mirror(
     token_file: TokenFile = None,
     worker: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
-    """Mirror a run to trackers while it goes on, or afterwards: steps, scalars, decisions.
+    """Mirror a running or finished run to trackers: steps, scalars, decisions.
 
-    Each tracker is written by a process of its own: one that fails is tried again and takes up
-    where it was, each row once, and none reaches the training. Ends with the run; exits 1 where
-    a tracker could not be written.
+    Each tracker has its own process. One that fails is restarted and continues with the next row.
+    None affects the training. Ends with the run, and exits 1 if a tracker could not be written.
     """
     from vitals_collector.mirrors.worker import Target
 

@@ -15,7 +15,7 @@ from vitals_collector.queries.open import Opened, find_run, open_reader
 
 Run = Annotated[
     str,
-    typer.Argument(help="Run id or its beginning, name, or folder [default: the newest run]."),
+    typer.Argument(help="Run id or its beginning, name, or folder [default: the latest run]."),
 ]
 # Not checked by typer: our own errors name the way out.
 Dir = Annotated[

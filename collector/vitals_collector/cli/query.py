@@ -28,7 +28,7 @@ Run = Annotated[
     str,
     typer.Argument(
         help="Id, beginning of an id, name, or folder; if absent, all runs, and of steps and "
-        "ranks the newest run."
+        "ranks the latest run."
     ),
 ]
 Where = Annotated[

@@ -115,7 +115,7 @@ def _without_rows(opened: Opened, listed: Collection[str]) -> dict[str, str]:
 
 def why(
     run: Annotated[
-        str, typer.Argument(help="Run id or its beginning, name, or folder (its newest run).")
+        str, typer.Argument(help="Run id or its beginning, name, or folder (its latest run).")
     ],
     step: Annotated[int, typer.Argument(help="The step.", min=0)],
     folder: Dir = None,
@@ -161,7 +161,7 @@ def why(
         raise UsageError(
             f"no rows are stored for step {step}; the last step of {summary.run_id} is "
             f"{summary.last_step}",
-            hint="`vitals tail RUN` shows the newest steps",
+            hint="`vitals tail RUN` shows the latest steps",
         )
     if form is TextFormat.JSON:
         write_json(view)
@@ -193,7 +193,7 @@ def tail(
     num: Annotated[
         int,
         typer.Option(
-            "-n", help="Number of newest steps to show, without --follow.", min=1, max=10_000
+            "-n", help="Number of latest steps to show, without --follow.", min=1, max=10_000
         ),
     ] = 20,
     follow: Annotated[
@@ -208,7 +208,7 @@ def tail(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Show the newest steps, or with --follow the running run.
+    """Show the latest steps, or with --follow the running run.
 
     In a terminal, --follow shows a panel that updates in place; in a pipe, one line every few steps
     and one per action. It waits for a run that has not started, continues through rollbacks and

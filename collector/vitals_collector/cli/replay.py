@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from trainvitals.cli.output import Format, write_json, write_rows
+from trainvitals.cli.output import Format, ReportFormat, write_json, write_rows
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.lookup import DEFAULT_DIR
@@ -101,7 +101,7 @@ DataColumn = Annotated[
 Plot = Annotated[
     Path | None, typer.Option(help="Also draw curves, findings and decisions: FILE.svg.")
 ]
-Form = Annotated[Format, typer.Option("--format", help="table or json.")]
+Form = Annotated[ReportFormat, typer.Option("--format", help="table or json.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -129,7 +129,7 @@ def replay(
     tokens_per_second: SpeedColumn = None,
     data_seconds: DataColumn = None,
     plot: Plot = None,
-    form: Form = Format.TABLE,
+    form: Form = ReportFormat.TABLE,
 ) -> None:
     """Replay a run or a log through the detectors: what they find, what Vitals does.
 
@@ -137,8 +137,6 @@ def replay(
     """
     from vitals_collector.importers import ColumnChoice, holds_runs, read_history
 
-    if form is Format.CSV:
-        raise UsageError("--format is csv; a replay is written as table or json")
     if plot is not None and plot.suffix != ".svg":
         raise UsageError(f"--plot is {plot}; the picture is SVG, so the name must end in .svg")
     column_options = ColumnChoice(
@@ -230,7 +228,7 @@ def _replay_run(
     data: Path | None,
     config: Path | None,
     plot: Path | None,
-    form: Format,
+    form: ReportFormat,
 ) -> None:
     from vitals_collector.cli.opening import choose_run
     from vitals_collector.ingest.folder import FolderIngest
@@ -278,7 +276,7 @@ def folder_here() -> Path | None:
 
 
 def _replay_history(
-    history: "History", assumed: "Assumed", plot: Path | None, form: Format
+    history: "History", assumed: "Assumed", plot: Path | None, form: ReportFormat
 ) -> None:
     from trainvitals.judged_log import document, judge_history
     from vitals_collector.report.assumptions import about, assumptions
@@ -328,13 +326,13 @@ def _asked(judged_steps: "Sequence[JudgedStep]") -> str:
 # ------------------------------------------------------------------------------------- writing
 
 
-def _write(judged_steps: "Sequence[JudgedStep]", body: dict[str, Any], form: Format) -> None:
-    if form is Format.JSON:
+def _write(judged_steps: "Sequence[JudgedStep]", body: dict[str, Any], form: ReportFormat) -> None:
+    if form is ReportFormat.JSON:
         write_json(body)
         return
     rows = _lines(judged_steps)
     if rows:
-        write_rows(("row", "step", "what", "probe", "reason"), rows, form)
+        write_rows(("row", "step", "what", "probe", "reason"), rows, Format.TABLE)
 
 
 def _lines(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:

@@ -24,8 +24,8 @@ _GRACE_SECONDS = 2.0
 
 Sql = Annotated[str, typer.Argument(help="One SELECT, or EXPLAIN of one; - reads it from stdin.")]
 Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
-Memory = Annotated[int, typer.Option(help="Memory that the question may take, in MB.", min=32)]
-Seconds = Annotated[float, typer.Option(help="Time that the question may take.", min=0.1)]
+Memory = Annotated[int, typer.Option(help="Memory limit of the query, in MB.", min=32)]
+Seconds = Annotated[float, typer.Option(help="Time limit of the query.", min=0.1)]
 Limit = Annotated[int, typer.Option(help="Maximum number of rows.", min=1)]
 
 
@@ -44,7 +44,7 @@ def sql(
     seconds: Seconds = 60.0,
     limit: Limit = 100_000,
 ) -> None:
-    """Ask in SQL (DuckDB's), read-only, while the collector goes on.
+    """Query the collector's data in DuckDB SQL, read-only, while it runs.
 
     Tables: runs, steps (rank 0), ranks, levels, layers, scalars, nodes, gpus, processes, decisions,
     findings, alerts, checkpoints, events, annotations. The guide "Ask in SQL" has examples.

@@ -66,7 +66,7 @@ def size(
     cap_gb: CapGigabytes = 5.0,
     form: Form = Format.TABLE,
 ) -> None:
-    """Show the size of every run, what was thinned, and which runs are above the cap."""
+    """Show the size of every run, what was rolled up, and which runs are above the cap."""
     from vitals_collector.retention.checkup import store_size
     from vitals_collector.retention.settings import VolumeSettings
     from vitals_collector.retention.sizes import measure
@@ -101,8 +101,8 @@ def size(
 def check(data: Data = None, database: Database = "", form: Form = Format.TABLE) -> None:
     """Verify the checksums of all rows and records; exits 1 if some are damaged.
 
-    Answers leave damaged rows out. A collector takes damaged files out of the store by itself, and
-    agents send what they still have of it again.
+    Queries leave out damaged rows. The collector removes damaged files from the store, and agents
+    resend the rows that they still have.
     """
     from vitals_collector.retention.checkup import Damaged
     from vitals_collector.retention.checkup import check as check_all
@@ -128,11 +128,11 @@ def copy(
 ) -> None:
     """Write a consistent copy of the store to a new folder; the collector may keep running.
 
-    The copy is a data directory: `vitals collector --data COPY` runs on it. Take it to another
-    disk first (`cp -a`): where it can, it shares the files of rows with the store. What came after
-    the copy, agents send again for a day (`vitals agent --retain-hours`).
-    PostgreSQL has its own: pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE", and
-    then copy the folder of the rows. Rows on S3 stay there: let the bucket keep versions.
+    The copy is a data directory: `vitals collector --data COPY` runs on it. Copy it to another disk
+    first (`cp -a`), because it may share the files of rows with the store. Agents resend later rows
+    for a day (`vitals agent --retain-hours`). For PostgreSQL run
+    pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE", then copy the directory of the
+    rows. Rows on S3 stay there: let the bucket keep versions.
     """
     from vitals_collector.retention.backup import backup
 
@@ -147,7 +147,7 @@ def copy(
 
 
 def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5.0) -> None:
-    """Merge and thin everything now and free disk space. Stop the collector first."""
+    """Merge and roll up everything now, and free disk space. Stop the collector first."""
     from trainvitals.clock import SystemClock
     from vitals_collector.api.serve import only_one
     from vitals_collector.retention.checkup import store_size
@@ -169,7 +169,7 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     lost_after: LostAfter = 60.0,
 ) -> None:
-    """Delete a run that has ended, for good, including rows that agents still send."""
+    """Delete an ended run permanently, including rows that agents still send."""
     import time
 
     from vitals_collector.live.run_status import Liveness

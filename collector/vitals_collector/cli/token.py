@@ -56,27 +56,27 @@ def register(app: typer.Typer) -> None:
         "rotate": (rotate, "vitals token rotate 3f2a9c0d --output ada.json"),
         "revoke": (revoke, "vitals token revoke 3f2a9c0d"),
     }
-    about = "Create, list, rotate and revoke tokens of people and jobs."
+    about = "Create, list, rotate and revoke tokens of users and jobs."
     add_group(app, "token", commands, about=about, example="vitals token list")
 
 
 def create(
     owner: Annotated[str, typer.Argument(help="Owner of the token: a user, a team or a job.")],
     scope: Annotated[
-        list[Scope] | None, typer.Option(help="What it is for; repeatable [default: ingest].")
+        list[Scope] | None, typer.Option(help="Scope; repeatable [default: ingest].")
     ] = None,
     project: Annotated[str, typer.Option(help="For runs of this project only.")] = "",
     run: Annotated[
-        str, typer.Option(help="For this run only: its id, also before it starts, or its name.")
+        str, typer.Option(help="For this run only: its id, even before it starts, or its name.")
     ] = "",
-    days: Annotated[float, typer.Option(help="Days until it ends; 0 is never.", min=0.0)] = 0.0,
+    days: Annotated[float, typer.Option(help="Days until it expires; 0: never.", min=0.0)] = 0.0,
     output: Output = None,
     data: Data = None,
     database: Database = "",
 ) -> None:
-    """Create a token for a person or a job; its secret is shown or written once.
+    """Create a token for a user or a job; its secret is shown or written once.
 
-    A run belongs to the owner of the token that begins it: tokens of other owners cannot write to
+    A run belongs to the owner of the token that starts it: tokens of other owners cannot write to
     it, unless they are for its project. Control includes read.
     """
     from vitals_collector.storage import tokens
@@ -119,7 +119,7 @@ def _run_of_name(store: "Store", name: str, owner: str) -> str:
 
 
 def list_tokens(data: Data = None, database: Database = "", form: Form = Format.TABLE) -> None:
-    """List all tokens but the three of the token file, without their secrets."""
+    """List all tokens except the three of the token file, without secrets."""
     from vitals_collector.storage import tokens
 
     now = time.time_ns()
@@ -157,10 +157,10 @@ def rotate(
     data: Data = None,
     database: Database = "",
 ) -> None:
-    """Give a token a new secret; it stays the same token, and its runs its own.
+    """Give a token a new secret; it keeps its identity and its runs.
 
     Agents read their token file again when its secret no longer works: write the new one to it.
-    Give --overlap-hours 0 where the secret of before has leaked.
+    Pass --overlap-hours 0 if the previous secret has leaked.
     """
     from vitals_collector.storage import tokens
 
@@ -180,7 +180,7 @@ def rotate(
 
 
 def revoke(token: TokenId, data: Data = None, database: Database = "") -> None:
-    """End a token for good, within seconds; what was written with it stays."""
+    """Revoke a token permanently, within seconds; data written with it stays."""
     from vitals_collector.storage import tokens
 
     with _store(data, database) as store, store.write() as connection:

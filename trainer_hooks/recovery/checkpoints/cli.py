@@ -70,7 +70,7 @@ def register(app: typer.Typer) -> None:
 def show(run: _Run, directory: _Dir = RUNS, form: _Form = Format.TABLE) -> None:
     """List checkpoints with their status, including removed and quarantined ones.
 
-    A run that has no folder here is looked for at the collector that VITALS_COLLECTOR_URL names.
+    A run without a directory here is queried from the collector in VITALS_COLLECTOR_URL.
     """
     try:
         entries = find_checkpoints(run, directory).entries()
@@ -129,7 +129,7 @@ def verify(
 def promote(run: _Run, checkpoint: _Id, directory: _Dir = RUNS) -> None:
     """Verify a checkpoint and mark it healthy, so that a rollback may use it.
 
-    Rotation keeps only the newest healthy one, so an older one may be removed afterwards.
+    Rotation keeps only the latest healthy one, so an older one may be removed later.
     """
     checkpoints = find_checkpoints(run, directory)
     entry = checkpoints.require(checkpoint)
