@@ -171,7 +171,7 @@ def settings_page() -> str:
         "Limits of the detectors and of the escalation policy. Each section is a table of the TOML",
         "file that `VITALS_CONFIG` names; an environment variable `VITALS_SECTION_KEY`, such as",
         "`VITALS_LADDER_MARGIN=50`, takes precedence. An unknown key or an invalid value is an",
-        "error at startup.",
+        "error at startup. A key that only earlier versions had is logged as a warning.",
     ]
     for section, settings in SECTIONS.items():
         texts = meanings(settings)

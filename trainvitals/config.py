@@ -9,6 +9,7 @@ allowed, bounds included. An error names the key, the value, where it came from,
 
 import difflib
 import functools
+import logging
 import numbers
 import re
 import tomllib
@@ -22,6 +23,8 @@ import msgspec
 from msgspec import Meta, inspect
 
 from trainvitals.errors import ConfigError
+
+_LOG = logging.getLogger("trainvitals")
 
 Count = Annotated[int, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
@@ -41,6 +44,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How errors name it: its section of the file, or the class that a loop is given."""
     ascending: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Keys whose values must not fall from one to the next."""
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Keys of earlier versions, with their replacement: they have no effect and log a warning."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, however the settings were made.
@@ -142,7 +147,8 @@ def load_settings(
         arguments: ``section.key`` to value; None means "not given".
 
     Raises:
-        ConfigError: unknown key, wrong type, or a value that cannot work.
+        ConfigError: unknown key, wrong type, or a value that cannot work. A key of an earlier
+            version is only logged as a warning.
     """
     given: dict[str, dict[str, _Given]] = {name: {} for name in sections}
     if path is not None:
@@ -215,6 +221,12 @@ def _from_arguments(
 
 def _build(section: str, cls: type[Settings], given: Mapping[str, _Given]) -> Settings:
     allowed = kinds(cls)
+    for key in given.keys() & cls.removed.keys():
+        _LOG.warning(
+            "vitals: setting %s.%s (%s) no longer exists and has no effect: %s",
+            *(section, key, given[key].source, cls.removed[key]),
+        )
+    given = {key: item for key, item in given.items() if key not in cls.removed}
     for key, item in given.items():
         if key not in allowed:
             raise ConfigError(

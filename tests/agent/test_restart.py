@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -181,6 +182,27 @@ def test_a_process_of_another_container_with_a_ranks_number_is_sent_nothing(
     stand(agent, ranks, now, HELD + 20.0)
     assert [None, None] == [rank.process.poll() for rank in ranks]
     assert ([], 1) == (decided(world), notes(world).count("no_restart"))
+
+
+def test_a_job_in_a_container_costs_no_process_that_has_a_ranks_number_here(world):
+    """The ranks share the memory with the agent, and have process ids of their own."""
+    if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode:
+        pytest.skip("process namespaces are not permitted here")
+    neighbors = [
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in "ab"
+    ]
+    try:
+        ranks = [Rank(world, i, pid_inside=process.pid) for i, process in enumerate(neighbors)]
+        agent = world.agent(hang=CONFIG)
+        now = train(agent, ranks, 20.0)
+        stand(agent, ranks, now, HELD + 20.0)
+        assert ("hang", 1) in told(world)
+        assert ([], 1) == (decided(world), notes(world).count("no_restart"))
+        assert [None, None] == [process.poll() for process in neighbors]
+        assert [None, None] == [rank.process.poll() for rank in ranks]
+    finally:
+        for process in neighbors:
+            process.communicate()
 
 
 def test_only_a_process_with_a_file_of_the_journal_open_is_its_rank(ranks):

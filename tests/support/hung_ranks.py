@@ -22,19 +22,41 @@ load()
 SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 3
 
 
-class Rank:
-    """A rank whose process waits for its standard input, with the heartbeat that it would have."""
+IN_A_CONTAINER = """
+import os, sys
+if os.getpid() != int(sys.argv[3]):
+    with open("/proc/sys/kernel/ns_last_pid", "w") as last:
+        last.write(str(int(sys.argv[3]) - 1))
+    if pid := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+assert os.getpid() == int(sys.argv[3])
+"""
 
-    def __init__(self, world: World, rank: int, *, prelude: str = "") -> None:
+
+class Rank:
+    """A rank whose process waits for its standard input, with the heartbeat that it would have.
+
+    Args:
+        world: where its journal lies.
+        rank: its number.
+        prelude: runs first in its process.
+        pid_inside: its process id in a namespace of its own, as in a container; 0 is without one.
+    """
+
+    def __init__(self, world: World, rank: int, *, prelude: str = "", pid_inside: int = 0) -> None:
         folder = world.base.parent / f"stacks-{rank}"
+        command = [sys.executable, "-c", f"{prelude}\n{RANK}", str(folder), str(SIGNAL)]
+        if pid_inside:
+            command[2] = f"{IN_A_CONTAINER}{command[2]}"
+            command = ["unshare", "--pid", "--fork", "--mount-proc", *command, str(pid_inside)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"{prelude}\n{RANK}", str(folder), str(SIGNAL)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         world.closers.append(self.end)
         self.process.stdout.readline()
-        self.journal = world.rank(rank, pid=self.process.pid)
+        self.journal = world.rank(rank, pid=pid_inside or self.process.pid)
         folder.rename(self.journal.directory / "stacks")
         self.writer = HeartbeatWriter(self.journal.directory)
         world.closers.append(self.writer.close)
@@ -44,7 +66,8 @@ class Rank:
     def say(self, number: int, *, step: int = 5, **fields: object) -> None:
         self.beat += 1
         word = {"monotonic_ns": self.beat, "phase": "forward_backward", "stack_signal": SIGNAL}
-        word |= {"sequences": {"0": number}, "thread": self.process.pid, "step": step}
+        pid = self.journal.identity.pid
+        word |= {"sequences": {"0": number}, "thread": pid, "step": step}
         self.writer.write(Heartbeat(beat=self.beat, **(word | fields)))
 
     def end(self) -> None:

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from msgspec import Meta
 
-from trainvitals.config import AtLeastOne, Settings, load_settings
+from trainvitals.config import AtLeastOne, Settings, kinds, load_settings
+from trainvitals.detect.outliers import OutlierConfig
 from trainvitals.errors import ConfigError
 from trainvitals.policy.judge import SECTIONS
+from trainvitals.policy.state import LadderConfig
 
 
 class Collector(Settings, frozen=True, kw_only=True):
@@ -148,6 +150,30 @@ def test_an_unknown_key_gets_its_nearest_neighbour(tmp_path: Path) -> None:
     assert "collector has: data, hosts" in caught.value.hint
     with pytest.raises(ConfigError, match="argument --max-byte"):
         load(arguments={"collector.max_byte": 5})
+
+
+def test_a_key_of_an_earlier_version_is_a_warning_that_names_its_replacement(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "vitals.toml"
+    path.write_text("[ladder]\nmargin = 7\nmax_firsts = 4\n[outlier]\nfloor = 'any'\n")
+    environ = {"VITALS_OUTLIER_LOSS_RATIO": "3"}
+    settings = load_settings(SECTIONS, path=path, environ=environ)
+    assert LadderConfig(margin=7) == settings["ladder"]
+    assert OutlierConfig() == settings["outlier"]
+    lost = "no longer exists and has no effect"
+    limits = "progress and sigmas limit the loss"
+    assert {
+        f"vitals: setting ladder.max_firsts ({path}:3) {lost}: "
+        "max_row and max_withheld limit the withheld updates",
+        f"vitals: setting outlier.floor ({path}:5) {lost}: {limits}",
+        f"vitals: setting outlier.loss_ratio (variable VITALS_OUTLIER_LOSS_RATIO) {lost}: {limits}",
+    } == {record.getMessage() for record in caplog.records}
+
+
+@pytest.mark.parametrize("settings", SECTIONS.values())
+def test_a_removed_key_is_no_setting(settings: type[Settings]) -> None:
+    assert not settings.removed.keys() & kinds(settings).keys()
 
 
 def test_a_misspelt_section_is_found_and_another_programs_is_passed_over(tmp_path: Path) -> None:

@@ -261,6 +261,7 @@ class OutlierConfig(Settings, frozen=True, kw_only=True):
 
     section = "outlier"
     ascending = (("warm_up", "window"),)
+    removed = dict.fromkeys(("loss_ratio", "floor"), "progress and sigmas limit the loss")
 
     window: int = 64
     """Trained steps kept as the reference."""

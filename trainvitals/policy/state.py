@@ -37,6 +37,10 @@ class LadderConfig(Settings, frozen=True, kw_only=True):
     """When updates are withheld, when the run is rolled back, and the budget of each."""
 
     section = "ladder"
+    removed = dict.fromkeys(
+        ("max_firsts", "recurring_groups", "group_steps", "group_size"),
+        "max_row and max_withheld limit the withheld updates",
+    )
 
     max_row: AtLeastOne = 2
     """Most updates withheld in a row for finite outliers; the next outlier is applied."""

@@ -32,6 +32,22 @@ def is_full(text: str) -> bool:
     return any(word in low for word in ("disk is full", "no space left", "disk quota"))
 
 
+def is_damaged(text: str) -> bool:
+    """Return whether SQLite's error says that its file is damaged."""
+    low = text.lower()
+    return "malformed" in low or "not a database" in low
+
+
+def damaged_error(where: object, text: str) -> StorageError:
+    """Return the error of a damaged database, with the ways to continue."""
+    return StorageError(
+        f"{where} is damaged: {text}",
+        hint="run on the copy that `vitals store backup` made: give its folder with --data; "
+        "without a copy, start with a new folder. The run directories "
+        "still hold what agents have sent: --folder imports it",
+    )
+
+
 def full_error(where: object, text: str) -> StorageError:
     """Return the error that says so."""
     return StorageError(

@@ -28,7 +28,13 @@ import pyarrow as pa
 
 from trainvitals.errors import MissingDependencyError, StorageError, UsageError
 from trainvitals.io.private import ensure_own_dir
-from vitals_collector.numbers.interface import TAKEN, full_error, is_full
+from vitals_collector.numbers.interface import (
+    TAKEN,
+    damaged_error,
+    full_error,
+    is_damaged,
+    is_full,
+)
 
 # ---------------------------------------------------------------------------------------- the place
 
@@ -112,6 +118,10 @@ class Folder:
             folder.name: {entry.name for entry in os.scandir(folder)}
             for folder in self._tables.iterdir()
         }
+
+    def has_files(self) -> bool:
+        """Return whether ``prepare`` found files of rows."""
+        return any(self._synced.values())
 
     def begin(self) -> None:
         """Do nothing: what was there is known."""
@@ -628,9 +638,10 @@ class Engine:
         self._holder: duckdb.DuckDBPyConnection | None = None
         self._kept_checksums: list[tuple[str, int]] = []
         self.files = Files(self._place, self.ask)
-        with translated():
+        with translated(folder / CATALOGUE):
             self._root = self._attached()
             self._place.prepare()
+        self._refuse_rows_of_another()
         self.execute(f"CREATE TABLE IF NOT EXISTS {CHECKSUMS} ({CHECKSUM_COLUMNS})")
         self.inline(CHECKSUMS)
 
@@ -678,6 +689,21 @@ class Engine:
             ) from error
         root.execute("USE lake")
         return root
+
+    def _refuse_rows_of_another(self) -> None:
+        """Refuse an empty catalogue next to stored rows, which would never be found again.
+
+        Raises:
+            StorageError: the catalogue has no tables, but the folder has rows.
+        """
+        if not (isinstance(self._place, Folder) and self._place.has_files()):
+            return
+        query = f"SELECT 1 FROM duckdb_tables() WHERE table_name = '{CHECKSUMS}'"
+        if not self.ask(query).num_rows:
+            where = "its database" if self._catalogue else self.folder / CATALOGUE
+            text = f"{where} has no tables, but {self._place.root} has rows"
+            self.close()
+            raise damaged_error("the lake", text)
 
     def give_back_memory(self) -> None:
         """Return to the system what was needed for a moment.
@@ -948,7 +974,7 @@ def escaped(text: str) -> str:
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def translated(catalogue: object = "the lake's catalogue") -> Iterator[None]:
     """Raise what DuckDB and the disk refuse as StorageError."""
     try:
         yield
@@ -962,5 +988,7 @@ def translated() -> Iterator[None]:
             ) from error
         if is_full(text):
             raise full_error("the lake", text) from error
+        if is_damaged(text):
+            raise damaged_error(catalogue, text.splitlines()[0]) from error
         what = "files cannot be kept" if isinstance(error, OSError) else "engine refused"
         raise StorageError(f"the lake's {what}: {text}", hint=s3_hint(text)) from error

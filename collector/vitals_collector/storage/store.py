@@ -30,7 +30,15 @@ from trainvitals.clock import Clock
 from trainvitals.errors import InsecurePathError, NotOwnerError, StorageError, UsageError
 from trainvitals.records import EventRow
 from trainvitals.wire import Batch
-from vitals_collector.numbers.interface import FULL, Numbers, StreamKey, full_error, is_full
+from vitals_collector.numbers.interface import (
+    FULL,
+    Numbers,
+    StreamKey,
+    damaged_error,
+    full_error,
+    is_damaged,
+    is_full,
+)
 from vitals_collector.numbers.memory import MemoryNumbers
 from vitals_collector.storage.migrate import migrate, take_turns
 from vitals_collector.storage.schema import Damage
@@ -411,6 +419,17 @@ class Store:
             ) from error
 
 
+_LIVENESS = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+"""Connections to PostgreSQL end 25 seconds after the network drops their packets. By default one
+that waits for a response would hang for two hours, and with it the reads and writes behind it."""
+
+
 class Moment(NamedTuple):
     """What a question is answered from. Rows may be newer than what SQL says, by a commit."""
 
@@ -434,13 +453,8 @@ def storage_error(error: DBAPIError, where: str) -> StorageError:
             hint="check for a second collector, a backup or a database shell that uses it",
             code=LOCKED,
         )
-    if "malformed" in low or "not a database" in low:
-        return StorageError(
-            f"{where} is damaged: {message.splitlines()[0]}",
-            hint="run on the copy that `vitals store backup` made: give its folder with --data; "
-            "without a copy, start with a new folder. The run directories "
-            "still hold what agents have sent: --folder imports it",
-        )
+    if is_damaged(message):
+        return damaged_error(where, message.splitlines()[0])
     return StorageError(
         f"{where} cannot be used: {message.splitlines()[0]}",
         hint="check that it exists, that you can write to it, and that its server runs",
@@ -595,6 +609,7 @@ def libpq(url: str) -> str:
     from psycopg.conninfo import make_conninfo  # the extra [postgresql] has it
 
     parts: dict[str, Any] = {
+        **_LIVENESS,
         **parsed.query,  # such as sslmode; a socket's folder is a host as well
         "dbname": parsed.database,
         "host": parsed.host or parsed.query.get("host"),
@@ -665,7 +680,8 @@ def _engine(url: str, busy_seconds: float) -> Engine:
             if parsed.database in (None, "", ":memory:"):
                 options["poolclass"] = StaticPool
         else:
-            options |= {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
+            limits = {key: v for key, v in _LIVENESS.items() if key not in parsed.query}
+            options |= {"pool_pre_ping": True, "connect_args": limits}
         engine = create_engine(parsed, **options)
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
         raise _unusable(url, error) from error

@@ -115,6 +115,34 @@ def _check_repair(folder: Path, path: str, expected: MemoryNumbers) -> None:
     lake.close()
 
 
+def _cut(catalogue: Path) -> None:
+    catalogue.write_bytes(catalogue.read_bytes()[: catalogue.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (Path.unlink, "has no tables, but .* has rows"),
+        (lambda catalogue: catalogue.write_bytes(b""), "has no tables, but .* has rows"),
+        (lambda catalogue: catalogue.write_bytes(bytes(1 << 16)), "catalogue.sqlite is damaged"),
+        (_cut, "catalogue.sqlite is damaged"),
+    ],
+    ids=["gone", "empty", "zeros", "half"],
+)
+def test_a_lake_without_its_catalogue_is_refused_with_the_way_out_and_keeps_its_files(
+    whole: Path, tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    folder = tmp_path / "lake"
+    shutil.copytree(whole, folder)
+    damage(folder / "catalogue.sqlite")
+    files = set(folder.rglob("*.parquet"))
+    for _ in range(2):  # the first try makes another catalogue in the place of a missing one
+        with pytest.raises(StorageError, match=said) as refused:
+            Lake(folder)
+        assert "vitals store backup" in refused.value.hint
+    assert files == set(folder.rglob("*.parquet"))
+
+
 def test_a_file_that_another_collector_has_merged_away_is_not_taken_for_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
