@@ -13,6 +13,7 @@ import sqlalchemy
 
 from tests.collector.alerting import Place
 from tests.collector.rows import RUN
+from tests.support.compiled_sql import share_compiled
 from tests.support.control import judged_run, spool_of
 from tests.support.served import Served, served_in
 from tests.support.small_disks import small_file_system
@@ -21,6 +22,7 @@ from vitals_collector.storage.store import Store, open_data_store, open_store
 
 MEMORY = Path("/dev/shm")
 
+share_compiled()
 
 WITH_SQL_OF_ITS_OWN = frozenset(
     f"test_{name}.py"

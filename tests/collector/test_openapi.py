@@ -13,9 +13,6 @@ from tests.support.served import Served
 from trainvitals.records import Note
 from vitals_collector.api.auth import OPEN_PATHS
 
-requests = pytest.importorskip("requests")
-schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis: --group dev")
-
 EXAMPLES = 2
 """Of each route and token: they are the same at every run."""
 OWN = ("authorization", "host", "origin")
@@ -38,6 +35,9 @@ def ask_all(
     mode: str = "POSITIVE",
 ) -> None:
     """Ask each operation of the document some questions, and have the check look at each answer."""
+    # Here, because each worker imports each test file, and this library takes a second.
+    requests = pytest.importorskip("requests")
+    schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis: --group dev")
     document = served.request("GET", "/openapi.json").json()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     asked: set[str] = set()

@@ -35,7 +35,7 @@ def names_in(path: Path) -> frozenset[str]:
             elif isinstance(child, ast.AnnAssign | ast.Assign):
                 targets = [child.target] if isinstance(child, ast.AnnAssign) else child.targets
                 found.update(prefix + t.id for t in targets if isinstance(t, ast.Name))
-            else:
+            elif not isinstance(child, ast.expr):
                 walk(child, prefix)
 
     walk(ast.parse(path.read_text()), "")

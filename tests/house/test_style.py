@@ -4,14 +4,14 @@ import ast
 import itertools
 from collections.abc import Iterator
 
-from tests.house.source_files import ROOT, name_of, read_sources
+from tests.house.source_files import ROOT, name_of, read_sources, walk_blocks
 
 
 def test_no_exception_is_swallowed_without_a_word_and_no_half_of_a_text_is_left_behind():
     """A string alone on its line is the other half of the one before, without the parentheses."""
     silent, halves = [], []
     for source in read_sources():
-        for node in ast.walk(source.tree):
+        for node in walk_blocks(source.tree):
             if isinstance(node, ast.ExceptHandler):
                 empty = all(isinstance(s, ast.Pass | ast.Continue) for s in node.body)
                 handler = source.lines[node.lineno - 1 : node.end_lineno]

@@ -151,9 +151,12 @@ def create_app(
             lifespan=_lifespan(store, folder, parts, settings),
         )
         _add_routes(app, store, acting, clock, settings, goodput, reader)
-        app.include_router(_ingest_router(store, ingest_app))
-        app.include_router(otlp_router(store, ingest_app, clock=clock))
-        app.include_router(ack_router(links, acting.inbox))
+        _add_routers(
+            app,
+            _ingest_router(store, ingest_app),
+            otlp_router(store, ingest_app, clock=clock),
+            ack_router(links, acting.inbox),
+        )
         _answer_errors(app, store)
         document(app)
         access = access_config(
@@ -244,14 +247,20 @@ def _add_routes(
         goodput=goodput,
     )
     app.state.store, app.state.query, app.state.acting = store, query, acting
-    app.include_router(question_router())
-    app.include_router(
+    _add_routers(
+        app,
+        question_router(),
         control_router(
             store, acting.inbox, clock=clock, keys=settings.data, folders=settings.folders
-        )
+        ),
+        metrics_router(_exposed(store, acting, clock, settings, reader)),
+        discovery_router(store, liveness=query.liveness),
     )
-    app.include_router(metrics_router(_exposed(store, acting, clock, settings, reader)))
-    app.include_router(discovery_router(store, liveness=query.liveness))
+
+
+def _add_routers(app: FastAPI, *routers: APIRouter) -> None:
+    """Add the routes as they are: ``include_router`` builds each again, at the first request."""
+    app.router.routes.extend(route for router in routers for route in router.routes)
 
 
 def _exposed(

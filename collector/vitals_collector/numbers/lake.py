@@ -86,7 +86,7 @@ class Lake(OpenLake):
             for name, value in _OPTIONS.items():
                 engine.execute(f"CALL lake.set_option('{name}', '{value}')")
         super().__init__(engine, Catalogue(engine, is_shared=bool(catalogue)))
-        lake_upkeep.prepare(self.engine)
+        lake_upkeep.prepare(self.engine, self.catalogue.tables)
         self._asked: dict[tuple[StreamKey, int], float] = {}
         """Which holes agents were asked to fill, and when they may be asked again."""
 

@@ -32,7 +32,7 @@ from vitals_collector.numbers.interface import (
     texts_of,
     type_of,
 )
-from vitals_collector.numbers.lake_engine import Engine
+from vitals_collector.numbers.lake_engine import CHECKSUMS, Engine
 
 # ------------------------------------------------------------------------------------------- tables
 
@@ -227,7 +227,7 @@ _TABLES = {
     " incarnation VARCHAR, first_seq BIGINT, last_seq BIGINT, num_taken BIGINT, reason VARCHAR",
     KINDS: "run BIGINT, stream VARCHAR, name VARCHAR, kind VARCHAR",
 }
-_INLINED = (RUNS, KINDS, HOLES, NUMBERED)
+_INLINED = (CHECKSUMS, RUNS, KINDS, HOLES, NUMBERED)
 """These lie in the catalogue itself; 4,096 marks there would cost 90 ms more."""
 _FRESH_SECONDS = 1.0
 _MINE_SECONDS = 5.0
@@ -325,6 +325,8 @@ class Catalogue:
         """Of what is remembered; never held while the lake is changed, so that readers go on."""
         self.runs: dict[str, int] = {}
         self.places: dict[str, Places] = {}
+        self.tables: frozenset[str] = frozenset()
+        """Names of all tables of the lake, when the catalogue was last read."""
         self.epochs: dict[str, int] = {}
         """Of the runs that this process has taken over; of all others 0."""
         self._states: dict[str, RunState] = {}
@@ -346,6 +348,7 @@ class Catalogue:
             "SELECT table_name, column_name, data_type FROM duckdb_columns()"
             " WHERE database_name = 'lake' ORDER BY column_index"
         )
+        self.tables = frozenset(columns["table_name"].to_pylist())
         places: dict[str, Places] = {}
         for table, place, kind in zip(*columns.to_pydict().values(), strict=True):
             if table in STORED_STREAMS:

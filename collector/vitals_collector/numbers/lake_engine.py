@@ -643,7 +643,6 @@ class Engine:
             self._place.prepare()
         self._refuse_rows_of_another()
         self.execute(f"CREATE TABLE IF NOT EXISTS {CHECKSUMS} ({CHECKSUM_COLUMNS})")
-        self.inline(CHECKSUMS)
 
     def _attached(self) -> duckdb.DuckDBPyConnection:
         # Nothing is downloaded, and nothing is copied into somebody's home. What is loaded lies

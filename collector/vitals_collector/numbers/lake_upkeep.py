@@ -58,10 +58,9 @@ _MOST_VALUES = 4 << 20
 """Outlined at a time: as many take 32 MB, and a few times that for a moment."""
 
 
-def prepare(engine: Engine) -> None:
-    """Make the table if it is missing."""
-    tables = engine.ask("SELECT table_name FROM duckdb_tables() WHERE database_name = 'lake'")
-    if OUTLINES in tables["table_name"].to_pylist():
+def prepare(engine: Engine, tables: Collection[str]) -> None:
+    """Make the table if it is none of those that the lake has."""
+    if OUTLINES in tables:
         return
     listed = ", ".join(f"{name} {kind}" for name, kind in {**_KEYS, **_NUMBERS}.items())
     with engine.transaction():
