@@ -150,7 +150,7 @@ class Attached(Loop):
         self._is_told = False
         self._undo: list[Callable[[], None]] = []
         stepped = device.optimizers if device.engine.guards else ()
-        self._route = Route(stepped, device.scaler, self._step_one, controller.faults)
+        self.route = Route(stepped, device.scaler, self._step_one, controller.faults)
 
     def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
         """Record the step's loss, so that it is judged. Call before ``optimizer.step()``.
@@ -336,7 +336,7 @@ class Attached(Loop):
         for undo in reversed(self._undo):
             with self._controller.faults.fail_open("close"):
                 undo()
-        self._route.close()
+        self.route.close()
         super()._release()
 
 

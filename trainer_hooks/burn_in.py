@@ -31,7 +31,7 @@ from trainer_hooks.selftest import LARGEST, WrongAnswer, all_reduce, gemm, memor
 
 MAX_BYTES = 4 << 30
 """Memory that is tried at most: of the host, and of each GPU."""
-_BLOCK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # beyond the caches
+BLOCK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # beyond the caches
 _GEMM_SECONDS = 0.1
 _GROUP_TIMEOUT = timedelta(seconds=60)
 
@@ -65,7 +65,7 @@ class Device:
 
     def try_memory(self, visit: int) -> WrongAnswer | None:
         """Try a new block of memory until all that may be held is; then each in turn."""
-        size = min(_BLOCK_BYTES[self.device.type], self.max_bytes)
+        size = min(BLOCK_BYTES[self.device.type], self.max_bytes)
         if not self.blocks or (len(self.blocks) + 1) * size <= self.max_bytes:
             self.blocks.append(torch.empty(size // 8, dtype=torch.int64, device=self.device))
             return memory(self.blocks[-1], visit)

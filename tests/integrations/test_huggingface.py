@@ -117,7 +117,7 @@ def make(folder, *, acts=None, model=None, guard=True, knows=True, options=None,
 def ended():
     """Close what a training that raised has left open, as the process' exit would."""
     yield
-    for monitor in list(shutdown._open):
+    for monitor in list(shutdown.open_monitors):
         monitor.end(*monitor.left_open)
 
 
@@ -292,7 +292,7 @@ def test_a_training_that_raised_is_not_said_to_have_finished(tmp_path):
         trainer.train()
     optimizer, accelerator = trainer.optimizer.optimizer, trainer.accelerator
     trainer.remove_callback(callback)
-    callback._end(*callback.attached.left_open)
+    callback.attached.end(*callback.attached.left_open)
     del trainer, callback
     gc.collect()
     (end,) = ends(tmp_path)
@@ -309,7 +309,7 @@ def test_a_halt_comes_out_of_train(tmp_path, monkeypatch):
         trainer.train()
     assert len(seen.parameters) < STEPS
     assert "halted" in [state for state, _ in ends(tmp_path)]
-    callback._end("failed", "")
+    callback.attached.end("failed", "")
     assert "failed" not in [state for state, _ in ends(tmp_path)]
 
 

@@ -33,7 +33,7 @@ from tests.integrations.lit import (  # noqa: E402
 from tests.support.inside import probe_of  # noqa: E402
 from tests.support.watched import own_place  # noqa: E402, F401
 from tests.trainer_hooks.probing import ask  # noqa: E402
-from trainer_hooks.integrations.lightning import VitalsCallback, _max_norm  # noqa: E402
+from trainer_hooks.integrations.lightning import VitalsCallback  # noqa: E402
 from trainvitals.errors import TrainingHalted  # noqa: E402
 from trainvitals.records import AttemptStarted  # noqa: E402
 
@@ -117,14 +117,16 @@ class TestTheClip:
         ],
     )
     def test_is_read_from_the_trainer(self, tmp_path, options, expected):
-        assert expected == _max_norm(trainer(tmp_path, **options), Lit())
+        fit(tmp_path, batches=1, **options)
+        assert expected == journal(tmp_path).steps("max_norm").get(0)
 
     def test_is_unknown_where_the_module_clips(self, tmp_path):
         class Own(Lit):
             def configure_gradient_clipping(self, *_, **__):
                 pass
 
-        assert _max_norm(trainer(tmp_path, gradient_clip_val=0.5), Own()) is None
+        fit(tmp_path, Own(), batches=1, gradient_clip_val=0.5)
+        assert {} == journal(tmp_path).steps("max_norm")
 
 
 class TestScalars:

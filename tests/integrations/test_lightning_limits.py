@@ -5,6 +5,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from lightning.pytorch.callbacks import BaseFinetuning  # noqa: E402
 
 from tests.integrations.lit import Gan, Lit, ends, fit, journal, loader, trainer  # noqa: E402
 from tests.support.watched import own_place  # noqa: E402, F401
-from trainer_hooks.integrations.lightning import VitalsCallback, _refuse_strategy  # noqa: E402
+from trainer_hooks.integrations.lightning import VitalsCallback  # noqa: E402
 from trainvitals.errors import UsageError  # noqa: E402
 
 
@@ -111,8 +112,9 @@ def test_deepspeed_s_strategy_is_refused(tmp_path):
     class DeepSpeedStrategy:
         pass
 
+    mine = type("Mine", (DeepSpeedStrategy,), {})()
     with pytest.raises(UsageError, match="its own engine"):
-        _refuse_strategy(type("Mine", (DeepSpeedStrategy,), {})())
+        VitalsCallback().on_train_start(SimpleNamespace(strategy=mine), Lit())
 
 
 @pytest.mark.parametrize("listed", [True, False])

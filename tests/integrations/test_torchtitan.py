@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.integrations.conftest import GLOO_ABORT, WORLD
+from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
-from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.integrations import torchtitan as adapter
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.records import AttemptStarted, DecisionMade, RunEnded
@@ -88,52 +88,74 @@ def test_only_labels_that_count_are_tokens_and_ranks_that_share_them_count_them_
     assert {s: valid * (s + 1) for s in range(6)} == journal.steps("tokens_seen")
 
 
-def test_weights_are_torchtitan_s_tokens_over_every_mesh():
-    """Two data parallel ranks, each as two of context by two of tensor parallelism."""
-    given = []
-    attached = SimpleNamespace(
-        _controller=SimpleNamespace(mode="guard"),
-        _parts=SimpleNamespace(number=lambda _, loss: loss),
-        loss=lambda loss, weight: given.append((loss.item(), weight.item())),
-    )
-    tokens, parts = [6, 10], [[0.25, 0.5], [0.75, 0.125]]  # of global_avg_loss
-    for valid, of_context in zip(tokens, parts, strict=True):
-        labels = torch.tensor([1] * valid + [-100] * 3)
-        for part in of_context * 2:
-            trainer = SimpleNamespace(
-                forward_backward_step=None,
-                train_step=None,
-                parallel_dims=SimpleNamespace(cp=2, tp=2),
-            )
-            steps = adapter._Steps(trainer, attached)
-            steps._give(torch.tensor(part), labels=labels, global_valid_tokens=torch.tensor(16.0))
-    weights = sum(weight for _, weight in given)
-    assert 16 == weights
-    mean = sum(loss * weight for loss, weight in given) / weights
-    assert pytest.approx(sum(map(sum, parts)), rel=1e-6) == mean
+class Small:
+    """What a torchtitan Trainer has, as far as the guard looks at it, with losses of its own."""
+
+    def __init__(self, parts, *, valid=(1,), cp=1, tp=1):
+        self.model_parts = [torch.nn.Linear(2, 1)]
+        self.optimizers = [torch.optim.SGD(self.model_parts[0].parameters(), lr=0.1)]
+        self.parallel_dims = SimpleNamespace(pp_enabled=False, cp=cp, tp=tp)
+        self.gradient_accumulation_steps = len(parts)
+        self.config = SimpleNamespace(training=SimpleNamespace(max_norm=1.0))
+        self.metrics_processor = SimpleNamespace(logger=SimpleNamespace(log=self.keep_log))
+        self.checkpointer = SimpleNamespace()
+        self.step, self.parts, self.valid = 1, parts, valid
+        self.logged, self.returned = [], []
+
+    def keep_log(self, metrics, step):
+        self.logged.append((metrics, step))
+
+    def forward_backward_step(self, *, labels, global_valid_tokens):
+        self.model_parts[0](torch.ones(1, 2)).sum().backward()
+        return torch.tensor(self.parts[len(self.returned)])
+
+    def train(self, metrics=None):
+        tokens = torch.tensor(float(sum(self.valid)))
+        for i in range(len(self.parts)):
+            num_valid = self.valid[i * len(self.valid) // len(self.parts)]
+            labels = torch.tensor([1] * num_valid + [-100] * 3)
+            loss = self.forward_backward_step(labels=labels, global_valid_tokens=tokens)
+            self.returned.append(loss.item())
+        self.optimizers[0].step()
+        if metrics is not None:
+            self.metrics_processor.logger.log(metrics, self.step)
 
 
-@pytest.mark.parametrize("is_rank0", [True, False])
-def test_what_is_logged_is_kept_once_and_validation_as_evaluation(is_rank0):
-    observed, evaluated, undo = {}, {}, []
-    attached = SimpleNamespace(
-        _controller=SimpleNamespace(is_rank0=is_rank0, faults=FaultCounter()),
-        observe=lambda **values: observed.update(values),
-        evaluate=lambda **values: evaluated.update(values),
-        when_closed=undo.append,
-    )
-    seen = []
-    logger = SimpleNamespace(log=lambda metrics, step: seen.append((metrics, step)))
+@pytest.mark.usefixtures("own_place")
+def test_weights_are_torchtitan_s_tokens_over_every_mesh(tmp_path):
+    """Two data parallel ranks, each as two of context by two of tensor parallelism.
+
+    All eight are one rank's batches here: the mean over batches is that over ranks.
+    """
+    valid, parts = [6, 10], [[0.25, 0.5], [0.75, 0.125]]  # of global_avg_loss
+    by_rank = [part for of_context in parts for part in of_context * 2]
+    trainer = Small(by_rank, valid=valid, cp=2, tp=2)
+    adapter.attach(trainer)
+    trainer.train()
+    journal = Journal(tmp_path / "shm")
+    assert {0: 16} == journal.steps("tokens_seen")
+    assert pytest.approx({0: sum(map(sum, parts))}, rel=1e-6) == journal.steps("loss")
+
+
+@pytest.mark.usefixtures("own_place")
+def test_what_is_logged_is_kept_once_and_validation_as_evaluation(tmp_path):
+    trainer = Small([0.5])
+    logger = trainer.metrics_processor.logger
     before = logger.log
-    adapter._keep_what_is_logged(logger, attached)
+    adapter.attach(trainer)
+    assert before is not logger.log
     metrics = {"grad_norm": 1.5, "validation_metrics/loss": 2.0, "note": "no number"}
-    logger.log(metrics, 3)
-    assert [(metrics, 3)] == seen
-    assert ({"grad_norm": 1.5} if is_rank0 else {}) == observed
-    assert ({"loss": 2.0} if is_rank0 else {}) == evaluated
-    for call in undo:
-        call()
+    trainer.train(metrics)
+    assert [(metrics, 1)] == trainer.logged
+    scalars = {name: value for _, name, value in Journal(tmp_path / "shm").scalars()}
+    assert {"grad_norm": 1.5, "eval/loss": 2.0} == scalars
     assert before is logger.log
+
+
+def test_of_what_both_ranks_log_rank_0_alone_keeps_it(played):
+    _, journal, place = played("ddp")
+    assert journal.scalars()
+    assert [] == Journal(place / "shm", rank=1).scalars()
 
 
 # ------------------------------------------------------------------------------ checkpoints
@@ -211,24 +233,31 @@ def test_where_we_only_observe_torchtitan_stops_as_it_would(played):
     assert ["failed"] == [end.state for end in of(journal, RunEnded)]
 
 
-def test_torchtitan_s_own_check_is_seen_in_a_base_class_and_below_a_decorator():
-    class Base:
-        def train_step(self):
-            torch._assert_async(torch.isfinite(torch.zeros(())))
+class Checking(Small):
+    def train_step(self):
+        torch._assert_async(torch.isfinite(torch.zeros(())))
 
-    class Derived(Base):
-        @torch.no_grad()
-        def train_step(self):
-            super().train_step()
 
-    class Decorated:
-        @torch.no_grad()
-        def train_step(self):
-            assert math.isfinite(0.0)
+class Derived(Checking):
+    @torch.no_grad()
+    def train_step(self):
+        super().train_step()
 
-    assert adapter._stops_by_itself(Derived())
-    assert adapter._stops_by_itself(Decorated())
-    assert not adapter._stops_by_itself(object())
+
+class Decorated(Small):
+    @torch.no_grad()
+    def train_step(self):
+        assert math.isfinite(0.0)
+
+
+@pytest.mark.usefixtures("own_place")
+@pytest.mark.parametrize(("kind", "hides"), [(Derived, True), (Decorated, True), (Small, False)])
+def test_torchtitan_s_own_check_is_seen_in_a_base_class_and_below_a_decorator(kind, hides):
+    """A loss that is not finite is hidden from a check alone."""
+    trainer = kind([math.nan])
+    adapter.attach(trainer)
+    trainer.train()
+    assert hides == math.isfinite(trainer.returned[0])
 
 
 # ------------------------------------------------------------------------ what is not guarded
@@ -296,9 +325,12 @@ def test_a_missing_torchtitan_is_said_with_the_extra(monkeypatch):
         adapter.attach(trainer())
 
 
+@pytest.mark.usefixtures("own_place")
 def test_one_that_is_run_from_its_repository_is_taken(monkeypatch):
     monkeypatch.setattr(adapter, "version", version_of_nothing)
-    adapter._require()
+    trainer = Small([0.5])
+    adapter.attach(trainer).close()
+    assert "train" not in vars(trainer)
 
 
 def test_one_that_is_too_old_is_refused(monkeypatch):

@@ -162,7 +162,7 @@ def takes_up(wrapping, ranks, old, new):
 
 def two(rank, folder):
     """Take up the twin's checkpoint in every wrapping, then each other's."""
-    ranks = _join(rank, 2, folder)
+    ranks = join(rank, 2, folder)
     home, results = Path(folder).parents[1], {}
     before = home / "twin"
     for name in known(OF_TWO, TWO_RANKS):
@@ -183,7 +183,7 @@ def two(rank, folder):
             before = Path(folder) / "trained" / name
     results["averages"] = averages(ranks, Path(folder) / "averages")
     results["refused"] = refusals(ranks, home, Path(folder))
-    _leave(rank, folder, results)
+    leave(rank, folder, results)
 
 
 def averages(ranks, folder):
@@ -229,7 +229,7 @@ def refusals(ranks, home, folder):
 
 def four(rank, folder):
     """Take up what two ranks left."""
-    ranks = _join(rank, 4, folder)
+    ranks = join(rank, 4, folder)
     home, results = Path(folder).parents[1], {}
     trained = Path((home / "trained").read_text())
     for name, old in OF_FOUR.items():
@@ -240,10 +240,10 @@ def four(rank, folder):
             store = trainee.store(Path(folder) / "alone" / name)
             assert store.write_alone(trainee.snapshot()), store.take_changes()
             trainee.save(Path(folder) / "trained" / name)
-    _leave(rank, folder, results)
+    leave(rank, folder, results)
 
 
-def _join(rank, world_size, folder):
+def join(rank, world_size, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
@@ -252,7 +252,7 @@ def _join(rank, world_size, folder):
     return Ranks.join()
 
 
-def _leave(rank, folder, results):
+def leave(rank, folder, results):
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     os._exit(0)  # gloo aborts a process at its exit now and then; what was found is written

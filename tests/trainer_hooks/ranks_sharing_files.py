@@ -13,11 +13,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 
-from tests.trainer_hooks.ranks_resharding import Trainee, _join, _leave
+from tests.trainer_hooks.ranks_resharding import Trainee, join, leave
 from tests.trainer_hooks.saving import flip, load_newest
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TWO_RANKS
-from trainer_hooks.recovery.checkpoints import agreement, payload
+from trainer_hooks.recovery.checkpoints import agreement
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainvitals.errors import VitalsError
 
@@ -46,21 +47,13 @@ def counted_reads():
         def __exit__(self, *error):
             return self._file.__exit__(*error)
 
-    real, names = manifests._open, {}
-
-    def opened(path):
-        fd = real(path)
-        names[fd] = path.name
-        return fd
-
     def wrapped(fd, *args, **kwargs):
         file = io.open(fd, *args, **kwargs)  # noqa: SIM115, UP020 - handed on
-        return Counting(file, names[fd]) if isinstance(fd, int) else file
+        if not isinstance(fd, int):
+            return file
+        return Counting(file, Path(f"/proc/self/fd/{fd}").readlink().name)
 
-    with (
-        mock.patch.object(manifests, "_open", opened),
-        mock.patch.object(manifests, "open", wrapped, create=True),
-    ):
+    with mock.patch.object(manifests, "open", wrapped, create=True):
         yield counts
 
 
@@ -102,11 +95,11 @@ def saves_slowly(trainee, ranks, folder, *, meet_seconds):
     trainee.ranks = with_short_timeout(ranks, 2)
     store = trainee.store(folder)
     seconds = 4 * ranks.rank
-    write = payload._Writer.write_data
+    write = FileSystemWriter.write_data
     with (
         mock.patch.object(agreement, "MEET_SECONDS", meet_seconds),
         mock.patch.object(manifests, "measure", slow_for(seconds, manifests.measure)),
-        mock.patch.object(payload._Writer, "write_data", slow_for(seconds, write)),
+        mock.patch.object(FileSystemWriter, "write_data", slow_for(seconds, write)),
     ):
         store.save(trainee.snapshot())
         assert store.wait()
@@ -117,7 +110,7 @@ def saves_slowly(trainee, ranks, folder, *, meet_seconds):
 def share(rank, folder, *, world_size, wrapping):
     """Save, load, and load past a file of another rank that is damaged, or hashed wrongly."""
     logging.disable(logging.CRITICAL)
-    ranks = _join(rank, world_size, folder)
+    ranks = join(rank, world_size, folder)
     trainee = Trainee(wrapping, ranks)
     home = Path(folder) / "checkpoints"
     found = {}
@@ -160,7 +153,7 @@ def share(rank, folder, *, world_size, wrapping):
     if world_size == 2:
         time.sleep(1)
         os._exit(0)  # the group that timed out is broken, and so may be a barrier
-    _leave(rank, folder, found)
+    leave(rank, folder, found)
 
 
 def two(rank, folder):

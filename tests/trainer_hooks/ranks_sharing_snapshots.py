@@ -1,10 +1,12 @@
 """What each rank does in ``test_shared_snapshots``; results go to a file by rank."""
 
+import errno
 import json
 import os
 import signal
 import time
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -12,14 +14,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
-from tests.support.inside import controller_of, events_of, snapshots_of
+from tests.support.inside import events_of, snapshots_of, store_of
 from tests.trainer_hooks.ranks_taking_turns import made
+from trainer_hooks.arguments import together
 from trainer_hooks.recovery import node_memory
-from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.checkpoints.store import CheckpointStore
+from trainer_hooks.recovery.state import TrainingState
 from trainer_hooks.step.emit import Emitter
 from trainvitals.records import CheckpointChanged, Note
 
@@ -51,8 +55,8 @@ class Kept:
             self.monitor = trainer_hooks.watch(
                 self.model, self.optimizer, mode="heal", checkpoints=where
             )
-        self.recovery = controller_of(self.monitor).recovery
-        self.ring, self.store = self.recovery.keepers()
+        self.ring, self.store = snapshots_of(self.monitor), store_of(self.monitor)
+        self.state = TrainingState(self.model, [self.optimizer], ())
         self.events = events_of(self.monitor)
         self.of_step = {}
 
@@ -61,7 +65,7 @@ class Kept:
 
     def bits(self):
         """Return this rank's tensors as they are now."""
-        return {k: t.clone() for k, t in self.ring._state.tensors().items()}
+        return {k: t.clone() for k, t in self.state.tensors().items()}
 
     def run(self, before=lambda step: None):
         """Train; ``before`` is called with each step, before its forward."""
@@ -116,7 +120,7 @@ def pss():
 
 def taken(ring):
     """Return what the shared slots take of the node's memory."""
-    fds = [slot.region._fd for slot in ring._slots if slot.region is not None]
+    fds = [slot.region.fd for slot in ring.slots if slot.region is not None]
     return sum(os.fstat(fd).st_blocks * 512 for fd in fds)
 
 
@@ -136,13 +140,14 @@ def healed(rank, folder, world_size):
         for ref in reversed([r for r in kept.ring.refs() if r.state != "candidate"]):
             kept.ring.restore(ref.id)
             exact.append(kept.is_as_kept(ref.step))
-        kept.recovery._ranks.gather(None)
-        parts = kept.recovery._ranks.gather(pss())
-        owners = [p.into is not None for s in kept.ring._slots for p in s._pairs if p.unit >= 0]
+        dist.barrier()
+        parts = [None] * world_size
+        dist.all_gather_object(parts, pss())
+        owners = [p.into is not None for s in kept.ring.slots for p in s.pairs if p.unit >= 0]
     snapshots = len(exact)
     return kept.result() | {
         "back": back, "exact": exact, "taken": taken(kept.ring), "pss": sum(parts),
-        "whole": kept.ring._state.bytes_when_warm(), "snapshots": snapshots,
+        "whole": kept.state.bytes_when_warm(), "snapshots": snapshots,
         "copied": sum(owners), "units": len(owners), "ring": kept.ring.bytes(),
     }  # fmt: skip
 
@@ -171,7 +176,7 @@ def differing(rank, folder, world_size):
         newest = kept.ring.newest_committed()
         kept.ring.restore(newest.id)
         exact = kept.is_as_kept(newest.step)
-        regions = [s.region is not None for s in kept.ring._slots]
+        regions = [s.region is not None for s in kept.ring.slots]
     return kept.result() | {
         "newest": newest.step, "exact": exact, "regions": regions, "back": back,
     }  # fmt: skip
@@ -179,13 +184,13 @@ def differing(rank, folder, world_size):
 
 @contextmanager
 def slow_writes(seconds):
-    write = payload._Writer.write_data
+    write = FileSystemWriter.write_data
 
     def slowly(*args):
         time.sleep(seconds)
         return write(*args)
 
-    with mock.patch.object(payload._Writer, "write_data", slowly):
+    with mock.patch.object(FileSystemWriter, "write_data", slowly):
         yield
 
 
@@ -208,12 +213,14 @@ def saving(rank, folder):
 
 def refused(rank, folder, world_size):
     """The last rank may not open what the first one offers."""
-    refusal = (None, "[Errno 13] Permission denied: '/proc/1/fd/9'")
-    with mock.patch.object(
-        node_memory,
-        "_taken",
-        (lambda *a, **k: refusal) if rank == world_size - 1 else node_memory._taken,
-    ):
+    real = os.open
+
+    def refuse(path, *args, **kwargs):
+        if rank == world_size - 1 and fnmatch(path, "/proc/*/fd/*"):
+            raise PermissionError(errno.EACCES, "Permission denied", "/proc/1/fd/9")
+        return real(path, *args, **kwargs)
+
+    with mock.patch.object(os, "open", refuse):
         kept = Kept(rank, folder, "refused", steps=10)
     with kept.monitor:
         kept.run()
@@ -229,10 +236,12 @@ def overwritten(rank, folder):
         kept.run()
         last = kept.ring.newest_committed()
         fine = kept.store.write_alone(last)
-        kept.recovery._ranks.gather(None)
+        dist.barrier()
         if rank == 0:
-            last._slot.region.begin(last.generation + 1)
-        kept.recovery._ranks.gather(None)
+            regions = [slot.region for slot in kept.ring.slots]
+            (region,) = [region for region in regions if region.holds(last.generation)]
+            region.begin(last.generation + 1)
+        dist.barrier()
         home = kept.store.folder.path / f".alone-{kept.monitor.run_id}"
         names = sorted(p.name for p in home.glob(f"*/rank-{rank}-of-*"))
         for path in home.glob(f"*/rank-{rank}-of-*"):
@@ -253,9 +262,12 @@ def turns(rank, folder):
     ) as monitor:
         ring = snapshots_of(monitor)
 
+        training = TrainingState(together({"g": gan.g, "d": gan.d}), [gan.of_g, gan.of_d], ())
+        is_replica = training.replicas(dist.get_world_size())
+
         def state():
-            live = ring._state.tensors()
-            return {k: t.clone() for k, t in live.items() if ring._is_replica(k)}
+            live = training.tensors()
+            return {k: t.clone() for k, t in live.items() if is_replica(k)}
 
         def step(optimizer, loss):
             of_step[monitor.step_index] = state()
@@ -312,7 +324,7 @@ def killed(rank, folder):
     kept.run()
     last = kept.ring.newest_committed()
     expected = kept.of_step[last.step]
-    kept.recovery._ranks.gather(None)
+    dist.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     while Path(f"/proc/{os.getppid()}").exists() and not Path(folder, "dead").exists():

@@ -1,9 +1,11 @@
 """What each of two real ranks does in ``test_ranks_attacks``; results go to a file by rank."""
 
 import copy
+import dataclasses
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
 from tests.support.inside import controller_of, device_of, events_of, facts_of, tokens_of
-from trainer_hooks.step.reduce_vector import ReduceVector
 from trainvitals.errors import VitalsError
+from trainvitals.io.journal import StreamWriter
 
 NAN, INF = float("nan"), float("inf")
 
@@ -81,11 +83,17 @@ def failing_fill(rank):
     """The pack itself cannot be filled on rank 1, once: it still enters the exchange."""
     model, optimizer = ddp(fused=True)
     with trainer_hooks.watch(model, optimizer) as monitor:
-        whole, done = ReduceVector._fill_tensors, []
+        packer, done = device_of(monitor).packer, []
+        fill = packer.fill
+
+        def fail_once(local, *args, **kwargs):
+            if not done:
+                done.append(True)
+                local = dataclasses.replace(local, loss=torch.zeros(3))  # it must be one number
+            fill(local, *args, **kwargs)
+
         if rank == 1:
-            device_of(monitor).packer._fill_tensors = lambda local: (
-                whole(device_of(monitor).packer, local) if done else done.append(boom())
-            )
+            packer.fill = fail_once
         for step in range(3):
             monitor.step(forward(model, rank, step), max_norm=0.5)
     return {"same": same_on_all(model)}
@@ -142,9 +150,10 @@ def announced_on_rank_0_alone(rank):
 
 def full_disk(rank):
     model, optimizer = ddp(fused=True)
-    with trainer_hooks.watch(model, optimizer, mode="heal", checkpoints=True) as monitor:
-        emitter = controller_of(monitor).emitter
-        emitter._stream = emitter._row = boom
+    with (
+        trainer_hooks.watch(model, optimizer, mode="heal", checkpoints=True) as monitor,
+        mock.patch.multiple(StreamWriter, append=boom, append_event=boom),
+    ):
         if rank == 0:
             type(controller_of(monitor).run_dir).append_plan = boom
         back = []

@@ -27,7 +27,7 @@ class Run:
             self.training.state, directory, run_id=run_id, ranks=ALONE, keep=keep, key=key
         )
         self.store.prepare()
-        self.step = 0
+        self.step, self.keep = 0, keep
 
     def save(self, *, steps=2, healthy=True):
         self.training.run(steps)
@@ -45,7 +45,7 @@ def ids(store):
 
 def another_process(run):
     """Return what a relaunch of the same run has: the folder, and a new training."""
-    return Run(run.store.folder.path, keep=run.store.folder._keep)
+    return Run(run.store.folder.path, keep=run.keep)
 
 
 def load_newest(store):

@@ -4,7 +4,9 @@ import gc
 import math
 import os
 import threading
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.probing import ask
 from trainer_hooks.lifecycle import shutdown
 from trainer_hooks.step.reduce_vector import Reduced
+from trainvitals.clock import SystemClock
 from trainvitals.errors import UsageError
 from trainvitals.records import CLIPS, NORM_OUTLIER, WITHHELD, CommandAcknowledged, Note
 
@@ -222,12 +225,12 @@ def test_a_judgement_that_no_step_followed_is_made_anew():
 def test_the_clip_between_judgement_and_step_is_not_counted_as_the_monitor_s_time():
     loop = Own()
     with loop.attach() as attached:
-        clock = attached._parts.clock
         loop.step(before=True)
         loop.forward()
         attached.before_clip(0.5)
-        clock._left -= 10**12  # a clip of 1,000 seconds
-        loop.optimizer.step()
+        # A clip of 1,000 seconds.
+        with mock.patch.object(SystemClock, "monotonic_ns", lambda _: time.monotonic_ns() + 10**12):
+            loop.optimizer.step()
     times = Journal(Path(os.environ["VITALS_SHM"]))
     assert times.steps("optimizer_seconds")[1] > 1000
     assert times.steps("monitor_seconds")[0] < 100
@@ -355,7 +358,7 @@ def test_it_stays_without_a_name_and_ends_with_its_optimizer():
     assert all(torch.isfinite(p).all() for p in loop.model.parameters())
     del loop
     gc.collect()
-    assert list(shutdown._open) == []
+    assert list(shutdown.open_monitors) == []
 
 
 def test_an_optimizer_state_loaded_later_keeps_the_verdict_on_the_device():

@@ -329,7 +329,7 @@ def test_a_closure_is_run_once_before_the_step_where_an_adapter_says_so():
         return loss
 
     with trainer_hooks.attach(model, optimizer) as attached:
-        attached._route.runs_closures = True
+        attached.route.runs_closures = True
         with torch.no_grad():
             first = optimizer.step(closure)
         before = model.weight.detach().clone()

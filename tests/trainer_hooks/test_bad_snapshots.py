@@ -11,6 +11,7 @@ from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.ranks_with_bad_state import main
 from tests.trainer_hooks.spawned import spawned
 from trainer_hooks import CheckpointSettings
+from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.state import StateCheck
 from trainvitals.errors import CheckpointError
 from trainvitals.records import DecisionMade, FindingRaised, Note
@@ -228,16 +229,16 @@ def test_a_save_that_takes_long_keeps_the_ring_fed(tmp_path, monkeypatch):
     checkpoints = CheckpointSettings(directory=tmp_path / "checkpoints", save_every=21)
     loop = Loop(mode="heal", checkpoints=checkpoints)
     loop.optimizer.param_groups[0]["lr"] = 1e-4  # no outlier keeps a snapshot unproven
-    ring, store = snapshots_of(loop.monitor), store_of(loop.monitor)
-    may_end, real, ages = threading.Event(), store._save, []
+    ring = snapshots_of(loop.monitor)
+    may_end, real, ages = threading.Event(), payload.write, []
     saves = []
 
-    def slow(snapshot):
-        saves.append(snapshot.step)
+    def slow(partial, *args, **kwargs):
+        saves.append(partial)
         assert may_end.wait(60)
-        real(snapshot)
+        return real(partial, *args, **kwargs)
 
-    monkeypatch.setattr(store, "_save", slow)
+    monkeypatch.setattr(payload, "write", slow)
     with loop.monitor as monitor:
         while monitor.step_index < 220:
             monitor.step(loop.forward())

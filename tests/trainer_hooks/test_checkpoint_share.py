@@ -17,6 +17,7 @@ from tests.support.forked import TRAINING
 from tests.trainer_hooks.ranks_sharing_files import counted_reads, four, hashed, two
 from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_newest
 from tests.trainer_hooks.spawned import spawned
+from tests.trainer_hooks.training import Training
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints import emergency_save
 from trainer_hooks.recovery.checkpoints import manifest as manifests
@@ -80,12 +81,12 @@ def verified(path, world_size):
     that it read once more to look into them. No file is anybody's but one rank's.
     """
     content, files, by_rank, looked_into = manifests.read(path / NAME), [], [], []
+    state = Training().state
     for rank in range(world_size):
-        store = CheckpointStore.__new__(CheckpointStore)
-        store.folder = CheckpointFolder(path, run_id="run")
-        store._ranks = Ranks(rank, world_size, 0, None)
+        ranks = Ranks(rank, world_size, 0, None)
+        store = CheckpointStore(state, path, run_id="run", ranks=ranks)
         with counted_reads() as counts, counted_by_torch() as total:
-            store._verify_share(content)
+            store.verify_share(content)
         looked_into += total
         files += hashed(counts)
         by_rank.append(sum(hashed(counts).values()))

@@ -13,6 +13,7 @@ from trainer_hooks import EMA, CheckpointSettings
 from trainer_hooks.guard.averages import Averages
 from trainer_hooks.recovery.copying import wait_for_copies
 from trainer_hooks.recovery.manager import SnapshotRing
+from trainer_hooks.recovery.state import TrainingState
 
 SIDES = [Earliest, Latest]
 
@@ -27,7 +28,8 @@ def taken(ring, training, step):
     """Take a snapshot; return it, and what it has to hold."""
     expected = {k: t.clone() for k, t in training.state.tensors().items()}
     ring.take(step, 1)
-    return ring._entries[-1], expected
+    ring.commit(step, True)
+    return ring.newest_committed(), expected
 
 
 def assert_holds(snapshot, expected):
@@ -64,9 +66,8 @@ def load(training, ema):
 def test_an_average_that_writes_waits_for_a_copy_that_overlaps(side, write):
     training = Training(extra=lambda model: {"ema": EMA(model[:5])})
     training.run(3)
-    with torch.no_grad():
-        for average in training.extra["ema"]._averages.values():
-            average.mul_(2.0)
+    ema = training.extra["ema"]
+    ema.load_state_dict({k: 2 * t for k, t in ema.state_dict().items()})
     ring = ring_of(training, side, overlap=True)
     snapshot, expected = taken(ring, training, 3)
     write(training, training.extra["ema"])
@@ -176,11 +177,13 @@ def test_a_run_ends_bit_for_bit_as_on_the_cpu_whenever_the_side_runs(tmp_path, s
                     with ema.swap():
                         pass
             assert {} == monitor.swallowed_errors
-        state = {k: t.clone() for k, t in snapshots_of(monitor)._state.tensors().items()}
+        extra = {"ema": ema}
+        live = TrainingState(loop.model, [loop.optimizer], [loop.scheduler], extra=extra)
+        state = {k: t.clone() for k, t in live.tensors().items()}
         return back, state
 
     def beside(ring):
-        ring._side, ring._overlap = side(), overlap
+        ring.side, ring.overlap = side(), overlap
 
     back, expected = trained("plain", lambda ring: None)
     assert [21] == back

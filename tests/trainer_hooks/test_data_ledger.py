@@ -1,6 +1,7 @@
 """Which samples fed which step: told of bad steps, kept of every step where asked, all bounded."""
 
 import stat
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import trainer_hooks
 from tests.support.inside import events_of
+from tests.support.watched import until
 from trainer_hooks.data.files import BadStep, DataWriter
 from trainer_hooks.data.loader import Batch, Position
 from trainer_hooks.data.position import MAX_IDS, MAX_STEPS, DataLedger, plain_id
@@ -113,18 +115,26 @@ def test_an_event_has_a_bounded_number_of_ids_and_bytes_and_tells_their_number()
 
 def test_only_the_last_steps_are_remembered_and_fewer_hold_their_batches():
     made, told, held, _ = ledger(keep_batches=True)
+    contents = []
     for step in range(200):
-        made.fed(step, 1, [batch(step, content=torch.ones(3))])
-    assert MAX_STEPS == len(made._steps)
-    assert 2 == sum(bool(one.kept) for one in made._steps.values())
-    made.judged(10, bad=True)
+        content = torch.ones(3)
+        contents.append(weakref.ref(content))
+        made.fed(step, 1, [batch(step, content=content)])
+    del content
+    assert [198, 199] == [step for step, content in enumerate(contents) if content() is not None]
+    made.judged(199 - MAX_STEPS, bad=True)
     assert [] == told.events
+    made.judged(200 - MAX_STEPS, bad=True)
+    assert [200 - MAX_STEPS] == [step for step, _, _ in told.events]
+    told.events.clear()
     made.judged(199, bad=True, facts={"loss": 2.0})
     (kept,) = held.put_things
     assert kept.file == "capsules/step-00000199-1-rank-3.npz" == told.events[0][2].file
     assert torch.equal(torch.ones(3), kept.content.batches[0])
     assert (2.0, 199) == (kept.content.facts["loss"], kept.content.facts["first_batch"])
-    assert 1 == sum(bool(one.kept) for one in made._steps.values())
+    held.put_things.clear()
+    del kept
+    assert [198] == [step for step, content in enumerate(contents) if content() is not None]
 
 
 @pytest.mark.parametrize(
@@ -181,8 +191,9 @@ def bad_step(step, batch):
 def test_capsules_are_private_whole_and_within_their_bytes(tmp_path):
     made, faults = writer(tmp_path, batch_bytes=30_000)
     for step in range(8):
-        made._save(bad_step(step, torch.rand(2000)))
-    made.put(bad_step(9, torch.rand(20_000)))
+        one = bad_step(step, torch.rand(2000))
+        until(lambda one=one: made.put(one))
+    until(lambda: made.put(bad_step(9, torch.rand(20_000))))
     made.close()
     files = find_capsules(tmp_path)
     assert [5, 6, 7] == [file.step for file in files]

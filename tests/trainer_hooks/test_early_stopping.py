@@ -1,6 +1,7 @@
 """Early stopping in a rank: what reaches all ranks, what is kept of what was evaluated."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ def test_a_metric_that_never_comes_is_said_once():
 
 def test_state_that_cannot_be_copied_never_reaches_the_loop():
     rank = Rank()
-    rank.ring._state.host_state = lambda: 1 / 0
+    rank.training.state.host_state = lambda: 1 / 0
     rank.evaluate(1.0)
     rank.train()
     rank.train()
@@ -264,9 +265,10 @@ def test_without_checkpoints_it_stops_all_the_same_and_keeps_nothing():
 
 def test_without_keep_best_no_state_is_copied():
     rank = Rank(keep_best=False)
-    evaluated_every_step(rank, [1.0])
+    with mock.patch.object(SnapshotRing, "take_evaluated") as take_evaluated:
+        evaluated_every_step(rank, [1.0])
     assert not rank.store.saved
-    assert not rank.ring._beside._buffers
+    take_evaluated.assert_not_called()
 
 
 # ---------------------------------------------------------------------------- beside others
@@ -292,7 +294,7 @@ def test_a_best_that_the_other_rank_does_not_hold_is_not_written_and_said_once()
     assert not rank.store.saved
     assert ["best_not_on_all_ranks", "early_stopping"] == rank.emitter.codes()
     assert "1 of 2 ranks have a copy of it" in rank.emitter.notes[0][2]
-    assert rank.ring._beside.free
+    assert 9 == rank.ring.take_evaluated(9, 1, {}).step, "its place is free again"
 
 
 def test_a_rank_that_evaluates_alone_lets_its_copy_go():
@@ -301,7 +303,7 @@ def test_a_rank_that_evaluates_alone_lets_its_copy_go():
     rank.evaluate(1.0)
     rank.train(nothing)
     rank.train(nothing)
-    assert rank.ring._beside.free
+    assert 9 == rank.ring.take_evaluated(9, 1, {}).step, "its place is free again"
     assert None is rank.evaluations.state_dict()["best"]
 
 

@@ -239,7 +239,7 @@ def _of_all_kinds():
 
 
 def _spoil(module):
-    for buffer in module._buffers.values():
+    for buffer in module.buffers():
         inner = buffer[:, :1] if 0 in buffer.stride() else buffer
         inner.fill_(float("nan") if buffer.is_floating_point() or buffer.is_complex() else 0)
 
@@ -250,18 +250,18 @@ def test_buffers_of_every_kind_are_put_back_bit_for_bit_where_they_are(monkeypat
         monkeypatch.setattr(optimizers, "reads_are_free", lambda device: False)
     module = _of_all_kinds()
     shadow = BufferShadow(module)
-    places = {name: (id(b), b.data_ptr()) for name, b in module._buffers.items()}
+    places = {name: (id(b), b.data_ptr()) for name, b in module.named_buffers()}
     for step in range(6):
-        before = copy.deepcopy(module._buffers)
+        before = copy.deepcopy(dict(module.named_buffers()))
         if step == 3:
             module.mean = module.mean + 1  # a forward that replaces it
             before["mean"], places["mean"] = before["mean"], None
         _spoil(module)
-        spoiled = copy.deepcopy(module._buffers)
+        spoiled = copy.deepcopy(dict(module.named_buffers()))
         is_bad = step != 4
         shadow.settle(torch.tensor(float(is_bad), dtype=torch.float64))
         for name, expected in (before if is_bad else spoiled).items():
-            now = module._buffers[name]
+            now = module.get_buffer(name)
             assert now.dtype == expected.dtype
             assert torch.equal(now.nan_to_num(9.0), expected.nan_to_num(9.0)), (step, name)
             if places[name] is not None:

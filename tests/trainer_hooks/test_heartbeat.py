@@ -1,5 +1,6 @@
 """What a rank's side thread says of its training thread; and that it harms neither."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -104,7 +105,7 @@ def test_a_signal_that_the_user_takes_is_theirs_and_not_told_any_more():
         assert [1] == got
     finally:
         signal.signal(number, before)
-        heartbeat._StackSignal._number = 0
+        faulthandler.unregister(number)  # the next heartbeat of this process takes it anew
     loop.monitor.close()
 
 
@@ -112,13 +113,13 @@ def test_signals_that_somebody_handles_are_never_taken():
     last = int(signal.SIGRTMAX) - 3
     before = signal.signal(last, lambda *_: None)
     try:
-        assert heartbeat._free_signal() not in (0, last, signal.SIGUSR1, signal.SIGUSR2)
+        assert heartbeat.free_signal() not in (0, last, signal.SIGUSR1, signal.SIGUSR2)
     finally:
         signal.signal(last, before)
 
 
 def test_a_backend_without_a_recorder_is_said(tmp_path: Path):
-    recorder = heartbeat._FlightRecorder()
+    recorder = heartbeat.FlightRecorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heartbeat.dist, "get_backend", lambda: "gloo")
         patch.delattr(heartbeat.torch._C._distributed_c10d, "_dump_fr_trace_json")
@@ -128,7 +129,7 @@ def test_a_backend_without_a_recorder_is_said(tmp_path: Path):
 
 
 def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(tmp_path: Path, monkeypatch):
-    recorder = heartbeat._FlightRecorder()
+    recorder = heartbeat.FlightRecorder()
     monkeypatch.setattr(heartbeat, "_is_capturing", lambda: True)
     monkeypatch.setattr(heartbeat.dist, "get_backend", lambda: pytest.fail("it was asked"))
     recorder.ask(tmp_path, {"0": 3})

@@ -20,6 +20,7 @@ from tests.support.inside import (
     facts_of,
     is_paused,
     snapshots_of,
+    store_of,
 )
 from tests.support.watched import Loop, assert_same, own_place, run_directory, send_command, until  # noqa: F401
 from tests.trainer_hooks.torchrun import Trained, reader_of, wait_for_agents
@@ -266,7 +267,7 @@ def test_an_operator_s_checkpoint_is_written_long_before_it_is_due():
                 assert (0, 0) == recovery.newest_saved
                 send_command(monitor, action="checkpoint")
             monitor.step(loop.forward())
-            recovery._store.wait(None)
+            store_of(monitor).wait(None)
         assert 0 < recovery.newest_saved[0] < 120
     assert ["done"] == [status for status, _ in acks()]
 

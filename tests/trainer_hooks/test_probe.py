@@ -14,6 +14,7 @@ import trainer_hooks
 from tests.support.inside import events_of, probe_of
 from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.probing import MoCo, ask, batches, notes, seeded, trained
+from trainer_hooks.probe.bank import Bank
 from trainer_hooks.probe.untouched import untouched
 from trainvitals.errors import UsageError
 from trainvitals.policy.evidence import NONFINITE_GRADIENT
@@ -72,7 +73,7 @@ class Regression:
                 self.monitor.step(loss)
                 after(self.monitor.step_index)
             self.is_on = self.probe.is_on
-            self.kept = self.probe._bank.num_batches()
+            self.kept = self.probe.bank.num_batches()
         return self
 
     def said(self, code):
@@ -360,7 +361,7 @@ def test_a_loop_that_ends_asks_nothing_any_more_and_lets_go_of_its_batches():
     loop = Regression().run()
     loop.monitor.close()
     assert 0 == loop.probe.read(ask(50)).num_batches
-    assert 0 == loop.probe._bank.num_bytes
+    assert 0 == loop.probe.bank.num_bytes
 
 
 def test_a_probe_that_is_no_function_is_refused():
@@ -380,10 +381,10 @@ def test_only_clean_steps_are_kept_and_a_rollback_forgets_what_came_after():
     kept = {}
 
     def after(step):
-        kept[step] = set(loop.probe._bank.num_batches())
+        kept[step] = set(loop.probe.bank.num_batches())
         if step == 50:
             loop.probe.rolled_back(40)
-            kept["back"] = set(loop.probe._bank.num_batches())
+            kept["back"] = set(loop.probe.bank.num_batches())
 
     loop = Regression()
     loop.data = [x.clone() for x in loop.data]
@@ -428,13 +429,13 @@ def test_the_bank_keeps_to_its_bytes_and_keeps_fewer_where_they_are_short(kib, n
     held = []
 
     def after(step):
-        held.append(loop.probe._bank.num_bytes)
+        held.append(loop.probe.bank.num_bytes)
         if step == 150:
             held.append(0)
             near.append(loop.probe.read(ask(148)).num_batches)
 
     near, loop = [], Regression(steps=160)
-    loop.probe._bank._max_bytes = kib << 10  # a batch has half a KiB
+    loop.probe.bank = Bank(kib << 10)  # a batch has half a KiB
     loop.run(after=after)
     assert loop.is_on
     assert max(held) <= kib << 10
@@ -443,10 +444,10 @@ def test_the_bank_keeps_to_its_bytes_and_keeps_fewer_where_they_are_short(kib, n
 
 def test_where_not_even_the_fewest_fit_it_is_off_and_told():
     loop = Regression(steps=60)
-    loop.probe._bank._max_bytes = 3 << 10
+    loop.probe.bank = Bank(3 << 10)
     loop.run()
     assert not loop.is_on
-    assert 0 == loop.probe._bank.num_bytes
+    assert 0 == loop.probe.bank.num_bytes
     assert ["the probe is off: the batches do not fit into 0.00293 MiB"] == loop.said("probe_off")
 
 
@@ -459,7 +460,7 @@ def test_of_an_accumulated_step_at_most_four_batches_are_kept():
             monitor.micro(loss)
             if number % 6 == 5:
                 monitor.step()
-        assert {0: 4, 3: 4, 6: 4} == loop.probe._bank.num_batches()
+        assert {0: 4, 3: 4, 6: 4} == loop.probe.bank.num_batches()
 
 
 def test_batches_of_every_kind_are_copied_whole():

@@ -160,11 +160,16 @@ def test_a_run_that_gets_slower_is_profiled_once_an_hour_and_three_times_at_most
     assert AUTO_PER_RUN == len(run.orders)
 
 
+def slow_down(slowdowns, *, from_step=0):
+    """Have the run's steps take twice as long."""
+    for step in range(680):
+        seconds = 0.1 if step < 600 else 0.2
+        slowdowns.add(from_step + step, 1, {"tokens_per_second": 100 / seconds}, seconds)
+
+
 def test_an_order_stands_until_it_is_answered(tmp_path):
-    run = Run(tmp_path)
-    run.train(600, 0.1)
-    slowdowns = run.slowdowns
-    slowdowns._found = "slow"
+    slowdowns = Slowdowns(tmp_path)
+    slow_down(slowdowns)
     first = slowdowns.command("RUN", newest=5, now_ns=1)
     assert first is slowdowns.command("RUN", newest=5, now_ns=2)
     assert slowdowns.command("RUN", newest=6, now_ns=3) is None
@@ -180,14 +185,16 @@ def test_a_slower_run_leaves_a_trace_and_says_why():
         folder = controller.run_dir.profiles_dir
         for step in range(14):
             if step == 4:
-                controller.log.slowdowns._found = "steps take twice as long"
+                slow_down(controller.log.slowdowns, from_step=1000)
             monitor.step(loop.forward())
         until(lambda: list(folder.glob("auto-step-*.json.gz")))
         until(lambda: any(isinstance(e, Note) and e.code == "profile_written" for e in events))
     (trace,) = folder.glob("*.json.gz")
     assert "traceEvents" in json.loads(gzip.decompress(trace.read_bytes()))
     notes = {event.code: event.text for event in events if isinstance(event, Note)}
-    assert "Vitals profiles 3 steps: steps take twice as long" == notes["profile_begun"]
+    reason = controller.log.slowdowns.reason
+    assert "of the run's best" in reason
+    assert f"Vitals profiles 3 steps: {reason}" == notes["profile_begun"]
     assert str(trace) in notes["profile_written"]
 
 
@@ -217,6 +224,6 @@ def test_of_one_rank_s_traces_the_newest_are_kept(tmp_path):
     other = tmp_path / "step-000000-rank0.json.gz"
     for path in (other, *paths):
         path.touch()
-    profiling._forget_oldest(paths[-1])
+    profiling.forget_oldest(paths[-1])
     assert KEPT + 1 == len(list(tmp_path.glob("step-*")))
     assert other.exists()

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.inside import controller_of, store_of
+from tests.support.inside import store_of
 from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
 from trainer_hooks import CheckpointSettings, EarlyStopping
 from trainer_hooks.recovery.manager import SnapshotRing
+from trainvitals.clock import SystemClock
 from trainvitals.errors import TrainingHalted
 from trainvitals.testing.clock import ManualClock
 
@@ -82,7 +83,9 @@ def test_a_fourth_break_of_the_same_cause_still_halts(loop):
         train(loop, breaks=4)
 
 
-def test_a_checkpoint_is_written_once_each_time_its_seconds_are_over_whatever_the_steps(tmp_path):
+def test_a_checkpoint_is_written_once_each_time_its_seconds_are_over_whatever_the_steps(
+    tmp_path, monkeypatch
+):
     checkpoints = CheckpointSettings(
         directory=tmp_path / "checkpoints",
         healthy_after=3,
@@ -90,10 +93,10 @@ def test_a_checkpoint_is_written_once_each_time_its_seconds_are_over_whatever_th
         save_every=10**6,
         save_seconds=60,
     )
-    loop, clock, counts = Loop(mode="heal", checkpoints=checkpoints), ManualClock(), []
-    recovery = controller_of(loop.monitor).recovery
-    store = recovery.keepers()[1]
-    recovery._clock, recovery._saved_ns = clock, clock.monotonic_ns()
+    clock, counts = ManualClock(), []
+    monkeypatch.setattr(SystemClock, "monotonic_ns", lambda _: clock.monotonic_ns())
+    loop = Loop(mode="heal", checkpoints=checkpoints)
+    store = store_of(loop.monitor)
     with loop.monitor:
         for seconds in (59.0, 1.0, 0.0, 60.0):
             clock.advance(seconds)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trainer_hooks
-from tests.support.inside import controller_of
+from tests.support.watched import until
 from tests.trainer_hooks import bad_steps
 from tests.trainer_hooks.bad_steps import BAD, ROWS, train
 from trainer_hooks.data import files
@@ -73,15 +73,17 @@ def played(capsys, step=BAD, entry=ENTRY, *more):
 
 
 def test_a_healthy_run_writes_nothing_and_is_left_as_it_was(run_dir):
-    hooks = []
-    monitor = train(
-        spoil=None, before=lambda model, *_: hooks.append(len(model._forward_pre_hooks))
-    )
+    hooks, models = [], []
+
+    def before(model, *_):
+        hooks.append(len(model._forward_pre_hooks))
+        models.append(model)
+
+    monitor = train(spoil=None, before=before)
     assert {1} == set(hooks)
     assert not (run_dir / "capsules").exists()
     assert {} == monitor.swallowed_errors
-    model = controller_of(monitor).surroundings._model
-    assert 0 == len(model._forward_pre_hooks)
+    assert 0 == len(models[-1]._forward_pre_hooks)
 
 
 def test_generators_are_captured_only_where_batches_are_kept(run_dir, monkeypatch):
@@ -155,7 +157,9 @@ def test_only_so_many_capsules_of_a_rank_are_kept_and_the_newest(tmp_path, monke
     writer = files.DataWriter(tmp_path, rank=0, incarnation="a", faults=FaultCounter())
     for step in range(6):
         content = Content(facts={"versions": {}}, batches=[torch.ones(4)], rng=[None])
-        writer._save(files.BadStep(f"capsules/step-{step:08d}-1-rank-0.npz", content))
+        one = files.BadStep(f"capsules/step-{step:08d}-1-rank-0.npz", content)
+        until(lambda one=one: writer.put(one))
+    writer.close()
     assert [3, 4, 5] == [file.step for file in find_capsules(tmp_path)]
 
 

@@ -113,7 +113,7 @@ class TestMemory:
             seen.setdefault(block.data_ptr(), []).append(seed % len(PATTERNS))
 
         monkeypatch.setattr(burn_in, "memory", note)
-        monkeypatch.setitem(burn_in._BLOCK_BYTES, "cpu", 64)
+        monkeypatch.setitem(burn_in.BLOCK_BYTES, "cpu", 64)
         device = Device("cpu", CPU, max_bytes=64 * len(PATTERNS))
         for visit in range(len(PATTERNS) ** 2):
             device.try_memory(visit)

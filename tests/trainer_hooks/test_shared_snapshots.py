@@ -235,7 +235,7 @@ def test_one_bit_on_one_rank_makes_the_words_differ_and_a_buffer_none(pair):
 
 def test_ranks_that_would_fill_another_slot_differ(pair):
     pair.train()
-    pair.rings[1]._slots.reverse()
+    pair.rings[1].slots.reverse()
     assert (1,) == pair.take(1)[1]
 
 
@@ -275,19 +275,40 @@ def test_whole_copies_that_do_not_fit_are_missed_and_the_last_equal_one_stays(pa
     assert [0, 2] == [ref.step for ref in pair.rings[0].refs()]
 
 
+class Gathering:
+    """One of two ranks of a node, as ``join_node`` sees it; ``offers`` is what rank 0 offers."""
+
+    world_size = 2
+
+    def __init__(self, rank, *, offers):
+        self.rank, self.given, self._offers = rank, [], offers
+
+    def gather(self, value):
+        """Return what both ranks have: the same node, the offer, and no failure of rank 0."""
+        self.given.append(value)
+        if self.rank == 0:
+            return [value, value if isinstance(value, str) and value else None]
+        return [(value, self._offers, "")[len(self.given) - 1], value]
+
+
 def test_a_process_of_another_container_is_found_out(tmp_path):
-    fd = os.memfd_create("theirs")
+    first = Gathering(0, offers=None)
+    shared = join_node(first, num_regions=1, has_replicas=True)
+    assert 2 == shared.num_ranks
+    (offer,) = (given for given in first.given if isinstance(given, tuple))
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    theirs = node_memory._identity(fd)
-    offer = node_memory._Offer(os.getpid(), (file,), (theirs,))
-    assert (None, f"/proc/{os.getpid()} is another process here") == node_memory._taken(
-        offer, leads=False
-    )
-    gone, why = node_memory._taken(offer._replace(pid=2**22 + 1), leads=False)
-    assert gone is None
+
+    def refusal(**changes):
+        joined = join_node(
+            Gathering(1, offers=offer._replace(**changes)), num_regions=1, has_replicas=True
+        )
+        assert joined.regions is None
+        return joined.failures
+
+    assert (f"rank 1: /proc/{os.getpid()} is another process here",) == refusal(fds=(file,))
+    (why,) = refusal(pid=2**22 + 1)
     assert "No such file" in why
-    for used in (fd, file):
-        os.close(used)
+    os.close(file)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 64, 256])

@@ -13,7 +13,7 @@ from trainer_hooks.data.position import HandedOut
 from trainer_hooks.measures import host
 from trainer_hooks.measures.host import StepClock, Utilization
 from trainer_hooks.measures.sampled import Samples
-from trainer_hooks.step.emit import RootColumns, _spread
+from trainer_hooks.step.emit import RootColumns
 from trainer_hooks.step.reduce_vector import Derived
 from trainvitals.flops import transformer_flops_per_token
 from trainvitals.records import StepRecord
@@ -179,9 +179,9 @@ def test_perplexity_is_there_where_tokens_are_known_and_never_overflows():
 
 
 def test_the_spread_is_of_ranks_that_all_have_a_finite_loss():
-    assert _spread([1.0, 4.0, 2.5]) == 3.0
+    assert columns(losses=[1.0, 4.0, 2.5])["loss_spread"] == 3.0
     for losses in ([1.0], [1.0, None], [1.0, math.nan], [1.0, math.inf], []):
-        assert _spread(losses) is None
+        assert columns(losses=losses)["loss_spread"] is None
 
 
 def test_overflows_are_counted_and_are_a_share_of_the_last_hundred_steps():

@@ -158,10 +158,10 @@ def test_what_took_a_tensor_s_place_is_what_the_next_snapshot_holds():
     expected = {k: t.clone() for k, t in training.state.tensors().items()}
     for step in (5, 6):
         ring.take(step, 1)
-        copied = ring._entries[-1].tensors()
+        ring.commit(step, True)
+        copied = ring.newest_committed().tensors()
         assert expected.keys() == copied.keys()
         assert all(torch.equal(t, copied[k]) for k, t in expected.items())
-        ring.commit(step, True)
 
 
 def test_how_to_copy_is_worked_out_once(monkeypatch):
@@ -194,11 +194,12 @@ def test_a_candidate_is_not_restored():
 def test_a_held_snapshot_is_not_overwritten_and_the_rank_that_has_no_room_says_so():
     training = Training()
     ring = started(training)
+    snapshot = ring.newest_committed()
     ring.take(4, 1)
     ring.commit(4, True)
     ring.promote(6, -1)
     held = ring.refs()[0].id
-    snapshot = ring._entries[0]
+    assert held == snapshot.id
     before = {k: t.clone() for k, t in snapshot.tensors().items()}
     snapshot.hold()
     training.run(3)

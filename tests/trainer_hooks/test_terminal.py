@@ -294,7 +294,9 @@ def test_a_progress_bar_is_cleared_before_a_line_and_drawn_again(monkeypatch, ca
     monkeypatch.setitem(sys.modules, "tqdm", module)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     record = logging.LogRecord("trainvitals", logging.INFO, "", 0, "vitals: a line", (), None)
-    handler = terminal._StderrHandler()
+    monkeypatch.setattr(logging.getLogger("trainvitals"), "handlers", [])
+    terminal.show_log()
+    (handler,) = logging.getLogger("trainvitals").handlers
     handler.emit(record)
     assert ["vitals: a line"] == Bar.written
     monkeypatch.setattr(Bar, "_instances", ())

@@ -8,11 +8,12 @@ import torch
 
 from tests.support.inside import controller_of, events_of
 from tests.support.watched import Loop, Own, assert_same, own_place, send_command  # noqa: F401
+from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.loop import Loop as WatchedLoop
 from trainer_hooks.noop import NullMonitor
 from trainer_hooks.step import user_alerts
 from trainer_hooks.step.user_alerts import MISSING_AFTER, RankAlerts
-from trainvitals.detect.user_alerts import Rule
+from trainvitals.detect.user_alerts import RENEW_STEPS, Rule
 from trainvitals.errors import ConfigError, UsageError
 from trainvitals.records import FindingRaised, Note
 
@@ -249,8 +250,8 @@ def test_in_a_job_of_several_ranks_each_names_itself_but_not_for_what_all_share(
     with alone() as (alerts, said):
         of_rank_1 = RankAlerts(
             [Rule(name="shared", when="loss > 0"), Rule(name="its own", when="rank_loss > 0")],
-            emitter=alerts._emitter,
-            faults=alerts._faults,
+            emitter=alerts.emitter,
+            faults=FaultCounter(),
             rank=1,
             world_size=2,
         )
@@ -267,7 +268,8 @@ def alone():
     said = events_of(loop.monitor)
     alerts = controller_of(loop.monitor).user_alerts()
     said.clear()
-    columns = alerts._emitter.columns
+    alerts.emitter = controller_of(loop.monitor).emitter
+    columns = alerts.emitter.columns
     alerts.row = lambda **values: tuple(values.get(name) for name in columns)
     alerts.begin(1, 0)
     with loop.monitor:
@@ -283,32 +285,45 @@ class Event:
     def __init__(self):
         self.has_happened = False
 
+    def record(self, stream):
+        """Come after what the stream has to do, which ends when ``has_happened`` is set."""
+
     def query(self):
         return self.has_happened
 
 
-def test_numbers_of_a_device_are_looked_at_once_they_are_there_and_never_waited_for():
+@pytest.fixture
+def event(monkeypatch):
+    """Return the event of each copy from the device, for which the CPU stands."""
+    event = Event()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    return event
+
+
+def hot(alerts, step, holds=True):
+    value = torch.tensor(float(step))
+    when = torch.tensor(holds)
+    alerts.call("hot", when, level="page", value=value, message="", step=step, attempt=1)
+
+
+def test_numbers_of_a_device_are_looked_at_once_they_are_there_and_never_waited_for(event):
     with alone() as (alerts, said):
-        event = Event()
         for step, holds in ((4, True), (5, True), (6, False)):
-            call = user_alerts._Call("hot", False, "page", "", step, 1)
-            numbers = torch.tensor([float(holds), float(step)])
-            alerts._late.append(user_alerts._Late(call, numbers, event))
+            hot(alerts, step, holds)
         for step in (4, 5, 6):
             alerts.saw_row(step, 1, alerts.row(loss=1.0))
         assert [] == said
         event.has_happened = True
         alerts.saw_row(7, 1, alerts.row(loss=1.0))
         assert [("hot", 4)] == alerts_in(said)
-        assert not alerts._late
-        assert not alerts._alerts.held
+        alerts.saw_row(4 + RENEW_STEPS, 1, alerts.row(loss=1.0))
+        assert [("hot", 4)] == alerts_in(said), "it has ended, so it is not renewed"
 
 
-def test_what_was_on_its_way_as_the_run_went_back_is_of_the_branch_that_was_left():
+def test_what_was_on_its_way_as_the_run_went_back_is_of_the_branch_that_was_left(event):
     with alone() as (alerts, said):
-        event = Event()
-        call = user_alerts._Call("hot", False, "page", "", 4, 1)
-        alerts._late.append(user_alerts._Late(call, torch.ones(2), event))
+        hot(alerts, 4)
         alerts.begin(2, 2)
         event.has_happened = True
         alerts.saw_row(2, 2, alerts.row(loss=1.0))

@@ -10,7 +10,7 @@ import pytest
 
 from trainvitals.policy import Judge, JudgeConfig, Mode
 from trainvitals.policy.evidence import Ask, Reading
-from trainvitals.policy.state import DeviceRule, max_row
+from trainvitals.policy.state import DeviceRule
 from trainvitals.records import StateRead, StepRecord
 from trainvitals.testing import judgements, series
 
@@ -199,7 +199,7 @@ def test_a_state_of_the_version_before_is_loaded_without_what_is_gone() -> None:
     other.load_state_dict(state)
     assert judge.limits().loss is not None
     assert 4.0 <= (other.limits().loss or 0.0), "what was accepted stays"
-    assert 2 == max_row(other._ladder, other.config.ladder)
+    assert 2 == other.max_row()
 
 
 def test_the_device_takes_a_row_over_a_step_that_is_not_whole() -> None:

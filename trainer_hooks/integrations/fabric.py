@@ -139,7 +139,7 @@ def _judge_before_clips(
                     "attach() was given max_norm, and the loop calls fabric.clip_gradients() too",
                     hint="remove one of them; without max_norm the guard reads the loop's own clip",
                 )
-            stepped = attached._route._round  # once for several, which may be stepped in between
+            stepped = attached.route._round  # once for several, which may be stepped in between
             is_next = not stepped or place in stepped
             if is_next and (attached._judged is None or place in clipped):
                 clipped.clear()

@@ -100,7 +100,7 @@ class VitalsCallback(_Callback):
             trainer.strategy.model, self._optimizer, scaler=_scaler(trainer), **options
         )
         self._guards = True
-        attached._route.runs_closures = True
+        attached.route.runs_closures = True
         attached.load_state_dict(self._state)
         self._listen(trainer, attached)
 

@@ -84,7 +84,7 @@ class HeartbeatThread:
         self._cpu_clock = None if cpu_clock is None else cpu_clock(self._ident)
         with faults.fail_open("heartbeat.stacks"):
             _StackSignal.write_to(directory)
-        self._recorder = _FlightRecorder()
+        self._recorder = FlightRecorder()
         self._beat = 0
         self._moved: tuple[object, ...] = ()
         self._moved_at = time.monotonic()
@@ -207,7 +207,7 @@ class _StackSignal:
     @classmethod
     def write_to(cls, directory: Path) -> None:
         """Have the stacks written beside this journal from now on."""
-        number = cls._number or _free_signal()
+        number = cls._number or free_signal()
         if not number or (cls._number and not cls.number()):
             return
         fd, before = open_private(directory / STACKS_FILE, _APPEND), cls._fd
@@ -228,7 +228,7 @@ class _StackSignal:
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
-def _free_signal() -> int:
+def free_signal() -> int:
     """Return a real-time signal that nobody handles, blocks or ignores; 0 where there is none."""
     last = getattr(signal, "SIGRTMAX", 0)
     taken = 0
@@ -244,7 +244,7 @@ def _free_signal() -> int:
     return next((n for n in candidates if not taken >> (n - 1) & 1), 0)
 
 
-class _FlightRecorder:
+class FlightRecorder:
     """Asks torch's recorder of collectives: once in each standstill, and never for stacks."""
 
     def __init__(self) -> None:

@@ -139,13 +139,14 @@ class Shutdown:
 EXIT_CODE = 128 + signal.SIGTERM
 """Of a run that was told to stop: not 0, which a scheduler would take for finished."""
 
-_open: WeakSet[Open] = WeakSet()
+open_monitors: WeakSet[Open] = WeakSet()
+"""Monitors that nobody has closed yet."""
 _previous: Handler = None
 
 
 def opened(monitor: Open) -> None:
     """Look after this monitor until it is closed."""
-    _open.add(monitor)
+    open_monitors.add(monitor)
     if monitor.shutdown.is_rank0 or monitor.shutdown.saves:
         _listen()
 
@@ -156,10 +157,10 @@ def closed(monitor: Open) -> None:
     One that came too late for a step to answer it ends the process now.
     """
     global _previous
-    _open.discard(monitor)
+    open_monitors.discard(monitor)
     monitor.shutdown.close()
     in_main = threading.current_thread() is threading.main_thread()
-    if in_main and not _open and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+    if in_main and not open_monitors and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, _previous)
         if _previous == signal.SIG_DFL and monitor.shutdown.unanswered:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -178,7 +179,7 @@ def close_earlier(optimizers: Sequence[object]) -> None:
     """
     if not is_interactive():
         return
-    for monitor in [m for m in _open if m.shutdown.is_ours]:
+    for monitor in [m for m in open_monitors if m.shutdown.is_ours]:
         if any(own is other for own in monitor.optimizers for other in optimizers):
             _LOG.warning(
                 "vitals: closed the earlier monitor of this optimizer, because watch() made a new "
@@ -194,7 +195,7 @@ def _at_exit() -> None:
     But for a session: there it may be of any earlier line.
     """
     error = None if is_interactive() else getattr(sys, "last_value", None)
-    for monitor in list(_open):
+    for monitor in list(open_monitors):
         if error is None:
             monitor.end(*monitor.left_open)
         else:
@@ -224,7 +225,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     It may have come in the middle of a write of ours, whose lock this very thread holds: then it
     waits for that write to end.
     """
-    ours = [monitor for monitor in _open if monitor.shutdown.is_ours]
+    ours = [monitor for monitor in open_monitors if monitor.shutdown.is_ours]
     if any(m.shutdown.put_off(lambda: _on_sigterm(number, None)) for m in ours):
         return
     default = _previous in (None, signal.SIG_DFL)

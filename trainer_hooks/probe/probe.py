@@ -86,7 +86,7 @@ class Probe:
         self._ranks = ranks
         self._emitter = emitter
         self._faults = faults
-        self._bank = Bank(max_bytes)
+        self.bank = Bank(max_bytes)
         self._rewind = rewind
         self._loss_of: LossOf | None = None
         self.has_loss = False
@@ -119,21 +119,21 @@ class Probe:
 
     def keep(self, batch: Any) -> None:
         """Copy a batch that is about to be handed out, if its step is one to be kept."""
-        if self._is_over or self._why_not or not self._bank.wants(self._next_step):
+        if self._is_over or self._why_not or not self.bank.wants(self._next_step):
             return
         try:
-            self._bank.copy(batch)
+            self.bank.copy(batch)
         except Exception as error:  # noqa: BLE001 - any batch is let through
             self._faults.count("probe.keep", error)
             self._stop_keeping(f"a batch cannot be copied: {type(error).__name__}: {error}")
             return
-        if self._bank.is_full:
-            mib = self._bank.max_bytes / (1 << 20)
+        if self.bank.is_full:
+            mib = self.bank.max_bytes / (1 << 20)
             self._stop_keeping(f"the batches do not fit into {mib:.3g} MiB")
 
     def _stop_keeping(self, reason: str) -> None:
         self._why_not = reason
-        self._bank.clear()
+        self.bank.clear()
         self._earlier = None
         if self._ranks.rank:  # rank 0 speaks where all have switched off
             self._tell(
@@ -147,23 +147,23 @@ class Probe:
         self._attempt = attempt
         if self._loss_of is not None:
             self._was_fed = self._was_fed or num_batches > 0
-            self._bank.fed(step, num_batches, self._loss_of)
+            self.bank.fed(step, num_batches, self._loss_of)
         self._next_step = step + 1
 
     def accepted(self, step: int, attempt: int, own_loss: float | None) -> None:
         """Keep the step's batches: it was judged clean. ``own_loss`` is this rank's."""
         if own_loss is None or not math.isfinite(own_loss):
-            self._bank.dropped(step)
+            self.bank.dropped(step)
         else:
-            self._bank.accepted(step, own_loss)
+            self.bank.accepted(step, own_loss)
 
     def dropped(self, step: int) -> None:
         """Forget the step's batches: something was found in it."""
-        self._bank.dropped(step)
+        self.bank.dropped(step)
 
     def rolled_back(self, step: int) -> None:
         """Forget what was kept from this step on; it comes next."""
-        self._bank.rolled_back(step)
+        self.bank.rolled_back(step)
         self._next_step = step
         if self._earlier is not None and self._earlier.step >= step:
             self._earlier = None
@@ -190,7 +190,7 @@ class Probe:
         if self._pause:
             self._pause -= 1
             return
-        kept, earlier = self._bank.waiting(step), self._earlier
+        kept, earlier = self.bank.waiting(step), self._earlier
         self._earlier = earlier or kept
         loss = own_loss()
         can = kept is not None and earlier is not None and loss is not None and math.isfinite(loss)
@@ -227,12 +227,12 @@ class Probe:
             return
         self.is_on = True
         self._earlier = None
-        expected = self._bank.expected_bytes() / (1 << 20)
+        expected = self.bank.expected_bytes() / (1 << 20)
         self._tell(
             "probe_bank",
             f"the probe is on: loss_of gave {results[0].loss:.6g} where step {kept.step} saw "
             f"{loss:.6g} on rank {self._ranks.rank}; each rank keeps batches of past steps, up to "
-            f"{expected:.3g} MiB of at most {self._bank.max_bytes / (1 << 20):.3g} MiB",
+            f"{expected:.3g} MiB of at most {self.bank.max_bytes / (1 << 20):.3g} MiB",
         )
 
     def _try_again(self, reason: str) -> None:
@@ -250,13 +250,13 @@ class Probe:
         """
         if not self.is_on:
             return _nothing("the probe is off")
-        everywhere = self._ranks.gather(self._bank.num_batches())
+        everywhere = self._ranks.gather(self.bank.num_batches())
         near, far = _chosen(everywhere, ask.onset_step)
         if len(near) < MIN_BATCHES:
             return _nothing(f"{len(near)} kept steps are 16 to 100 before step {ask.onset_step}")
         # As many of each step as every rank has: its forwards may hold collectives.
         fewest = [(step, min(kept[step] for kept in everywhere)) for step in (*near, *far)]
-        tasks = [_Task(self._bank[step], self._bank[step].batches[:n]) for step, n in fewest]
+        tasks = [_Task(self.bank[step], self.bank[step].batches[:n]) for step, n in fewest]
         latest = len(near) - 1
         tasks[latest] = tasks[latest]._replace(with_gradient=True)
         results = self._forwards(tasks)
@@ -338,7 +338,7 @@ class Probe:
     def close(self) -> None:
         """Let go of the batches, on this rank alone: nothing is asked any more."""
         self.is_on, self._is_over = False, True
-        self._bank.clear()
+        self.bank.clear()
         self._earlier = None
 
     def _switch_off(self, reason: str, rank: int = -1) -> None:

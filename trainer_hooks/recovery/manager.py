@@ -112,10 +112,10 @@ class _Slot:
         """Number of its fill: the same on all ranks that share it."""
         self._buffers: dict[str, Tensor] = {}
         self._targets: dict[str, Tensor] = {}
-        """Targets of ``_pairs``, by name: own buffers, and views of the region."""
+        """Targets of ``pairs``, by name: own buffers, and views of the region."""
         self._signature: list[object] = []
-        """Signature of the live tensors that ``_pairs`` were made for."""
-        self._pairs: list[Pair] = []
+        """Signature of the live tensors that ``pairs`` were made for."""
+        self.pairs: list[Pair] = []
         self._plan: CopyPlan | None = None
         self._layout_digest = 0
         self._lock = threading.Lock()
@@ -157,7 +157,7 @@ class _Slot:
         signature = signature_of(live)
         if self._signature == signature:
             return
-        self._signature, self._pairs, self._plan, self._targets = [], [], None, {}
+        self._signature, self.pairs, self._plan, self._targets = [], [], None, {}
         state.forget_replaced(live)
         shared = {}
         if self.region is not None:
@@ -185,13 +185,13 @@ class _Slot:
                 pairs.append(Pair(into, source, checked, unit.key, number))
             self._layout_digest = layout.digest
         self._targets = {k: targets[k] for k in live}
-        self._pairs, self._signature = pairs, signature
+        self.pairs, self._signature = pairs, signature
 
     def fill(self) -> Copied:
         """Copy, and return the results of the checks."""
         self._begin()
         if self._plan is None:
-            self._plan = CopyPlan(self._pairs)
+            self._plan = CopyPlan(self.pairs)
         return self._mixed(self._plan.run())
 
     def fill_beside(
@@ -210,7 +210,7 @@ class _Slot:
         """
         self._begin()
         # Not kept until the next snapshot: that would keep device memory of replaced tensors.
-        pairs, self._pairs, self._signature = self._pairs, [], []
+        pairs, self.pairs, self._signature = self.pairs, [], []
         early = {k: t for k, t in live.items() if k.startswith("buffer.")}
         late = {k: t for k, t in live.items() if k not in early}
         _queue_copies(pairs, early)
@@ -360,14 +360,14 @@ class SnapshotRing:
         self._interval = interval
         self._healthy_after = healthy_after
         self._pinned = state.device.type == "cuda"
-        self._side = CudaSideStream(state.device) if side is None and self._pinned else side
-        self._overlap = overlap
+        self.side = CudaSideStream(state.device) if side is None and self._pinned else side
+        self.overlap = overlap
         self._joined = Joined(None, ()) if joined is None else joined
         self._is_replica = is_replica
         self._is_compared = is_compared
         self._unused = list(self._joined.regions or ())
         self._generation = 0
-        self._slots = [self._new_slot() for _ in range(num_slots)]
+        self.slots = [self._new_slot() for _ in range(num_slots)]
         self._beside = _Slot(pinned=self._pinned) if keep_evaluated else None
         self._entries: list[Snapshot] = []
         self._changes: list[CheckpointChanged] = []
@@ -480,11 +480,11 @@ class SnapshotRing:
         """
         if self._joined.regions is None:
             self._replace_shared()
-        free = [slot for slot in self._slots if slot.free]
-        if not free and self.may_lend and len(self._slots) == self.num_slots:
+        free = [slot for slot in self.slots if slot.free]
+        if not free and self.may_lend and len(self.slots) == self.num_slots:
             # A save holds one as long as the disk takes; otherwise no later state would be kept.
             free = [self._new_slot()]
-            self._slots += free
+            self.slots += free
         if not free:
             raise CheckpointError("all slots are still being written to disk")
         return free[0]
@@ -495,9 +495,9 @@ class SnapshotRing:
 
     def _replace_shared(self) -> None:
         """Replace free shared slots by complete copies, if there is enough memory."""
-        kept = [slot for slot in self._slots if slot.region is None or slot.owned]
+        kept = [slot for slot in self.slots if slot.region is None or slot.owned]
         if len(kept) >= self.num_slots:
-            self._slots = kept
+            self.slots = kept
             return
         needed = self._state.bytes_when_warm() * self._ranks_on_node
         left = host_memory_left()
@@ -506,7 +506,7 @@ class SnapshotRing:
                 f"a copy for each of {self._ranks_on_node} ranks needs {_gib(needed)}; half of the "
                 f"memory left to the job is {_gib(left // 2)}"
             )
-        self._slots = [*kept, _Slot(pinned=self._pinned)]
+        self.slots = [*kept, _Slot(pinned=self._pinned)]
 
     def _copy(self, entry: Snapshot, slot: _Slot) -> tuple[Tensor, Tensor | None]:
         """Fill the slot; return the number of problems, and the fingerprint of any replicas."""
@@ -521,16 +521,16 @@ class SnapshotRing:
             live = self._state.tensors()
             slot.prepare(live, self._state, self._is_replica, self._is_compared)
             device = self._state.device
-            if self._side is None:
+            if self.side is None:
                 copied = slot.fill()
                 wrong = torch.tensor(float(copied.num_wrong), device=device)
                 fingerprint = as_int64(copied.fingerprint)
             else:
                 wrong, fingerprint, end = slot.fill_beside(
-                    live, self._state.must_be_finite, self._side, device
+                    live, self._state.must_be_finite, self.side, device
                 )
-                self._pending = PendingCopy(self._side, end)
-                if not self._overlap:
+                self._pending = PendingCopy(self.side, end)
+                if not self.overlap:
                     self.before_update()
         return wrong, fingerprint if slot.is_compared else None
 
@@ -594,7 +594,7 @@ class SnapshotRing:
 
     def saves_ended(self) -> None:
         """Allow those slots to be filled again: all ranks know that the saves have ended."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.being_saved = False
 
     # ----------------------------------------------------------------------------- life cycle
@@ -623,7 +623,7 @@ class SnapshotRing:
 
     def forget_plans(self) -> None:
         """Compute again which tensors must be finite, and which are compared."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.forget_plan()
 
     def nonfinite_names(self) -> list[str]:
@@ -739,8 +739,8 @@ class SnapshotRing:
         self._state.conform({k: Spec.of(t) for k, t in saved.items()}, entry.host)
         self._state.write(saved)
         self._state.load_host_state(entry.host)
-        if self._side is not None:
-            self._side.drain()
+        if self.side is not None:
+            self.side.drain()
         self._drop(self._entries[self._entries.index(entry) + 1 :], "newer than a rollback")
         self._last_taken = entry.step
         return Restored(entry.id, entry.step, entry.attempt, entry.meta)

@@ -93,7 +93,7 @@ class Region:
     def __init__(self, fd: int, group: NodeGroup, number: int = 0, *, pinned: bool = False) -> None:
         self.group = group
         self.number = number
-        self._fd = fd
+        self.fd = fd
         self._pinned = pinned
         self._bytes: Tensor | None = None
         weakref.finalize(self, os.close, fd)
@@ -115,8 +115,8 @@ class Region:
 
     def _mapped(self, size: int) -> Tensor:
         if self._bytes is None or self._bytes.numel() < size:
-            os.posix_fallocate(self._fd, 0, size)
-            self._bytes = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
+            os.posix_fallocate(self.fd, 0, size)
+            self._bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
             if self._pinned:
                 register_with_cuda(self._bytes)
         return self._bytes

@@ -132,7 +132,7 @@ class StepProfile:
                     hint="profile fewer steps",
                 )
             os.replace(partial, self._path)  # noqa: PTH105
-            _forget_oldest(self._path)
+            forget_oldest(self._path)
             self._done(
                 f"the profile is {self._path} ({size / 1e6:.1f} MB); open it with Perfetto or "
                 "chrome://tracing"
@@ -169,7 +169,7 @@ class _Guard:
             _PROFILER._prepare_profiler = self._theirs
 
 
-def _forget_oldest(path: Path) -> None:
+def forget_oldest(path: Path) -> None:
     """Keep only the latest traces of this rank."""
     of_rank = path.name[path.name.rindex("-rank") :]
     traces = sorted(path.parent.glob(f"*{of_rank}"), key=lambda each: each.stat().st_mtime_ns)

@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
-from tests.support.inside import controller_of, device_of
 from trainer_hooks import SignalSettings
 from trainer_hooks.measures import noise
+from trainer_hooks.measures.sampled import Updates
 from trainvitals.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -65,16 +66,24 @@ def train(
     rank = dist.get_rank()
     optimizer = optimizer_of(model)
     pairs: list[tuple[float, float]] = []
-    with trainer_hooks.watch(
-        model, optimizer, signals=signals, scaler=scaler, tokens_per_step=12
-    ) as monitor:
-        scale = controller_of(monitor).log._columns._noise
-        if scale is not None:
-            add = scale.add
-            scale.add = lambda **squares: (pairs.append(tuple(squares.values())), add(**squares))
+    add, weight_squares = noise.NoiseScale.add, Updates.weight_squares
+
+    def keep_and_add(scale: noise.NoiseScale, **squares: float) -> None:
+        pairs.append(tuple(squares.values()))
+        add(scale, **squares)
+
+    def measure_or_fail(updates: Updates) -> Tensor:
+        return weight_squares(updates) if step < failing_from else 1 / 0
+
+    failing_from = fail_at if rank == 1 and fail_at >= 0 else STEPS
+    with (
+        mock.patch.object(noise.NoiseScale, "add", keep_and_add),
+        mock.patch.object(Updates, "weight_squares", measure_or_fail),
+        trainer_hooks.watch(
+            model, optimizer, signals=signals, scaler=scaler, tokens_per_step=12
+        ) as monitor,
+    ):
         for step in range(STEPS):
-            if step == fail_at and rank == 1:
-                device_of(monitor).sampler._updates._squares.of = lambda *_: 1 / 0
             if step == flip_at and rank == 1:
                 noise.allreduce_hook = with_a_flipped_bit
             parts = data(step, rank).chunk(micro)

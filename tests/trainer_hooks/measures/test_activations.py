@@ -7,7 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.inside import device_of
 from trainer_hooks import SignalSettings
-from trainer_hooks.measures.activations import Activation, _figures, _tensor_in
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.measures.activations import Activation, Activations
 
 RELU = SignalSettings(every=2, activations=("1",))
 
@@ -66,12 +67,13 @@ class Checkpointed(nn.Module):
 def test_the_recomputation_of_checkpointing_is_not_measured_again(make_loop, reentrant):
     model = Checkpointed(reentrant=reentrant)
     loop = make_loop(model=model, signals=SignalSettings(every=1, activations=("inner*",)))
-    activations = device_of(loop.monitor).sampler._activations
+    sampler = device_of(loop.monitor).sampler
     loss = loop.backward()
     assert model.calls == 2
-    kept = activations.numbers().clone()
-    assert activations.names == ("inner", "inner.0", "inner.1")
-    assert len(activations.read(kept.tolist())) == 3
+    (numbers,) = sampler.own_numbers()
+    kept = numbers.clone()
+    assert sampler.activation_names == ("inner", "inner.0", "inner.1")
+    assert len(sampler.read([], kept.tolist()).activations) == 3
     loop.monitor.step(loss)
     assert loop.journal().layers("activation_rms")[0, "inner"] == kept[0].item()
 
@@ -104,11 +106,21 @@ def test_closing_takes_the_hooks_off(make_loop):
     assert not any(m._forward_hooks for m in loop.model)
 
 
+def figures_of(output) -> dict[str, Activation]:
+    """Return what is measured of a module with this output; nothing where it has no tensor."""
+    module, faults = nn.Identity(), FaultCounter()
+    activations = Activations({"it": module}, torch.device("cpu"), faults)
+    activations.begin(sampled=True)
+    module(output)
+    assert faults.counts == {}
+    return activations.read(activations.numbers().tolist())
+
+
 def test_features_of_images_are_their_channels():
     images = torch.ones(2, 3, 4, 4)
     images[:, 1] = 0.0
     images[0, 2] = 0.0
-    figures = Activation(*_figures(images).tolist())
+    figures = figures_of(images)["it"]
     assert figures.dead_ratio == pytest.approx(1 / 3)
     assert figures.max_abs == 1.0
 
@@ -116,13 +128,13 @@ def test_features_of_images_are_their_channels():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_half_precision_is_added_up_in_single(dtype):
     output = torch.full((64, 1024), 100.0, dtype=dtype)  # its square sum is no float16
-    assert Activation(*_figures(output).tolist()) == (100.0, 100.0, 0.0)
+    assert figures_of(output) == {"it": (100.0, 100.0, 0.0)}
 
 
 def test_the_first_floating_tensor_of_an_output_counts():
-    tensor = torch.ones(2)
-    assert _tensor_in((torch.ones(2, dtype=torch.int64), {"hidden": tensor})).equal(tensor)
-    assert _tensor_in([None, "text", torch.empty(0)]) is None
+    hidden = {"hidden": torch.full((2,), 3.0), "later": torch.full((2,), 4.0)}
+    assert figures_of((torch.ones(2, dtype=torch.int64), hidden)) == {"it": (3.0, 3.0, 0.0)}
+    assert figures_of([None, "text", torch.empty(0)]) == {}
 
 
 @pytest.mark.slow

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from tests.support.inside import controller_of, device_of, facts_of
+from tests.support.inside import device_of, facts_of
 from trainer_hooks import SignalSettings
 from trainer_hooks.measures import activations
+from trainer_hooks.measures.sampled import Updates
 from trainer_hooks.step import phases
+from trainer_hooks.step.emit import RootColumns
 
 ALL = SignalSettings(every=1, update_norm=True, activations=("*",))
 
@@ -18,14 +20,14 @@ def broken(*_arguments, **_named):
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda m, patch: patch.setattr(device_of(m).sampler._updates, "weight_squares", broken),
-        lambda m, patch: patch.setattr(device_of(m).sampler._updates, "keep", broken),
-        lambda m, patch: patch.setattr(device_of(m).sampler._updates, "update_squares", broken),
-        lambda m, patch: patch.setattr(device_of(m).sampler._activations, "begin", broken),
+        lambda m, patch: patch.setattr(Updates, "weight_squares", broken),
+        lambda m, patch: patch.setattr(Updates, "keep", broken),
+        lambda m, patch: patch.setattr(Updates, "update_squares", broken),
+        lambda m, patch: patch.setattr(activations.Activations, "begin", broken),
         lambda m, patch: patch.setattr(device_of(m).memory, "count_step", broken),
-        lambda m, patch: patch.setattr(controller_of(m).log._columns, "of", broken),
+        lambda m, patch: patch.setattr(RootColumns, "of", broken),
         lambda m, patch: patch.setattr(phases, "learning_rates", broken),
-        lambda m, patch: patch.setattr(activations, "_figures", broken),
+        lambda m, patch: patch.setattr(activations, "local_tensor", broken),
     ],
     ids=["weights", "keep", "update", "begin", "memory", "columns", "groups", "figures"],
 )

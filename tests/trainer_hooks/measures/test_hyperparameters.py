@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from tests.support.inside import controller_of
-from trainer_hooks.guard.schedules import Schedules
 from trainer_hooks.measures.host import GroupSettings
 
 
@@ -65,9 +63,14 @@ def test_a_schedule_is_told_at_powers_of_two_and_kept_in_full(make_loop):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_row_has_the_rate_that_its_update_was_made_with(make_loop, fused):
-    loop = make_loop(fused=fused)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda t: 1.0 / (1 + t))
-    loop.monitor._schedules = Schedules((scheduler,), "step", controller_of(loop.monitor).warn)
+    schedulers = []
+
+    def scheduled(params):
+        optimizer = torch.optim.AdamW(params, lr=0.01, fused=fused)
+        schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + t)))
+        return optimizer
+
+    loop = make_loop(optimizer=scheduled, schedulers=schedulers)
     for _ in range(3):
         loop.monitor.step(loop.backward())
     assert loop.journal().steps("learning_rate") == pytest.approx(

@@ -25,7 +25,7 @@ from tests.trainer_hooks.wrappings.models import (
     not_syncing,
 )
 from trainer_hooks.step.gradients import local_tensor, shards_of
-from trainer_hooks.step.reduce_vector import Reduced, culprits
+from trainer_hooks.step.reduce_vector import Reduced, Verdict, culprits, judge_on_device
 
 KINDS = {"nan": float("nan"), "inf": float("inf"), "1e30": 1e30, "x300": 300.0}
 PLACES = ("loss", "element", "all")
@@ -47,8 +47,6 @@ class Loop:
         self.scaler = wrapping.scaler(self.model)
         self._evaluate()
         self.monitor = trainer_hooks.watch(self.model, self.optimizer, scaler=self.scaler)
-        parts = self.monitor._parts
-        self._exchange, parts.exchange = parts.exchange, self._spied_exchange
 
     def _evaluate(self) -> None:
         """Look at the model before it trains, as loops do: some wrappers gather it for that."""
@@ -57,12 +55,17 @@ class Loop:
             self.model(torch.zeros(4, 4, 6))
         self.model.train()
 
-    def _spied_exchange(self) -> Any:
-        """Keep what the ranks agreed on: outside it is known one step later."""
-        self.verdict = self._exchange()
+    @property
+    def verdict(self) -> Verdict:
+        """What the ranks have agreed on in the last step: elsewhere it is known one step later."""
         packer = device_of(self.monitor).packer
-        self.reduced = Reduced(packer.layout, packer.pack.tolist())
-        return self.verdict
+        return judge_on_device(packer.layout, packer.pack, torch.zeros((), dtype=torch.float64))
+
+    @property
+    def reduced(self) -> Reduced:
+        """The numbers that the ranks have exchanged in the last step."""
+        packer = device_of(self.monitor).packer
+        return Reduced(packer.layout, packer.pack.tolist())
 
     def params(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]

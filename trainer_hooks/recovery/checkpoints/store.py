@@ -337,7 +337,7 @@ class CheckpointStore:
 
         payload.scan(self.folder.path / content.id, check, only)
 
-    def _verify_share(self, content: Manifest) -> None:
+    def verify_share(self, content: Manifest) -> None:
         """Verify this rank's share of the files, and the metadata, which all ranks read.
 
         The bytes come first and then their content, so that only unchanged files are opened; the
@@ -373,7 +373,7 @@ class CheckpointStore:
             self._agree.on_root(lambda: content.append(self.folder.examine(checkpoint_id)))
             manifest = self._ranks.broadcast(content[0] if content else None)
             assert manifest is not None, "rank 0 raised, and so did all"
-            self._agree.on_all(lambda: self._verify_share(manifest))
+            self._agree.on_all(lambda: self.verify_share(manifest))
         except CheckpointCorruptError as error:
             reason = error.text
             self._agree.on_root(lambda: self.folder.set_aside(checkpoint_id, reason))
