@@ -57,12 +57,13 @@ _CHECKSUM_BYTES = 4
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-    """Look again and again until the condition holds, and rest for as long as a look takes."""
+    """Look again and again until the condition holds, and rest longer than a look takes."""
     deadline = time.monotonic() + seconds
     began = time.monotonic()
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds} s: {what}"
-        time.sleep(max(0.02, time.monotonic() - began))
+        seconds = time.monotonic() - began
+        time.sleep(max(0.02, seconds, min(1.0, 4 * seconds)))
         began = time.monotonic()
 
 

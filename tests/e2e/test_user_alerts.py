@@ -10,7 +10,6 @@ import pytest
 
 from tests.e2e.lab import Lab, free_port, open_lab, until
 from tests.support.receivers import receiver
-from trainer_hooks.step.user_alerts import MISSING_AFTER
 from trainvitals.io.client import read_tokens
 from trainvitals.io.server_identity import tls_context
 from trainvitals.views import AlertsQuestion, RunQuestion, RunsQuestion
@@ -33,11 +32,15 @@ level = "page"
 name = "few tokens"
 when = "tokens_per_second < 1"
 """
+MISSING_AFTER = 200
+"""Steps without a value after which the training reports that, instead of 1,000."""
 TRAINING = """
 import pathlib, sys, time
 import torch
 import trainvitals
+from trainer_hooks.step import user_alerts
 
+user_alerts.MISSING_AFTER = {MISSING_AFTER}
 phase = pathlib.Path(sys.argv[1])
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
@@ -98,7 +101,7 @@ def seen(tmp_path_factory):
         collector = watched.serve()
         lab.agent(watched.port)
         script = lab.folder / "train.py"
-        script.write_text(TRAINING)
+        script.write_text(TRAINING.replace("{MISSING_AFTER}", str(MISSING_AFTER)))
         environ = {"VITALS_CONFIG": str(settings), "VITALS_AGENT": "off"}
         training = lab.start("training", sys.executable, str(script), str(watched.phase), **environ)
         with lab.client(watched.port) as client:

@@ -1,21 +1,31 @@
 """Two real ranks: well-known training scripts with the guide's lines, bad on rank 1 alone."""
 
+import itertools
+from functools import partial
+
 import pytest
 
-from tests.real_programs.on_ranks import CASES, LEFT_OUT, MICRO_STEPS, bad_updates, main
+from tests.real_programs.on_ranks import CASES, LEFT_OUT, MICRO_STEPS, NIGHTLY, bad_updates, main
+from tests.support.examples import has_nightly
 from tests.trainer_hooks.spawned import spawned
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(request, tmp_path_factory):
     """Play all cases in one launch and return what each rank saw."""
-    return spawned(main, tmp_path_factory.mktemp("programs"))
+    cases = partial(main, has_nightly=has_nightly(request.config))
+    return spawned(cases, tmp_path_factory.mktemp("programs"))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", MICRO_STEPS)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(*pair, marks=pytest.mark.nightly if pair in NIGHTLY else ())
+        for pair in itertools.product(MICRO_STEPS, CASES)
+    ],
+)
 def test_a_program_is_what_it_was_but_for_the_updates_left_out(results, name, case):
     for result in results:
         played = result[f"{name} {case}"]

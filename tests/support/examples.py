@@ -29,6 +29,11 @@ def examples(num: int) -> int:
     return max(min(num, 5), num * settings().max_examples // _ALL)
 
 
+def has_nightly(config: pytest.Config) -> bool:
+    """Return whether nightly cases run too, for a launch that all cases share."""
+    return "not nightly" not in config.option.markexpr
+
+
 def one_in(num: int, values: Iterable[object]) -> list[ParameterSet]:
     """Return the values of a parametrize: the first and each ``num``-th after it, others nightly.
 

@@ -248,6 +248,7 @@ TRAINING = Forks(
     "torch.distributed.fsdp",
     "torch.distributed.launcher.api",
     "torch.distributed.tensor.parallel",
+    "trainer_hooks._watch",
     "trainer_hooks.demo.inject",
     "trainer_hooks.demo.model",
     "trainer_hooks.monitor",

@@ -173,6 +173,19 @@ def train(kind, folder, *, steps, wanted=None, leave_out=(), margin=0, stop_at=N
     return told
 
 
+def calm_and_corrupted(rank, folder, *, kind, steps):
+    """Train undisturbed, then with broken parameters on rank 1: both in one launch, no relaunch."""
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
+    torch.set_num_threads(1)
+    meet = f"file://{folder}/meet"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=4)
+    calm = train(kind, Path(folder, "calm"), steps=steps)
+    wanted = {"corrupt": {"rank": 1, "step": 13}}
+    told = train(kind, Path(folder, "run"), steps=steps, wanted=wanted)
+    Path(folder, f"{rank}.json").write_text(json.dumps([calm, told]))
+    dist.destroy_process_group()
+
+
 def main():
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

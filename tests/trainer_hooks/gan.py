@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainvitals
 
-BATCHES = 60
+BATCHES = 48
 NAN = float("nan")
 
 

@@ -318,7 +318,6 @@ def healthy(rank, folder, *, world_size):
         "power": (Run, {"prepare": power_sgd(hook), "state": {"hook": hook}}),
         "half": (Half, {}),
         "accumulated": (Accumulated, {}),
-        "compiled": (Run, {"prepare": lambda m: torch.compile(m, backend="eager")}),
         "sampled": (Sampled, {}),
         "unused": (Unused, {"model": Branched(), "ddp": {"find_unused_parameters": True}}),
         "experts": (Run, {"model": Experts(rank)}),
@@ -329,6 +328,8 @@ def healthy(rank, folder, *, world_size):
         "apart": (Run, {"prepare": partial(shaken, rank)}),
         "drifting": (Drifting, {}),
     }
+    if world_size > 2:  # nightly: a compile takes as long as several of these trainings
+        runs["compiled"] = (Run, {"prepare": lambda m: torch.compile(m, backend="eager")})
     cases = {}
     for name, (kind, more) in runs.items():
         for mode in ("heal", "guard")[: 2 if name in ("power", "local", "alone") else 1]:

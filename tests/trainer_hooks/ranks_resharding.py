@@ -23,6 +23,8 @@ STEPS = 3
 MIXED = "fsdp2 of mixed types"
 OF_TWO = ("ddp", "fsdp1", "fsdp1 not cut", "fsdp2 nested", "fsdp1 flat", "sequence parallel", MIXED)
 """In this order each takes up the checkpoint that the one before it left."""
+NIGHTLY = ("fsdp1", "fsdp1 not cut")
+"""Kinds of FSDP1, the older wrapping, whose flat kind is tried every day."""
 OF_FOUR = {
     "ddp": "fsdp2 nested",
     "fsdp1 flat": "ddp",
@@ -160,12 +162,12 @@ def takes_up(wrapping, ranks, old, new):
     )
 
 
-def two(rank, folder):
-    """Take up the twin's checkpoint in every wrapping, then each other's."""
+def two(rank, folder, names=OF_TWO):
+    """Take up the twin's checkpoint in each wrapping, then each other's."""
     ranks = join(rank, 2, folder)
     home, results = Path(folder).parents[1], {}
     before = home / "twin"
-    for name in known(OF_TWO, TWO_RANKS):
+    for name in known(names, TWO_RANKS):
         wrapping = TWO_RANKS[name]
         old = home / "twin-mixed" if wrapping.mixed else home / "twin"
         trainee, found, loaded = takes_up(wrapping, ranks, old, Path(folder) / "from-twin" / name)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 import trainvitals
 from tests.trainer_hooks.gan import NAN, Gan
 
-BAD = {40, 61}  # one update of each player: on rank 1 alone
+BATCHES, DAMAGED_AT = 30, 40
+BAD = {20, 31}  # one update of each player: on rank 1 alone
 
 
 def digest(gan):
@@ -26,7 +27,7 @@ def digest(gan):
 
 def made(rank, bad=()):
     """Each rank plays on data of its own."""
-    return Gan(ddp=True, data_seed=1 + rank, bad=bad)
+    return Gan(ddp=True, data_seed=1 + rank, bad=bad, batches=BATCHES)
 
 
 def main(rank, folder):
@@ -50,7 +51,7 @@ def plain(gan, dropped=()):
 def watched(gan, folder, mode, *, damages=False):
     rank = dist.get_rank()
     settings = trainvitals.CheckpointSettings(
-        directory=Path(folder, f"{mode}{gan.bad and 'bad'}{damages}"), snapshot_every=21
+        directory=Path(folder, f"{mode}{gan.bad and 'bad'}{damages}"), snapshot_every=11
     )
     damaged = back = False
     models, optimizers = {"g": gan.g, "d": gan.d}, [gan.of_g, gan.of_d]
@@ -62,7 +63,7 @@ def watched(gan, folder, mode, *, damages=False):
             nonlocal damaged, back
             outcome = monitor.step(loss, optimizer=optimizer)
             back |= outcome.rolled_back_to is not None
-            if damages and outcome.step == 82 and not damaged:
+            if damages and outcome.step == DAMAGED_AT and not damaged:
                 damaged = True
                 with torch.no_grad():
                     next(gan.d.parameters()).fill_(NAN)

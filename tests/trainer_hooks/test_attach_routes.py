@@ -35,6 +35,9 @@ def linear(fused, make=torch.optim.AdamW):
     return model, make(model.parameters(), lr=0.1, fused=fused)
 
 
+BOTH = (True, False)
+
+
 def assert_guards(model, step):
     for bad in (False, True, False):
         gradients(model, bad=bad)
@@ -44,10 +47,9 @@ def assert_guards(model, step):
 
 
 @pytest.mark.parametrize(
-    ("called", "fused"),
-    one_in(3, [(True, True), (True, False), (False, True), (False, False)]),
+    ("when", "called", "fused"),
+    one_in(5, [(w, c, f) for f in BOTH for c in BOTH for w in ("after", "within", "assigned")]),
 )
-@pytest.mark.parametrize("when", ["after", "within", "assigned"])
 def test_a_compiled_step_is_guarded(compiled, when, called, fused):
     model, optimizer = linear(fused)
     step = None

@@ -285,12 +285,12 @@ def classified(declared: bool) -> tuple[list[Finding], list[DecisionMade]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scheduler = lr_scheduler.LambdaLR(
         optimizer,
-        lambda s: 4.0 ** (s // 150) * (0.5025 + 0.4975 * math.cos(math.pi * (s % 150) / 150)),
+        lambda s: 4.0 ** (s // 100) * (0.5025 + 0.4975 * math.cos(math.pi * (s % 100) / 100)),
     )
     given = (scheduler,) if declared else ()
     schedule = scheduler if declared else None
     with trainer_hooks.watch(model, optimizer, *given, schedule=schedule) as monitor:
-        for _ in range(449):
+        for _ in range(299):
             inputs = torch.randn(64, 32)
             labels = torch.multinomial((3.0 * teacher(inputs)).softmax(-1), 1)[:, 0]
             loss = nn.functional.cross_entropy(model(inputs), labels)
@@ -310,7 +310,7 @@ def test_a_healthy_run_with_declared_warm_restarts_names_nothing_and_acts_on_not
 
 def test_the_same_run_stepped_by_the_loop_and_undeclared_is_told_of_each_jump():
     found, decisions = classified(declared=False)
-    assert [150, 300] == [finding.step for finding in found if finding.kind == "lr_jump"]
+    assert [100, 200] == [finding.step for finding in found if finding.kind == "lr_jump"]
     assert not decisions
 
 

@@ -16,6 +16,8 @@ import time
 import pytest
 
 from tests.support.forked import TRAINING
+from tests.trainer_hooks.exact_training import calm_and_corrupted
+from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.torchrun import GLOO_ABORT
 
 pytestmark = pytest.mark.dist
@@ -96,9 +98,10 @@ def digests(told):
 
 
 @both
-def test_a_run_that_was_rolled_back_equals_one_that_was_not_bit_for_bit(kind, calm, tmp_path):
-    wanted = {"corrupt": {"rank": 1, "step": 13}}
-    told = Training(tmp_path / "run", kind, wanted=wanted).run()
+def test_a_run_that_was_rolled_back_equals_one_that_was_not_bit_for_bit(kind, tmp_path):
+    main = functools.partial(calm_and_corrupted, kind=kind, steps=STEPS)
+    ranks = spawned(main, tmp_path, ranks=RANKS)
+    calm, told = zip(*ranks, strict=True)
     assert [1] * RANKS == [len(one["back"]) for one in told]
     assert digests(calm) == digests(told)
     assert [one["fed"] for one in calm] == [one["fed"] for one in told]

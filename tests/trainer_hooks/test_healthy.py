@@ -35,7 +35,7 @@ TASKS = {
 }
 DAILY = ("GPT with dropout, lr 1e-3", "MLP, hard examples", "PPO")
 """Healed and guarded, with and without a clip."""
-LENGTHS = {"GPT": 320, "ResNet": 320, "MLP": 600, "GAN": 320, "PPO": 320}
+LENGTHS = {"GPT": 200, "ResNet": 320, "MLP": 300, "GAN": 320, "PPO": 200}
 """Steps of each here, where all of them have a minute; ``slow`` runs them to their end."""
 
 

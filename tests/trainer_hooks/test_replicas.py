@@ -123,7 +123,7 @@ def test_a_flipped_bit_of_a_moment_is_seen_within_ten_rounds(of_two):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("main", "num"), one_in(2, [(healthy_three, 3), (healthy_two, 2)]))
+@pytest.mark.parametrize(("main", "num"), one_in(2, [(healthy_two, 2), (healthy_three, 3)]))
 def test_no_healthy_training_is_accused_and_what_is_not_equal_by_design_abstains(
     main, num, tmp_path
 ):
@@ -136,7 +136,8 @@ def test_no_healthy_training_is_accused_and_what_is_not_equal_by_design_abstains
                 case["faults"], case["back"], case["bad"], case["halted"],
             ), name  # fmt: skip
     notes = {name: case["notes"] for name, case in ranks[0].items()}
-    for name in ("power", "half", "accumulated", "compiled", "unused", "experts", "hybrid"):
+    alike = ("power", "half", "accumulated", "unused", "experts", "hybrid")
+    for name in alike if num == 2 else (*alike, "compiled"):
         assert f"compared among {num} ranks" in notes[f"{name}-heal"]["replicas"]
     for name in ("local", "alone"):
         assert "do not keep their parameters alike" in notes[f"{name}-heal"]["replicas"]

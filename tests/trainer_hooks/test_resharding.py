@@ -1,13 +1,16 @@
 """A checkpoint is whole tensors: any wrapping and any number of ranks takes it up bit for bit."""
 
 import shutil
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.examples import has_nightly
 from tests.trainer_hooks.ranks_resharding import (
     MIXED,
+    NIGHTLY,
     OF_FOUR,
     OF_TWO,
     STEPS,
@@ -27,13 +30,19 @@ from trainvitals.errors import CheckpointCorruptError, CheckpointError
 
 pytestmark = pytest.mark.dist
 
+OF_TWO_NAMES = [
+    pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ())
+    for name in known(OF_TWO, TWO_RANKS)
+]
+
 
 def path_of(folder):
     return next(Path(folder).glob("step-*"))
 
 
+@cache
 def content(folder):
-    """Return the whole tensors of the checkpoint in a folder."""
+    """Return the whole tensors of the checkpoint in a folder; tests share them, and change none."""
     specs = payload.specs(path_of(folder))
     found = {
         key: torch.empty(spec.shape, dtype=spec.dtype)
@@ -79,8 +88,9 @@ def twins(home):
 
 
 @pytest.fixture(scope="module")
-def of_two(home, twins):
-    return spawned(two, home / "two")
+def of_two(request, home, twins):
+    names = [name for name in OF_TWO if name not in NIGHTLY or has_nightly(request.config)]
+    return spawned(partial(two, names=names), home / "two")
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +152,7 @@ def test_a_rank_reads_only_what_overlaps_with_its_own_boxes(tmp_path, monkeypatc
 # ------------------------------------------------------------------------------- two ranks
 
 
-@pytest.mark.parametrize("name", known(OF_TWO, TWO_RANKS))
+@pytest.mark.parametrize("name", OF_TWO_NAMES)
 def test_two_ranks_take_up_one_process_and_go_on_as_it_would(home, twins, of_two, name):
     expected = content(home / ("twin-mixed" if name == MIXED else "twin"))
     losses = twins[name if name == MIXED else ""]
@@ -153,7 +163,7 @@ def test_two_ranks_take_up_one_process_and_go_on_as_it_would(home, twins, of_two
     assert_taken_up(expected, content(of_two[0][name]["folder"]))
 
 
-@pytest.mark.parametrize("name", known(OF_TWO, TWO_RANKS))
+@pytest.mark.parametrize("name", OF_TWO_NAMES)
 def test_what_two_ranks_hold_is_the_whole_in_the_wrappers_own_words_too(
     home, trained, of_two, name
 ):
@@ -164,7 +174,7 @@ def test_what_two_ranks_hold_is_the_whole_in_the_wrappers_own_words_too(
         assert [] == [k for k, t in found.items() if not torch.equal(t, expected[k])]
 
 
-@pytest.mark.parametrize("name", [n for n in known(OF_TWO, TWO_RANKS) if n != MIXED])
+@pytest.mark.parametrize("name", [p for p in OF_TWO_NAMES if p.values != (MIXED,)])
 def test_one_wrapping_takes_up_what_another_left(twins, of_two, name):
     found = of_two[0][name]["chained"]
     assert_taken_up(content(found["of"]), content(found["folder"]))
@@ -172,7 +182,7 @@ def test_one_wrapping_takes_up_what_another_left(twins, of_two, name):
     assert twins[""][begin : begin + 2] == pytest.approx(found["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", known(OF_TWO, TWO_RANKS))
+@pytest.mark.parametrize("name", OF_TWO_NAMES)
 def test_one_process_takes_up_two_ranks(trained, twins, name):
     alone = twin(TWO_RANKS[name])
     restored = alone.load(trained / "trained" / name)
@@ -261,7 +271,7 @@ def test_a_damaged_part_of_one_rank_is_refused(trained, tmp_path, how):
 # ------------------------------------------------------------------- parts written one by one
 
 
-@pytest.mark.parametrize("name", known(OF_TWO, TWO_RANKS))
+@pytest.mark.parametrize("name", OF_TWO_NAMES)
 def test_parts_that_ranks_wrote_alone_make_a_checkpoint(trained, tmp_path, name):
     shutil.copytree(trained / "alone" / name, tmp_path / "copy")
     alone = twin(TWO_RANKS[name])

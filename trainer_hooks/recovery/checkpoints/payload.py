@@ -7,6 +7,7 @@ links, and no other user's files.
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import pickle
@@ -69,6 +70,8 @@ _ALLOWED = {
 
 
 _MAX_METADATA_BYTES = 1 << 30
+_MAX_REMEMBERED_BYTES = 1 << 20
+"""Larger metadata is parsed at each read: kept, it would take memory of the training."""
 _BUILT = {
     kind: {field.name for field in dataclasses.fields(kind)}
     for kind in (
@@ -141,6 +144,14 @@ class _OwnFiles(FileSystem):
             yield stream
 
 
+def _unpickled(raw: bytes) -> Any:
+    return _MetadataUnpickler(io.BytesIO(raw)).load()
+
+
+_remembered = functools.lru_cache(maxsize=1)(_unpickled)
+"""The same, for one load of a checkpoint, which reads the same bytes several times."""
+
+
 def read_metadata(folder: Path) -> Metadata:
     """Return the positions of the tensors; reads only the directory's own files.
 
@@ -150,7 +161,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         path = folder / ".metadata"
         raw = read_own(path, owner=Owner.whose(folder), max_bytes=_MAX_METADATA_BYTES)
-        metadata = _MetadataUnpickler(io.BytesIO(raw)).load()
+        metadata = (_remembered if len(raw) <= _MAX_REMEMBERED_BYTES else _unpickled)(raw)
     except CheckpointCorruptError:
         raise
     except Exception as error:  # any error of an unpickler about bytes that are not a pickle
@@ -322,7 +333,7 @@ def pack_host(host: HostState, meta: Mapping[str, Any]) -> Tensor:
 
 def unpack_host(packed: Tensor) -> tuple[HostState, dict[str, Any]]:
     """Return (host state, meta) from the result of ``pack_host``; runs no code in it."""
-    both = _loaded(bytes(packed.untyped_storage()))
+    both = _loaded(packed.numpy().tobytes())
     return both["host"], both["meta"]
 
 
