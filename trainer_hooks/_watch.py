@@ -31,6 +31,7 @@ from trainer_hooks.guard.declared import Declared
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import process_started_unix_ns, run_info
+from trainer_hooks.lifecycle.earlier_losses import RestartCheck, read_earlier_losses
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.lifecycle.shutdown import close_earlier
 from trainer_hooks.lifecycle.terminal import Terminal
@@ -432,6 +433,8 @@ def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restor
             id=place.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
         )
     controller.starts_again = restored is None and bool(controller.plan.plan.branches)
+    if controller.starts_again and controller.is_rank0:
+        controller.restart_check = _restart_check(controller, place)
     controller.first_step = attempt.fork_step
     controller.start_branch(attempt, None if restored is None else restored.meta["judge"])
     _emit_start_events(controller, place, info, attempt)
@@ -443,6 +446,15 @@ def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restor
         if drops and recovery is not None:
             recovery.compare_anew()
     return restored
+
+
+def _restart_check(controller: StepController, place: RunPaths) -> RestartCheck | None:
+    """Return the comparison with the earlier starts; None without losses that fall."""
+    earlier = None
+    if controller.judge.config.loss_kind == "minimize":
+        with controller.faults.fail_open("earlier_losses"):
+            earlier = read_earlier_losses(place.run_dir)
+    return None if earlier is None else RestartCheck(earlier)
 
 
 def _resumed(restored: Restored | None) -> str:

@@ -123,7 +123,7 @@ Sections = Mapping[str, type[Settings]]
 
 
 class _Given(msgspec.Struct, frozen=True, kw_only=True):
-    """A value somebody gave, and where."""
+    """A value and its source."""
 
     value: object
     source: str

@@ -19,6 +19,7 @@ from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.data.loader import DataState
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent
+from trainer_hooks.lifecycle.earlier_losses import RestartCheck
 from trainer_hooks.lifecycle.terminal import Terminal
 from trainer_hooks.measures.host import HostMeasurements, StepClock
 from trainer_hooks.measures.sampled import Sampler
@@ -131,6 +132,8 @@ class StepController:
     """Whether the run was started before, and this start found no state to continue from."""
     told_to_stop: bool = False
     """Whether this rank received SIGTERM; it informs all ranks with the next step."""
+    restart_check: RestartCheck | None = None
+    """Compares the first losses with the earlier starts of the run; only on rank 0."""
     stopping: bool = False
     """Whether any rank received SIGTERM: known on all ranks at the same step."""
     last_step: int = -1
@@ -388,6 +391,8 @@ class StepController:
             self.first_record = record
             if self.starts_again and not measured.step:
                 self._tell_second_start()
+        if self.restart_check is not None and (text := self.restart_check.add(record)):
+            self.warn("weights_not_restored", text, step=measured.step)
         self.first_step = -1
         # Data sent with the step is handled before its judgement: the escalation policy chooses
         # among checkpoints, and runs the probe, as all ranks know them at this step.

@@ -442,7 +442,7 @@ def _pragma(connection: Connection, name: str) -> int:
 
 
 def storage_error(error: DBAPIError, where: str) -> StorageError:
-    """Return the error a person can act on for what the database said."""
+    """Return the error of ours for an error of the database, with its fix."""
     message = str(error.orig).strip() or type(error.orig).__name__
     low = message.lower()
     if is_full(message):
