@@ -173,7 +173,9 @@ def ask(store: Store, *requests: SeriesRequest) -> tuple[SeriesReply, ...]:
 
 def columns(rows: Sequence[Row], width: int, *, is_lineage: bool) -> dict[tuple[int, int], list]:
     """Return the rows by the columns they are drawn in, which are as wide as they may be."""
-    for power in range(62, -1, -1):
+    ats = [row.at for row in rows] or [0]
+    # In any that is wider, too, all rows are one column.
+    for power in range((min(ats) ^ max(ats)).bit_length(), -1, -1):
         by_column = defaultdict(list)
         for row in rows:
             by_column[0 if is_lineage else row.attempt, row.at >> power].append(row)

@@ -326,7 +326,7 @@ class Catalogue:
         self.runs: dict[str, int] = {}
         self.places: dict[str, Places] = {}
         self.tables: frozenset[str] = frozenset()
-        """Names of all tables of the lake, when the catalogue was last read."""
+        """Names of all tables of the lake, as last read."""
         self.epochs: dict[str, int] = {}
         """Of the runs that this process has taken over; of all others 0."""
         self._states: dict[str, RunState] = {}

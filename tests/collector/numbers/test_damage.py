@@ -13,7 +13,7 @@ import pytest
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from tests.support.damage import answers, sent
 from tests.support.examples import one_in
-from tests.support.numbers import plain
+from tests.support.numbers import new_lake, plain
 from trainvitals.errors import StorageError
 from vitals_collector.numbers import lake_upkeep
 from vitals_collector.numbers.interface import Span
@@ -27,7 +27,7 @@ from vitals_collector.numbers.memory import MemoryNumbers
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give a lake with what was sent."""
     folder = tmp_path_factory.mktemp("whole")
-    lake, batches = Lake(folder), sent()
+    lake, batches = new_lake(folder), sent()
     lake.append(batches[:4])
     if request.param == "partly merged":
         lake.merge()
@@ -147,7 +147,7 @@ def test_a_file_that_another_collector_has_merged_away_is_not_taken_for_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)
-    with contextlib.closing(Lake(tmp_path)) as lake:
+    with contextlib.closing(new_lake(tmp_path)) as lake:
         for run in (RUN, OTHER_RUN):
             lake.append([batch(identity(run), [{"loss": 1.0}])])
     with contextlib.closing(Lake(tmp_path)) as lake, contextlib.closing(Lake(tmp_path)) as other:
@@ -163,7 +163,7 @@ def test_a_file_that_another_collector_has_merged_away_is_not_taken_for_damaged(
 def test_rows_are_stored_and_read_while_files_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_by: Callable[[Lake], list[DamagedFile]]
 ) -> None:
-    lake = Lake(tmp_path)
+    lake = new_lake(tmp_path)
     lake.append([batch(identity(), [{"loss": 1.0}])])
     (file,) = (tmp_path / "data" / "main" / "steps").iterdir()
     content = bytearray(file.read_bytes())

@@ -18,7 +18,7 @@ from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from tests.support.examples import examples
 from tests.support.forked import COMMANDS
 from tests.support.lake_writer import WRITER
-from tests.support.numbers import losses, plain
+from tests.support.numbers import losses, new_lake, plain
 from trainvitals.errors import InsecurePathError, StorageError
 from vitals_collector.numbers import lake_engine, lake_upkeep
 from vitals_collector.numbers.interface import Span
@@ -75,7 +75,7 @@ def test_the_lake_gives_what_memory_gives(
     tmp_path_factory: pytest.TempPathFactory, done: list[tuple[str, object]]
 ) -> None:
     folder = tmp_path_factory.mktemp("lake")
-    lake, memory = Lake(folder), MemoryNumbers()
+    lake, memory = new_lake(folder), MemoryNumbers()
     for what, how in done:
         if what == "append":
             assert isinstance(how, list)
@@ -134,7 +134,7 @@ def test_files_are_synced_before_the_commit_that_names_them(
     """A commit that outlives a power loss must not name files that do not."""
     synced: set[str] = set()
     monkeypatch.setattr(lake_engine, "sync_path", lambda path: synced.add(str(path)))
-    lake = Lake(tmp_path)
+    lake = new_lake(tmp_path)
     lake.append([batch(identity(), [{"loss": 1.0}])])
     for table in ("steps", "new_marks"):
         folder = tmp_path / "data" / "main" / table
@@ -164,7 +164,7 @@ def test_files_are_synced_before_the_commit_that_names_them(
 def test_a_commit_whose_end_was_not_heard_of_is_not_stored_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lake = Lake(tmp_path)
+    lake = new_lake(tmp_path)
     lake.append([batch(identity(), [{"loss": 1.0}])])
 
     commit = lake.engine._commit
@@ -185,7 +185,7 @@ def test_a_commit_whose_end_was_not_heard_of_is_not_stored_twice(
 
 def test_two_writers_see_what_the_other_has_added(tmp_path: Path) -> None:
     """Two connections to one catalogue, as two collectors have them."""
-    mine, theirs = Lake(tmp_path), Lake(tmp_path)
+    mine, theirs = new_lake(tmp_path), Lake(tmp_path)
     mine.append([batch(identity(rank=0), [{"loss": 1.0}])])
     # Theirs was opened before the table was there, and makes it too: refused, then it knows.
     other = batch(identity(OTHER_RUN, rank=1), [{"loss": 2.0, "z": 3.0}])
@@ -202,7 +202,7 @@ def test_two_writers_see_what_the_other_has_added(tmp_path: Path) -> None:
 
 
 def test_rows_are_stored_and_read_while_files_are_merged(tmp_path: Path) -> None:
-    lake = Lake(tmp_path)
+    lake = new_lake(tmp_path)
     over, errors = threading.Event(), []
 
     def merge() -> None:
@@ -227,7 +227,7 @@ def test_rows_are_stored_and_read_while_files_are_merged(tmp_path: Path) -> None
 
 
 def test_upkeep_that_ran_out_of_time_is_taken_up_again(tmp_path: Path) -> None:
-    lake = Lake(tmp_path)
+    lake = new_lake(tmp_path)
     for step in range(3):
         lake.append([batch(identity(), [{"loss": float(step)}], first_seq=step)])
     assert not lake.merge(max_seconds=0.0)
@@ -239,7 +239,7 @@ def test_upkeep_that_ran_out_of_time_is_taken_up_again(tmp_path: Path) -> None:
 
 
 def test_marks_stay_few_however_many_commits_there_were(tmp_path: Path) -> None:
-    lake = Lake(tmp_path)
+    lake = new_lake(tmp_path)
     for step in range(6):
         ranks = [batch(identity(rank=r), [{"loss": 1.0}], first_seq=step) for r in range(4)]
         lake.append(ranks)
@@ -255,7 +255,7 @@ def test_marks_stay_few_however_many_commits_there_were(tmp_path: Path) -> None:
 
 def test_a_deleted_run_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)
-    lake, rng = Lake(tmp_path), random.Random(1)
+    lake, rng = new_lake(tmp_path), random.Random(1)
     for run, num in ((RUN, 20_000), (OTHER_RUN, 5_000)):
         lake.append([batch(identity(run), [{"loss": rng.random()} for _ in range(num)])])
     lake.merge()
@@ -351,7 +351,7 @@ def test_a_question_under_way_ends_though_memory_is_given_back_meanwhile(
 ):
     """A cursor that another thread closed under a question once ended the whole collector."""
     monkeypatch.setattr(lake_engine, "_MOST_COMMITS", 0)
-    lake = Lake(tmp_path)
+    lake = new_lake(tmp_path)
     lake.append([batch(identity(), [{"loss": 1.0}])])
     with lake.engine._cursor() as reader:
         asked = reader.execute("SELECT count(*) FROM steps")
@@ -369,7 +369,7 @@ def test_the_catalogues_log_stays_between_commits_and_begins_anew_with_the_memor
 ):
     """Who comes while it is taken down sleeps a second."""
     monkeypatch.setattr(lake_engine, "_MOST_COMMITS", 20)
-    lake, log = Lake(tmp_path), tmp_path / "catalogue.sqlite-wal"
+    lake, log = new_lake(tmp_path), tmp_path / "catalogue.sqlite-wal"
     sizes = []
     for step in range(40):
         lake.append([batch(identity(), [{"loss": 1.0}], first_seq=step)])
@@ -382,7 +382,7 @@ def test_the_catalogues_log_stays_between_commits_and_begins_anew_with_the_memor
 
 
 def test_closing_ends_questions_that_are_under_way_and_those_to_come(tmp_path: Path):
-    lake = Lake(tmp_path)
+    lake = new_lake(tmp_path)
     engine = lake.engine
     long = "SELECT sum(a.range * b.range) FROM range(100000000) a, range(100000000) b"
     with ThreadPoolExecutor(4) as threads:

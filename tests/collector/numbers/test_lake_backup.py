@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.collector.numbers.written import RUN, batch, identity
-from tests.support.numbers import losses
+from tests.support.numbers import losses, new_lake
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.numbers import lake_upkeep
 from vitals_collector.numbers.lake import Lake
@@ -26,7 +26,7 @@ def test_a_copy_made_while_rows_are_stored_and_merged_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)  # files go as soon as they are merged
-    lake, over = Lake(tmp_path / "lake"), threading.Event()
+    lake, over = new_lake(tmp_path / "lake"), threading.Event()
     stored = -1
 
     def write() -> None:
@@ -59,7 +59,7 @@ def test_a_copy_made_while_rows_are_stored_and_merged_is_whole(
 
 
 def test_a_copy_goes_on_by_itself_wherever_it_is_put(tmp_path: Path) -> None:
-    lake = Lake(tmp_path / "lake")
+    lake = new_lake(tmp_path / "lake")
     append(lake, 0)
     copy_lake(tmp_path / "lake", tmp_path / "copy")
     (tmp_path / "copy").rename(tmp_path / "moved")
@@ -76,7 +76,7 @@ def test_a_copy_goes_on_by_itself_wherever_it_is_put(tmp_path: Path) -> None:
 
 
 def test_a_copy_answers_sql(tmp_path: Path) -> None:
-    lake = Lake(tmp_path / "lake")
+    lake = new_lake(tmp_path / "lake")
     append(lake, 0)
     lake.close()
     copy_lake(tmp_path / "lake", tmp_path / "copy")
@@ -88,7 +88,7 @@ def test_a_file_that_is_merged_away_meanwhile_makes_it_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)
-    lake = Lake(tmp_path / "lake")
+    lake = new_lake(tmp_path / "lake")
     for step in range(3):
         append(lake, step)
     copy_catalogue, times = backup._copy_catalogue, []
@@ -113,7 +113,7 @@ def test_a_file_that_is_merged_away_meanwhile_makes_it_begin_anew(
 def test_a_checksum_that_is_put_away_meanwhile_makes_it_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lake = Lake(tmp_path / "lake")
+    lake = new_lake(tmp_path / "lake")
     for step in range(3):
         append(lake, step)
     copy_catalogue, keep, times = backup._copy_catalogue, lake.engine.keep_checksums, []
@@ -145,7 +145,7 @@ def test_a_checksum_that_is_put_away_meanwhile_makes_it_begin_anew(
 
 
 def test_a_file_whose_checksum_is_lost_is_told(tmp_path: Path) -> None:
-    lake = Lake(tmp_path / "lake")
+    lake = new_lake(tmp_path / "lake")
     append(lake, 0)
     lake.engine.execute("DELETE FROM checksums WHERE path LIKE 'steps/%'")
     lake.close()
@@ -156,7 +156,7 @@ def test_a_file_whose_checksum_is_lost_is_told(tmp_path: Path) -> None:
 
 
 def test_a_lost_file_is_told_and_nothing_is_left_half_copied(tmp_path: Path) -> None:
-    lake = Lake(tmp_path / "lake")
+    lake = new_lake(tmp_path / "lake")
     append(lake, 0)
     lake.close()
     (file,) = (tmp_path / "lake" / "data" / "main" / "steps").iterdir()
@@ -167,7 +167,7 @@ def test_a_lost_file_is_told_and_nothing_is_left_half_copied(tmp_path: Path) -> 
 
 
 def test_what_is_there_is_not_overwritten_and_what_is_no_lake_is_refused(tmp_path: Path) -> None:
-    lake = Lake(tmp_path / "lake")
+    lake = new_lake(tmp_path / "lake")
     lake.close()
     (tmp_path / "copy").mkdir()
     with pytest.raises(UsageError, match="already exists"):

@@ -20,7 +20,7 @@ from tests.support.levels import (
     levels,
     rows_of,
 )
-from tests.support.numbers import plain
+from tests.support.numbers import new_lake, plain
 from trainvitals.errors import StorageError
 from vitals_collector.numbers import lake_thinning
 from vitals_collector.numbers.interface import AttemptRow, Curve, Levelled, Numbers, Span, Window
@@ -104,7 +104,7 @@ def test_values_that_overflow_together_have_a_mean_between_their_ends(numbers: N
 
 
 def test_the_lake_and_memory_make_the_same_levels(tmp_path: Path) -> None:
-    lake, memory = Lake(tmp_path), MemoryNumbers()
+    lake, memory = new_lake(tmp_path), MemoryNumbers()
     for numbers in (lake, memory):
         fill(numbers, num_ranks=24)
     assert lake.level(RUN, FIRST, 8) == memory.level(RUN, FIRST, 8)
@@ -116,7 +116,7 @@ def test_the_lake_and_memory_make_the_same_levels(tmp_path: Path) -> None:
 
 
 def test_an_overview_shows_no_row_that_was_taken_away(tmp_path: Path) -> None:
-    lake, memory = Lake(tmp_path), MemoryNumbers()
+    lake, memory = new_lake(tmp_path), MemoryNumbers()
     for numbers in (lake, memory):
         fill(numbers, num=1_000)
     lake.merge()  # all is outlined
@@ -140,7 +140,7 @@ def test_an_overview_shows_no_row_that_was_taken_away(tmp_path: Path) -> None:
 def test_rows_that_came_while_a_window_was_read_are_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lake = Lake(tmp_path)
+    lake = new_lake(tmp_path)
     fill(lake)
     plan = lake_thinning.plan
 
@@ -161,7 +161,7 @@ def test_rows_that_came_while_a_window_was_read_are_not_lost(
 
 
 def test_damage_opens_no_holes_where_rows_became_levels(tmp_path: Path) -> None:
-    lake = Lake(tmp_path)
+    lake = new_lake(tmp_path)
     fill(lake, num_ranks=4)
     lake.level(RUN, FIRST, 1)
     lake.close()
@@ -199,7 +199,7 @@ while (due := lake.next_window(RUN, 1, SIZE)) is not None:
 @pytest.mark.parametrize("num_kills", [2, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.nightly
 def test_a_kill_at_any_moment_leaves_a_row_or_its_numbers(tmp_path: Path, num_kills: int) -> None:
-    lake, rng = Lake(tmp_path), random.Random(7)
+    lake, rng = new_lake(tmp_path), random.Random(7)
     num = 12 * SIZE
     fill(lake, num_ranks=5, num=num)
     lake.close()
