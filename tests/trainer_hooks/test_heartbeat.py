@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.examples import one_in
 from tests.support.forked import TRAINING
@@ -130,7 +131,8 @@ def test_a_backend_without_a_recorder_is_said(tmp_path: Path):
 
 def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(tmp_path: Path, monkeypatch):
     recorder = heartbeat.FlightRecorder()
-    monkeypatch.setattr(heartbeat, "_is_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(heartbeat.dist, "get_backend", lambda: pytest.fail("it was asked"))
     recorder.ask(tmp_path, {"0": 3})
 

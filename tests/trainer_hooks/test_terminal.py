@@ -292,7 +292,7 @@ def test_a_progress_bar_is_cleared_before_a_line_and_drawn_again(monkeypatch, ca
     module = type(sys)("tqdm")
     module.tqdm = Bar
     monkeypatch.setitem(sys.modules, "tqdm", module)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.root, "handlers", [])
     record = logging.LogRecord("trainvitals", logging.INFO, "", 0, "vitals: a line", (), None)
     monkeypatch.setattr(logging.getLogger("trainvitals"), "handlers", [])
     terminal.show_log()

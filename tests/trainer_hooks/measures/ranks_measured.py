@@ -66,19 +66,26 @@ def train(
     rank = dist.get_rank()
     optimizer = optimizer_of(model)
     pairs: list[tuple[float, float]] = []
-    add, weight_squares = noise.NoiseScale.add, Updates.weight_squares
+    add = noise.NoiseScale.add
+    weight_squares, measure = Updates.weight_squares, Updates.measure
 
     def keep_and_add(scale: noise.NoiseScale, **squares: float) -> None:
         pairs.append(tuple(squares.values()))
         add(scale, **squares)
 
-    def measure_or_fail(updates: Updates) -> Tensor:
+    def fail_weights(updates: Updates) -> Tensor:
         return weight_squares(updates) if step < failing_from else 1 / 0
+
+    def fail_update(updates: Updates) -> None:
+        if step >= failing_from and signals.due(step + 1):
+            raise ZeroDivisionError
+        measure(updates)
 
     failing_from = fail_at if rank == 1 and fail_at >= 0 else STEPS
     with (
         mock.patch.object(noise.NoiseScale, "add", keep_and_add),
-        mock.patch.object(Updates, "weight_squares", measure_or_fail),
+        mock.patch.object(Updates, "weight_squares", fail_weights),
+        mock.patch.object(Updates, "measure", fail_update),
         trainer_hooks.watch(
             model, optimizer, signals=signals, scaler=scaler, tokens_per_step=12
         ) as monitor,
