@@ -3,7 +3,8 @@
 All cases are in `make test-nightly`, all examples in `make test-slow`.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -46,3 +47,20 @@ def one_in(num: int, values: Iterable[object]) -> list[ParameterSet]:
         marks = [pytest.mark.nightly] if index % num else []
         some.append(pytest.param(*given.values, marks=[*given.marks, *marks], id=given.id))
     return some
+
+
+def each_once(*axes: Sequence[object]) -> list[ParameterSet]:
+    """Return all combinations of the values: some contain each value once, others are nightly.
+
+    For arguments that lead through code of their own, whose combinations add no other code.
+    """
+    places = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    longest = max(map(len, axes))
+    daily = {tuple(i % len(axis) for axis in axes) for i in range(longest)}
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, place, strict=True)),
+            marks=() if place in daily else pytest.mark.nightly,
+        )
+        for place in places
+    ]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import trainer_hooks
+from tests.support.examples import each_once
 from tests.support.inside import device_of, is_paused, limits_of, probe_of, tokens_of
 from tests.support.watched import (  # noqa: F401
     Loop,
@@ -76,8 +77,9 @@ def test_outliers_are_left_alone_after_the_loop_s_own_clip_and_that_is_said_once
     assert [e.code for e in loop.said if isinstance(e, Note)] == ["no_probe", "norm_unknown"]
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("how", ["given", "before", "owned", "measured"])
+@pytest.mark.parametrize(
+    ("how", "fused"), each_once(("given", "before", "owned", "measured"), (True, False))
+)
 def test_outliers_are_skipped_where_the_norm_before_the_clip_is_known(how, fused):
     loop = Own(fused=fused)
     options = {"owned": {"max_norm": 0.5}, "measured": {"max_norm": INF}}.get(how, {})

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import trainer_hooks
-from tests.support.examples import one_in
+from tests.support.examples import each_once, one_in
 from tests.support.watched import INF, NAN, Own, assert_same, own_place  # noqa: F401
 from trainvitals.errors import UsageError
 
@@ -47,8 +47,7 @@ def assert_guards(model, step):
 
 
 @pytest.mark.parametrize(
-    ("when", "called", "fused"),
-    one_in(5, [(w, c, f) for f in BOTH for c in BOTH for w in ("after", "within", "assigned")]),
+    ("when", "called", "fused"), each_once(("after", "within", "assigned"), BOTH, BOTH)
 )
 def test_a_compiled_step_is_guarded(compiled, when, called, fused):
     model, optimizer = linear(fused)

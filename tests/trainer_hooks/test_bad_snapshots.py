@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import trainer_hooks
-from tests.support.examples import one_in
+from tests.support.examples import each_once
 from tests.support.inside import events_of, refs_of, snapshots_of, store_of
 from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.ranks_with_bad_state import main
@@ -102,8 +102,7 @@ def test_what_comes_again_after_the_rollback_is_told_and_training_goes_on(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("mode", "break_it"),
-    one_in(3, [(m, b) for m in ("guard", "observe") for b in (break_moment, break_buffer)]),
+    ("mode", "break_it"), each_once(("guard", "observe"), (break_moment, break_buffer))
 )
 def test_without_snapshots_it_is_told_at_the_next_check_by_one_name(mode, break_it):
     loop = Loop(mode=mode)
@@ -182,9 +181,7 @@ def grow(loop):
     loop.model[1].running_mean_of_all = torch.full((9,), float("inf"))
 
 
-@pytest.mark.parametrize(
-    ("mode", "late"), one_in(3, [(m, b) for m in ("guard", "heal") for b in (mask, grow)])
-)
+@pytest.mark.parametrize(("mode", "late"), each_once(("guard", "heal"), (mask, grow)))
 def test_buffers_that_a_model_makes_infinite_by_itself_are_no_fault(tmp_path, mode, late):
     loop = Loop()
     loop.model[0].register_buffer("causal", torch.full((2, 2), float("-inf")))

@@ -5,6 +5,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 import trainer_hooks
+from tests.support.examples import each_once
 from tests.support.inside import snapshots_of
 from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.side_streams import Earliest, Latest
@@ -149,8 +150,7 @@ def test_what_is_counted_is_what_was_copied(side):
     assert ["model.0.weight"] == ring.nonfinite_names()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("side", "overlap"), each_once(SIDES, (False, True)))
 def test_a_run_ends_bit_for_bit_as_on_the_cpu_whenever_the_side_runs(tmp_path, side, overlap):
     """With a rollback in it, for a moment that was broken, and validations of an average."""
 

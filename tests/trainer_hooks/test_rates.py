@@ -51,11 +51,11 @@ def test_of_more_groups_than_a_row_holds_the_first_are_kept_and_it_is_said(tmp_p
 @pytest.mark.parametrize(
     ("num_groups", "shown"),
     one_in(
-        2,
+        3,
         [
+            (100, "0.00025 to 0.025 (of 100 groups)"),
             (1, "0.00025"),
             (3, "0.00025, 0.0005, 0.00075 (of 3 groups)"),
-            (100, "0.00025 to 0.025 (of 100 groups)"),
         ],
     ),
 )
