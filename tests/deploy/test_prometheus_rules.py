@@ -158,8 +158,8 @@ class TestAlerts:
         text = said_of(tmp_path, series, "2m", "VitalsAlert")
         for words in (
             'summary="ReceiverFailing"',
-            "Vitals goes on trying, and tells all other receivers.",
-            "Check its address and its token",
+            "Vitals keeps trying, and alerts all other receivers.",
+            "Check its URL and its token",
             "docs/RUNBOOK.md#receiverfailing",
         ):
             assert words in text, text
@@ -170,7 +170,7 @@ class TestAlerts:
         for words in (
             "TrainingHalted on run R",
             "Vitals halted the run.",
-            "Read `vitals postmortem R`, then `vitals resume R`.",
+            "Read `vitals postmortem R`, fix the cause, then run `vitals resume R`",
             "docs/RUNBOOK.md#traininghalted",
         ):
             assert words in text, text
