@@ -330,7 +330,7 @@ def _bounds(info: inspect.Type) -> Iterator[str]:
 
 
 def _refuse_near_miss(section: str, sections: Sections, source: str) -> None:
-    """Another program's section is none of ours; a misspelt one would be ignored for ever."""
+    """Refuse a misspelt section, which would be ignored; those of other programs are ignored."""
     suggestion = _suggest(section, sections, cutoff=0.8)
     if suggestion:
         raise ConfigError(f"[{section}] ({source}): there is no such section", hint=suggestion)

@@ -8,12 +8,16 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from trainvitals.io.private import open_own
 from trainvitals.records import Note
 from vitals_agent.run import ServedRun
 
 _LOG = logging.getLogger("vitals_agent")
+MAX_LOG_BYTES = 8 << 20
+"""Limit of a mirror's log: it is on the disk of the run directory, which the rows need."""
 
 
 class MirrorStarter:
@@ -42,6 +46,7 @@ class MirrorStarter:
         pid = self._pids[run.run_id]
         if pid is None:
             return
+        _bound(run.state_dir.path / "mirror.log")
         ended, status = os.waitpid(pid, os.WNOHANG)
         if not ended:
             return
@@ -76,4 +81,13 @@ class MirrorStarter:
         return pid
 
 
-__all__ = ["MirrorStarter"]
+def _bound(log: Path) -> None:
+    """Empty the log if it is too large: a tracker's package may print without end."""
+    with suppress(OSError):
+        if log.stat().st_size > MAX_LOG_BYTES:
+            # The mirror appends to it, so it continues at the start of the file.
+            os.truncate(log, 0)
+            _LOG.warning("mirror_log_emptied path=%s bytes=%d", log, MAX_LOG_BYTES)
+
+
+__all__ = ["MAX_LOG_BYTES", "MirrorStarter"]
