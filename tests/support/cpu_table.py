@@ -1,4 +1,6 @@
-"""Plugin of pytest: prints the CPU time per folder: `make test ARGS="-p tests.support.cpu_table"`.
+"""Plugin of pytest: prints CPU time per folder and of 60 files and 60 tests that take most.
+
+`make test ARGS="-p tests.support.cpu_table"`.
 
 The time of processes is that of those a test waited for.
 """
@@ -12,6 +14,8 @@ import pytest
 CPU = "cpu seconds"
 _began: dict[str, tuple[float, float]] = {}
 _by_folder: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+_by_file: dict[str, float] = defaultdict(float)
+_by_test: dict[str, float] = defaultdict(float)
 
 
 def _cpu_seconds() -> tuple[float, float]:
@@ -47,6 +51,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             row[0] += 1
             row[1] += value[0]
             row[2] += value[1]
+            _by_file[report.nodeid.partition("::")[0]] += sum(value)
+            _by_test[report.nodeid] += sum(value)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -57,3 +63,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     total = [sum(row[i] for row in _by_folder.values()) for i in range(3)]
     for name, (num, own, processes) in [*sorted(_by_folder.items()), ("all", total)]:
         write(f"| {name} | {num:.0f} | {own:.0f} | {processes:.0f} |")
+    for seconds_of in (_by_file, _by_test):
+        write("")
+        for name in sorted(seconds_of, key=seconds_of.__getitem__, reverse=True)[:60]:
+            write(f"{seconds_of[name]:6.1f} {name}")
