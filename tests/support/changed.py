@@ -37,7 +37,6 @@ OF_ALL_SOURCES = (
     "tests/house/test_imports.py",
     "tests/house/test_privacy.py",
     "tests/house/test_style.py",
-    "tests/house/test_words.py",
 )
 """Tests that read all Python sources, and are selected with any of them."""
 _DOTTED = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
