@@ -3,12 +3,14 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import streamlit as st
+from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 
 import vitals_dashboard
@@ -21,6 +23,9 @@ PAGES = Path(vitals_dashboard.__file__).parent / "entry" / "vitals_pages.py"
 WAIT_MS = 60_000
 KNOWN: dict[str, Any] = {}
 DOOR_TOKEN = "door-token-0123456789abcdef"
+
+# Each page that a test opens would look through all installed packages for components again.
+manifest_scanner.scan_component_manifests = cache(manifest_scanner.scan_component_manifests)
 
 
 @pytest.fixture
