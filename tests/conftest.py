@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.examples import register_profiles
 from tests.support.forked import FIRST
+from tests.support.unsynced import skip_syncs
 from trainvitals.identity import Identity, new_incarnation, new_run_id
 
 POOL_THREADS = ("asyncio_", "AnyIO worker", "ThreadPoolExecutor", "pytest_timeout", "tqdm")
@@ -44,6 +45,7 @@ def pytest_configure() -> None:
     background, and then in every program that a test starts; some are ended by it.
     """
     gc.disable()
+    skip_syncs()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.unsynced import skip_syncs
+
 TORCHRUN = "torch.distributed.run"
 _SET_CHILD_SUBREAPER, _SET_NAME = 36, 15
 _MOST_BYTES, _MOST_FILES = 1 << 20, 16
@@ -265,6 +267,7 @@ COMMANDS = Forks(
 
 if __name__ == "__main__":
     _call(_SET_NAME, FIRST.encode(), 0, 0, 0)
+    skip_syncs()
     for name in sys.argv[2:]:
         importlib.import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has no thread but its first"
