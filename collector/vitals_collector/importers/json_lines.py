@@ -21,6 +21,16 @@ def is_json_lines(begin: bytes) -> bool:
     return rest.lstrip().startswith(b"{") and _object(first.decode(errors="replace")) is not None
 
 
+def has_metrics(begin: bytes) -> bool:
+    """Return whether a complete line of JSON Lines has a loss or a gradient norm by a usual name.
+
+    A data set in the same folder has none.
+    """
+    lines = begin.decode(errors="replace").split("\n")[:-1]
+    names = {plain(name) for line in lines for name in _object(line) or ()}
+    return is_json_lines(begin) and not names.isdisjoint((*KNOWN["loss"], *KNOWN["grad_norm"]))
+
+
 def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
     """Return the history; its rows are the lines.
 

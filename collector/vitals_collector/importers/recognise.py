@@ -11,7 +11,7 @@ from trainvitals.io.rundir import RunDir
 from vitals_collector.importers.columns import ColumnChoice, History
 from vitals_collector.importers.csv_file import may_be_table, read_csv
 from vitals_collector.importers.files import head
-from vitals_collector.importers.json_lines import is_json_lines, read_json_lines
+from vitals_collector.importers.json_lines import has_metrics, is_json_lines, read_json_lines
 from vitals_collector.importers.tensorboard_dir import FIRST_EVENT, read_tensorboard
 from vitals_collector.importers.text_log import form_of, read_text_log, unknown_text
 from vitals_collector.importers.trainer_state import read_trainer_state
@@ -122,7 +122,7 @@ def _in_folder(folder: Path) -> ReadLog:
         level = [child for directory in level for child in _folders(directory)]
     raise UsageError(
         f"{folder} holds no log; looked for run directories of Vitals, {TRAINER_STATE}, "
-        "*tfevents*, *.wandb",
+        "*tfevents*, *.wandb, *.jsonl with a loss",
         hint="give the file itself; a CSV file is read only by its name",
     )
 
@@ -130,14 +130,19 @@ def _in_folder(folder: Path) -> ReadLog:
 def _logs(folder: Path) -> Iterator[tuple[Path, ReadLog]]:
     """Yield the logs right in a folder; the event files of one are one log."""
     names = sorted(path for path in folder.iterdir() if path.is_file())
+    logs: list[tuple[Path, ReadLog]] = []
     for path in names:
         if path.name == TRAINER_STATE:
-            yield path, partial(read_trainer_state, path)
+            logs.append((path, partial(read_trainer_state, path)))
         elif path.suffix == ".wandb":
-            yield path, partial(read_wandb, path)
+            logs.append((path, partial(read_wandb, path)))
     events = [path for path in names if "tfevents" in path.name]
     if events:
-        yield folder, partial(read_tensorboard, folder, events)
+        logs.append((folder, partial(read_tensorboard, folder, events)))
+    if not logs:  # of several logs of one run, the ones above have more of it
+        metrics = (path for path in names if path.suffix == ".jsonl" and has_metrics(_longer(path)))
+        logs += [(path, partial(read_json_lines, path)) for path in metrics]
+    yield from logs
 
 
 def _newest_checkpoint(logs: list[tuple[Path, ReadLog]]) -> list[tuple[Path, ReadLog]]:

@@ -207,6 +207,32 @@ def test_json_lines_are_read(tmp_path, content, records, note):
     assert [note] * bool(note) == [each for each in history.notes if "skipped" not in each]
 
 
+METRICS = "".join(f'{{"step": {step}, "loss": {2.5 - step}}}\n' for step in (0, 1))
+
+
+def test_json_lines_in_a_folder_are_found_among_data_and_settings(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"config": {"loss": "L1"}}\n' + METRICS)
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "empty.jsonl").touch()
+    history = read_history(tmp_path, ColumnChoice())
+    assert str(tmp_path / "log.jsonl") == history.source
+    assert [(0, 2.5, None, None), (1, 1.5, None, None)] == values(history)
+
+
+def test_json_lines_beside_another_log_of_the_run_are_not_read(tmp_path):
+    (tmp_path / "trainer_log.jsonl").write_text(METRICS)
+    records = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": records}))
+    assert "trainer_state.json" in read_history(tmp_path, ColumnChoice()).source
+
+
+def test_two_json_lines_in_a_folder_are_one_too_many(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(METRICS)
+    with pytest.raises(UsageError, match="holds 2 logs"):
+        read_history(tmp_path, ColumnChoice())
+
+
 def test_a_list_of_objects_is_read(tmp_path):
     content = json.dumps([{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}], indent=1)
     assert [(1, 2.5, None, None), (2, 2.0, None, None)] == values(read(tmp_path, content))
