@@ -184,7 +184,10 @@ def test_an_old_agent_and_old_ranks_are_served_by_a_new_collector_and_upgraded_i
         lambda: parts.mirror.rows.keys() <= {key for key, _ in parts.stored()},
         "all rows are stored",
     )
-    assert parts.stored() == Counter(parts.mirror.rows.items())
+    stored, linked = parts.stored(), {key[:3] for key in parts.mirror.rows}
+    assert {1} == set(stored.values())
+    # A segment may come and go before the mirror links it: then none of its rows are in it.
+    assert {row for row in stored if row[0][:3] in linked} == set(parts.mirror.rows.items())
     assert len(parts.mirror.rows) > 2 * ROWS_OF_A_STAGE
     assert 0 == parts.mirror.num_lost
     collector = collector_on(parts.lab.data)
