@@ -47,16 +47,12 @@ def test_each_run_with_its_rank_0_here_is_mirrored_once_and_a_failure_is_told(wo
     assert 0o600 == log.stat().st_mode & 0o777
 
 
-def test_a_tracker_that_prints_without_end_does_not_fill_the_disk(
-    world, monkeypatch, tmp_path, caplog
-):
-    go_on, program = tmp_path / "go-on", tmp_path / "python"
-    program.write_text(
+def test_a_tracker_that_prints_without_end_does_not_fill_the_disk(world, started, tmp_path, caplog):
+    go_on = tmp_path / "go-on"
+    (tmp_path / "python").write_text(
         f"#!/bin/sh\nhead -c {mirrors.MAX_LOG_BYTES + 1} /dev/zero >&2\n"
         f"while ! test -e {go_on}; do sleep 0.05; done\necho later >&2\nexit 7\n"
     )
-    program.chmod(0o755)
-    monkeypatch.setattr(mirrors.sys, "executable", str(program))
     rank = world.rank()
     rank.step(0)
     agent = world.agent(mirrors=("wandb",))

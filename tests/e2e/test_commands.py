@@ -15,7 +15,7 @@ from trainvitals.io.control_key import make_control_key, sign_order
 from trainvitals.io.mailbox import Mailbox, sign_command
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
-from trainvitals.records import Command
+from trainvitals.records import Command, CommandAcknowledged, decode_events
 from trainvitals.views import (
     AlertsQuestion,
     AlertView,
@@ -29,6 +29,7 @@ from trainvitals.views import (
     RunQuestion,
     RunsQuestion,
 )
+from trainvitals.wire import decode_batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -224,7 +225,7 @@ def test_who_answers_as_the_collector_cannot_act_on_the_run(tmp_path):
             make_control_key(lab.data)
             lab.tokens.touch(0o600)
             lab.tokens.write_text('{"read": "r", "ingest": "i", "control": "c"}')
-            lab.agent(stub.port)
+            lab.agent(stub.port, "--collector", stub.url)
             environ = {"VITALS_AGENT": "off", "VITALS_TOKEN_FILE": str(lab.tokens)}
             training = lab.train(*RANKS, steps=100_000, mode="heal", **environ)
             run_id = lab.run_id()
@@ -244,6 +245,64 @@ def test_who_answers_as_the_collector_cannot_act_on_the_run(tmp_path):
             assert "TrainingHalted" in lab.log("training").read_text()
     finally:
         stub.close()
+
+
+def test_a_captured_answer_that_is_sent_again_is_not_carried_out_twice(tmp_path):
+    stub = StubCollector()
+    try:
+        with open_lab(tmp_path) as lab:
+            lab.data.mkdir(parents=True)
+            make_control_key(lab.data)
+            lab.tokens.touch(0o600)
+            lab.tokens.write_text('{"read": "r", "ingest": "i", "control": "c"}')
+            agent = lab.agent(stub.port, "--collector", stub.url)
+            environ = {"VITALS_AGENT": "off", "VITALS_TOKEN_FILE": str(lab.tokens)}
+            training = lab.train(*RANKS, steps=100_000, mode="heal", **environ)
+            run_id = lab.run_id()
+            until(lambda: stub.batches, "rows are sent")
+            captured = CommandView(command=_order(lab, run_id, "lr", 0.5), status="pending")
+            stub.commands = [captured]
+            until(lambda: "done" in _answers_to(stub, captured), "it is carried out")
+            agent.kill()  # what it has delivered is forgotten with it
+            agent.wait()
+            lab.agent(stub.port, "--collector", stub.url)
+            run_dir = RunDir.open(lab.runs / run_id)
+            with Mailbox.open(private_base(lab.environ()) / run_id / "mailbox") as mailbox:
+                mailbox.put(sign_command(captured.command, run_dir.command_key()))
+            later = CommandView(command=_order(lab, run_id, "lr", 0.25), status="pending")
+            stub.commands = [captured, later, captured]
+            until(lambda: "done" in _answers_to(stub, later), "the next one is carried out")
+            assert ["done"] == _answers_to(stub, captured)
+            assert ["done"] == _answers_to(stub, later)
+            assert training.poll() is None
+    finally:
+        stub.close()
+
+
+def _order(lab: Lab, run_id: str, action: str, argument: float) -> Command:
+    """Return a command as a person signs it."""
+    request = CommandRequest(action=action, argument=argument, reason="to see")
+    return sign_order(
+        request.command(run_id, issued_by="ada", now_unix_ns=time.time_ns()), lab.data
+    )
+
+
+def _answers_to(stub: StubCollector, view: CommandView) -> list[str]:
+    """Return each answer of rank 0 to the command."""
+    batches = [decode_batch(raw) for raw in stub.batches]
+    rows = [
+        row
+        for batch in batches
+        if batch.header.stream == "events"
+        for row in decode_events(batch.header.stream_schema, batch.rows)
+    ]
+    acks = {
+        (row.seq, row.event.ack.status)
+        for row in rows
+        if isinstance(row.event, CommandAcknowledged)
+        and row.event.ack.number == view.command.number
+    }
+    return [status for _, status in sorted(acks)]
 
 
 def _orders(lab: Lab, run_id: str) -> tuple[Command, Command]:
