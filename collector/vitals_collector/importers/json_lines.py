@@ -1,4 +1,4 @@
-"""Reads JSON Lines, one object a line: LLaMA-Factory's, OpenMMLab's, MAE's, anybody's metrics."""
+"""Reads JSON Lines, one object a line: LLaMA-Factory's, OpenMMLab's, MAE's, metrics of your own."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -86,7 +86,7 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
 
 
 def _object(line: str) -> dict[str, object] | None:
-    """Return the line's object, with nested objects as ``outer/inner``; None if it is no object."""
+    """Return the object of the line, nested ones as ``outer/inner``; None if it is not one."""
     try:
         cells = json.loads(line)
     except (ValueError, RecursionError):
