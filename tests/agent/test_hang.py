@@ -1,7 +1,6 @@
 """The agent's looks at real processes: stopped, gone, blocked, and asked for their stacks."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -44,14 +43,14 @@ def test_a_rank_that_is_behind_and_blocked_is_told_and_both_give_their_stacks(wo
 def test_a_stopped_rank_is_named_at_once_and_is_sent_no_signal(world, ranks):
     agent = world.agent()
     now = train(agent, ranks, 10.0)
-    os.kill(ranks[1].process.pid, signal.SIGSTOP)
+    ranks[1].stop()
     now = stand(agent, ranks, now, 2.5, behind=-1)
     assert [("waiting", 1)] == told(world)
     stand(agent, ranks, now, 5.0, behind=-1)
     assert [("waiting", 1), ("hang", 1)] == told(world)
     stacks = {row.event.rank for row in world.events() if isinstance(row.event, StacksTaken)}
     assert {0} == stacks
-    os.kill(ranks[1].process.pid, signal.SIGCONT)
+    ranks[1].go_on()
     assert ranks[1].process.poll() is None
 
 
@@ -59,14 +58,14 @@ def test_all_stopped_and_continued_is_no_hang(world, ranks):
     agent = world.agent()
     now = train(agent, ranks, 10.0)
     for rank in ranks:
-        os.kill(rank.process.pid, signal.SIGSTOP)
+        rank.stop()
     until = now + 60.0
     while now < until:
         agent.turn(now)
         now += 0.5
     for rank in ranks:
-        os.kill(rank.process.pid, signal.SIGCONT)
-    train(agent, ranks, 5.0)
+        rank.go_on()
+    train(agent, ranks, now + 5.0, start=now)
     assert [] == told(world)
 
 

@@ -1,7 +1,6 @@
 """The end of a job that hangs: real processes, the agent's own looks, and nothing else ended."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -92,7 +91,7 @@ def test_whoever_only_wants_to_be_told_is_not_ended(world, ranks):
 def test_a_stopped_rank_is_killed_once_the_others_have_ended(world, ranks):
     agent = world.agent(hang=CONFIG)
     now = train(agent, ranks, 10.0)
-    os.kill(ranks[1].process.pid, signal.SIGSTOP)
+    ranks[1].stop()
     stand(agent, ranks, now, HELD + 10.0)
     assert [-signal.SIGTERM, -signal.SIGKILL] == ended(ranks)
 

@@ -1,7 +1,5 @@
 """A person asks where the ranks stand now: real processes answer, on the agent's word alone."""
 
-import os
-import signal
 import sys
 import time
 
@@ -74,7 +72,7 @@ def test_ranks_of_a_run_that_trains_say_where_they_stand_and_the_command_is_answ
 def test_one_that_is_stopped_is_named_and_the_others_answer(world, ranks, stub, client):
     agent = world.agent(client=client)
     now = cycle(agent, ranks, 3.0)
-    os.kill(ranks[1].process.pid, signal.SIGSTOP)
+    ranks[1].stop()
     stub.commands = pending(world, command(world, 7, action="stacks"))
     cycle(agent, ranks, now + 5.0, start=now)
     mine = {event.rank: event for event in answers(world) if event.command_number == 7}

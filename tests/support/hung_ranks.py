@@ -1,5 +1,6 @@
 """Ranks in processes of their own that an agent watches."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -69,6 +70,16 @@ class Rank:
         pid = self.journal.identity.pid
         word |= {"sequences": {"0": number}, "thread": pid, "step": step}
         self.writer.write(Heartbeat(beat=self.beat, **(word | fields)))
+
+    def stop(self) -> None:
+        """Stop the process, and return when it has stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def go_on(self) -> None:
+        """Let a stopped process go on, and return when it does."""
+        self.process.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, self.process.pid, os.WCONTINUED)
 
     def end(self) -> None:
         if self.process.poll() is None:
