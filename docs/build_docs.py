@@ -6,7 +6,7 @@ as `make docs`.
 
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,18 @@ resume it, silence the alert."""
 RULES = """\
 The rules of `vitals deploy prometheus` raise the alerts above as `VitalsAlert`, and these, which a
 collector cannot raise: the collector or an agent is down, or rows were lost."""
+GUIDES = {
+    "RankHung": "[hangs](guides/hangs.md)",
+    "HungJobEnded": "[ending a hung job](guides/hangs.md#end-a-hung-job)",
+    "TrainingStalled": "[hangs](guides/hangs.md)",
+    "ReplicaCorrupted": "[silent corruption](guides/corruption.md)",
+    "StateDamaged": "[bad steps](guides/bad-steps.md)",
+    "NonFiniteStreak": "[bad steps](guides/bad-steps.md)",
+    "ApprovalNeeded": "[approval](guides/bad-steps.md#approve-rollbacks-yourself)",
+    "SnapshotMissed": "[memory](guides/checkpoints.md#memory)",
+    "StragglerRank": "[stragglers](guides/stragglers.md)",
+}
+"""The guide of an alert, as a link."""
 _SEVERITIES = {
     "page": "page: someone must act now",
     "notify": "notify: no urgency",
@@ -77,18 +89,30 @@ _SEVERITIES = {
 
 def runbook_page() -> str:
     """Return a section per alert: links of messages lead to it."""
-    lines = ["# Runbook", "", NOTICE, RUNBOOK]
+    lines = ["# Runbook", "", NOTICE, RUNBOOK, ""]
+    rules = (*prometheus.ABSENCE_RULES, *prometheus.LOSS_RULES, *prometheus.ACCESS_RULES)
+    for severity, text in _SEVERITIES.items():
+        names = [spec.name for spec in ALERTS if spec.severity == severity]
+        lines += [f"- **{text.capitalize()}:** {_contents(names)}"]
+    lines += [
+        f"- **[Prometheus](#alerts-of-prometheus):** {_contents(rule.name for rule in rules)}"
+    ]
     for spec in ALERTS:
         lines += ["", f"## {spec.name}", "", spec.help, ""]
         lines += [f"- Vitals {spec.did}"] if spec.did != NO_ACTION else []
         lines += [f"- To do: {spec.to_do}", f"- Severity: {_SEVERITIES[spec.severity]}."]
         lines += [f"- Resolves when {spec.ends}"] if spec.ends != HEALTHY_AGAIN else []
+        lines += [f"- Guide: {GUIDES[spec.name]}."] if spec.name in GUIDES else []
     lines += ["", "## Alerts of Prometheus", "", RULES]
-    for rule in (*prometheus.ABSENCE_RULES, *prometheus.LOSS_RULES, *prometheus.ACCESS_RULES):
+    for rule in rules:
         lines += ["", f"## {rule.name}", "", rule.description, ""]
         lines += [f"- Vitals {rule.did}", f"- To do: {rule.to_do}"]
         lines += [f"- Severity: {_SEVERITIES[rule.severity]}.", f"- Resolves when {rule.ends}"]
     return "\n".join(lines) + "\n"
+
+
+def _contents(names: Iterable[str]) -> str:
+    return ", ".join(f"[{name}](#{name.lower()})" for name in names)
 
 
 def metrics_page() -> str:

@@ -29,6 +29,7 @@ from trainvitals.detect.outliers import LossKind
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
+from trainvitals.printable import name_type
 from trainvitals.records import OnHang
 
 Mode = Literal["off", "observe", "guard", "heal"]
@@ -146,24 +147,24 @@ def _check_kinds(given: Arguments) -> None:
     # What a person gives may be of any type, whatever is asked for.
     model: Any = given.model
     optimizers: tuple[Any, ...] = given.optimizers
-    order = "watch(model, optimizer, scheduler, scaler=scaler) is the order"
+    order = "the argument order is watch(model, optimizer, scheduler, scaler=scaler)"
     hint = f"{order}; attach(model, optimizer, scaler=scaler)"
     if isinstance(model, Optimizer) and any(isinstance(o, nn.Module) for o in optimizers):
         raise UsageError(
-            f"the model is {_kind(model)}, and the optimizer is {_kind(optimizers[0])}: "
-            "they are swapped",
+            f"the model is {name_type(model)}, and the optimizer is "
+            f"{name_type(optimizers[0])}: they are swapped",
             hint=hint,
         )
     if given.owns_step and _are_several(model) and (error := _wrong_models(model)) is not None:
         raise error
     if _are_several(model):
         raise UsageError(
-            f"the model is {_kind(model)} of {len(model)}; it must be one module",
+            f"the model is {name_type(model)} of {len(model)}; it must be one module",
             hint="watch([a, b], [opt_a, opt_b]) takes several; attach() guards one model: pass "
             "nn.ModuleList([a, b])",
         )
     if not isinstance(model, nn.Module) and given.engine is None:
-        raise UsageError(f"the model is {_kind(model)}; it must be an nn.Module", hint=hint)
+        raise UsageError(f"the model is {name_type(model)}; it must be an nn.Module", hint=hint)
     by_hand = (
         f"{hint}; if the loop updates weights itself, torch.optim.SGD(model.parameters(), lr=lr) "
         "makes the same update as p.add_(-lr * p.grad)"
@@ -178,7 +179,7 @@ def _check_kinds(given: Arguments) -> None:
         odd = given.engine is None and not _has_groups(optimizer)
         if other or odd or not hasattr(optimizer, "step"):
             raise UsageError(
-                f"optimizers holds {_kind(optimizer)}; each must be a torch.optim.Optimizer",
+                f"optimizers holds {name_type(optimizer)}; each must be a torch.optim.Optimizer",
                 hint=by_hand if isinstance(optimizer, torch.Tensor) else hint,
             )
     if not optimizers:
@@ -186,7 +187,7 @@ def _check_kinds(given: Arguments) -> None:
     for scheduler in given.schedulers:
         if isinstance(scheduler, nn.Module | Optimizer | torch.amp.GradScaler):
             raise UsageError(
-                f"schedulers holds {_kind(scheduler)}, which is not a learning-rate scheduler",
+                f"schedulers holds {name_type(scheduler)}, which is not a learning-rate scheduler",
                 hint=f"{hint}; several optimizers as a list: watch(model, [opt_a, opt_b])",
             )
     _check_scaler(given.scaler, hint)
@@ -201,18 +202,15 @@ def _has_groups(optimizer: Any) -> bool:
 
 def _check_scaler(scaler: object, hint: str) -> None:
     if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "unscale_")):
-        raise UsageError(f"scaler is {_kind(scaler)}; it must be a torch.amp.GradScaler", hint=hint)
-
-
-def _kind(value: object) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+        raise UsageError(
+            f"scaler is {name_type(scaler)}; it must be a torch.amp.GradScaler", hint=hint
+        )
 
 
 def _check_early_stopping(given: object) -> None:
     if given is not None and not isinstance(given, EarlyStopping):
         raise UsageError(
-            f"early_stopping is a {type(given).__name__}; it must be an EarlyStopping",
+            f"early_stopping is {name_type(given)}; it must be an EarlyStopping",
             hint="watch(..., early_stopping=EarlyStopping(metric='loss', patience=5))",
         )
 
@@ -257,7 +255,7 @@ def _check_words(given: Arguments) -> None:
     tags: Any = given.tags
     if run is not None and not isinstance(run, str):
         raise UsageError(
-            f"run is {_kind(run)}; it must be a name (text)",
+            f"run is {name_type(run)}; it must be a name (text)",
             hint="watch(..., run='my-experiment')",
         )
     if not isinstance(tags, Iterable):  # one text alone is one tag
@@ -266,14 +264,16 @@ def _check_words(given: Arguments) -> None:
         )
     if given.dir is not None and not isinstance(given.dir, str | Path):
         raise UsageError(
-            f"dir is {_kind(given.dir)}; it must be a folder", hint="dir='runs', or VITALS_DIR"
+            f"dir is {name_type(given.dir)}; it must be a directory",
+            hint="dir='runs', or VITALS_DIR",
         )
     checkpoints = given.checkpoints
     if checkpoints is not None and not isinstance(
         checkpoints, bool | str | Path | CheckpointSettings
     ):
         raise UsageError(
-            f"checkpoints is {_kind(checkpoints)}; it must be True, a folder or CheckpointSettings",
+            f"checkpoints is {name_type(checkpoints)}; it must be True, a directory or "
+            "CheckpointSettings",
             hint="watch(..., checkpoints=True) keeps them in the run directory",
         )
 
@@ -333,7 +333,7 @@ def _mapping(config: object) -> Mapping[str, object]:
     if config is None:
         return {}
     raise UsageError(
-        f"config is a {type(config).__name__}; it must be a mapping",
+        f"config is {name_type(config)}; it must be a mapping",
         hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
     )
 
@@ -360,8 +360,9 @@ def _wrong_models(models: Any) -> UsageError | None:
     for name, one in by_name.items():
         if not isinstance(one, nn.Module):
             return UsageError(
-                f"models[{name!r}] is {_kind(one)}; each must be an nn.Module",
-                hint="watch([a, b], [opt_a, opt_b], [scheduler_a, scheduler_b]) is the order",
+                f"models[{name!r}] is {name_type(one)}; each must be an nn.Module",
+                hint="the argument order is "
+                "watch([a, b], [opt_a, opt_b], [scheduler_a, scheduler_b])",
             )
         if not _NAME.fullmatch(name) or hasattr(nn.ModuleDict, name):
             return UsageError(

@@ -429,16 +429,19 @@ ALERTS: tuple[AlertSpec, ...] = (
         did="took no action; the job still waits.",
         help="All ranks wait for one that is stopped, dead or blocked, or that computes for far "
         "longer than in earlier waits.",
-        to_do="`vitals why RUN STEP` shows the stacks of its node's ranks; then restart the job.",
+        to_do="`vitals why RUN STEP` shows the stacks of its node's ranks; then restart the job. "
+        'With `on_hang="restart"` wait for one minute: Vitals ends most hung jobs itself, and '
+        "`HungJobEnded` follows.",
     ),
     AlertSpec(
         name="HungJobEnded",
         severity="notify",
         point=True,
         did="ended the job, because `on_hang` is `restart`; its launcher starts it again.",
-        help="A job hung, and `RankHung` paged for one minute.",
-        to_do="Check that it trains again: `vitals tail RUN`. `vitals why RUN STEP` has the cause. "
-        "After three such restarts per day, a hang only pages.",
+        help="A job hung, and the page `RankHung` was not resolved for one minute.",
+        to_do="Check that it trains again: `vitals tail RUN`. `vitals why RUN STEP` names the "
+        "blocking rank and shows its stack; if it recurs, drain that rank's node. After three "
+        "such restarts per day, a hang only pages.",
     ),
     AlertSpec(
         name="CheckpointOverdue",

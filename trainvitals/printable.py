@@ -26,6 +26,14 @@ def escape_markdown(text: str) -> str:
     return _AT_FIRST.sub(r"\1\\", _ACTIVE.sub(r"\\\1", clean))
 
 
+def name_type(value: object) -> str:
+    """Return the name of the value's class with its article: "an int", "an SGD", "a dict"."""
+    name = type(value).__name__
+    # An abbreviation is read letter by letter: an SGD, an LBFGS.
+    starts_with_vowel = name[0] in ("AEFHILMNORSX" if name[:2].isupper() else "AEIOUaeiou")
+    return f"{'an' if starts_with_vowel else 'a'} {name}"
+
+
 class LineFormatter(logging.Formatter):
     """Formats a record as one printable line without secrets, and its traceback below, indented.
 

@@ -1,4 +1,4 @@
-"""The guide "Ask in SQL": each question has the answer shown, each way to the files works."""
+"""The guide "Query with SQL": each question has the answer shown, each way to the files works."""
 
 import io
 import re

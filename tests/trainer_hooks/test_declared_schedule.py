@@ -415,7 +415,7 @@ def test_what_depends_on_the_training_cannot_be_declared_ahead():
 
 def test_what_is_no_schedule_is_refused_in_words():
     assert "it must be one of constant, linear, cosine, wsd" in refused(schedule="exponential").text
-    assert "schedule is a int; it must be a scheduler of torch" in refused(schedule=3).text
+    assert "schedule is an int; it must be a scheduler of torch" in refused(schedule=3).text
     assert "total_steps is not given" in refused(schedule="cosine").text
     assert "total_steps is 0" in refused(total_steps=0).text
     assert "whose optimizer was not given" in refused(schedule=Loop().scheduler).text

@@ -184,7 +184,7 @@ def test_what_cannot_be_restored_is_refused_with_the_way_out(tmp_path, watch, te
 
 
 def test_something_else_than_settings_is_refused():
-    with pytest.raises(UsageError, match="early_stopping is a int; it must be an EarlyStopping"):
+    with pytest.raises(UsageError, match="early_stopping is an int; it must be an EarlyStopping"):
         Loop(early_stopping=5)
 
 

@@ -308,7 +308,7 @@ def a_condition_of_many_numbers(p):
         monitor.alert("reward hacked", when=torch.zeros(3) > 1)
 
 
-ORDER = r"watch\(model, optimizer, scheduler, scaler=scaler\) is the order"
+ORDER = r"the argument order is watch\(model, optimizer, scheduler, scaler=scaler\)"
 REFUSED = {
     model_and_optimizer_swapped: (
         "the model is an AdamW, and the optimizer is a Sequential: they are swapped",
@@ -319,7 +319,7 @@ REFUSED = {
     parameters_in_the_optimizers_place: ("optimizers holds a Parameter; each must be", ORDER),
     a_scaler_in_the_schedulers_place: ("schedulers holds a GradScaler, which is no", ORDER),
     a_second_optimizer_in_the_schedulers_place: (
-        "schedulers holds a SGD, which is not a learning-rate scheduler",
+        "schedulers holds an SGD, which is not a learning-rate scheduler",
         r"watch\(model, \[opt_a, opt_b\]\)",
     ),
     a_loader_in_the_schedulers_place: (
@@ -333,7 +333,7 @@ REFUSED = {
     ),
     a_model_and_an_optimizer_in_one_list: (
         r"models\['adamw'\] is an AdamW; each must be an nn.Module",
-        "is the order",
+        "argument order",
     ),
     a_step_of_an_optimizer_that_is_not_watched: (
         r"was given AdamW, which is not one of the 1 optimizers given to watch",
@@ -349,11 +349,11 @@ REFUSED = {
     named_parameters_in_the_optimizers_place: ("optimizers holds a tuple; each must be", ORDER),
     a_scheduler_that_is_not_made: ("schedulers holds the class StepLR", "a list of schedulers"),
     a_run_that_is_no_name: ("run is an int; it must be a name", "run='my-experiment'"),
-    a_number_as_the_folder: ("dir is an int; it must be a folder", "VITALS_DIR"),
-    a_number_as_the_checkpoints: ("checkpoints is an int; it must be True, a folder or", "=True"),
+    a_number_as_the_folder: ("dir is an int; it must be a directory", "VITALS_DIR"),
+    a_number_as_the_checkpoints: ("an int; it must be True, a directory or", "=True"),
     heal_without_the_step: (r"attach\(\) cannot roll back", r"trainvitals.watch\("),
     epochs_that_are_no_whole_number: ("epochs is 1.5; it must be a whole number", "epochs=3"),
-    a_number_as_the_probe: ("probe is a int; it must be a function", "probe=loss_of"),
+    a_number_as_the_probe: ("probe is an int; it must be a function", "probe=loss_of"),
     a_number_as_the_scaler: ("scaler is a float; it must be a torch.amp.GradScaler", ORDER),
     an_unknown_mode: (
         "mode is 'gaurd'; it must be one of off, observe, guard, heal",
@@ -519,13 +519,13 @@ TOLD = {
     "updates, within the first epoch of 12",
     a_schedule_stepped_by_the_loop_each_epoch: "StepLR.step() was called by the loop before step "
     "12, as well as by monitor.step()",
-    an_optimizer_of_another_model: "none of the parameters of AdamW is one of the model's",
+    an_optimizer_of_another_model: "AdamW holds none of the model's parameters",
     parameters_that_no_optimizer_has: "parameter 'scale' and 2 more are in no optimizer",
     a_scheduler_of_another_optimizer: "StepLR sets the rates of another SGD than the one given to",
     losses_by_name_as_the_loss: "the loss is a dict; it must be one number",
     scalars_that_are_no_numbers: "accuracy is a list; a scalar must be one number",
     a_group_slipped_past_the_guard: "the optimizers have 2 parameter groups, but had 1 at watch()",
-    an_alert_whose_name_changes_at_every_step: "a run has 100 names of alerts at most",
+    an_alert_whose_name_changes_at_every_step: "a run can have at most 100 alert names",
 }
 
 

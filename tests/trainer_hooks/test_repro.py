@@ -202,7 +202,7 @@ def test_a_batch_comes_back_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("batch", "why"),
     [
-        ({"x": object()}, "the batch holds a object"),
+        ({"x": object()}, "the batch holds an object"),
         (torch.eye(2).to_sparse(), "not dense"),
         ({(1, 2): torch.ones(1)}, "a key of the batch"),
     ],

@@ -301,7 +301,7 @@ def test_names_are_bounded_and_the_first_level_of_a_name_stays():
     alerts = UserAlerts()
     for i in range(MAX_NAMES):
         alerts.tell(finding(f"a {i}"), holds=True)
-    with pytest.raises(UsageError, match="100 names of alerts at most") as caught:
+    with pytest.raises(UsageError, match="at most 100 alert names") as caught:
         alerts.tell(finding("one more"), holds=True)
     assert "message=" in (caught.value.hint or "")
     said = alerts.tell(finding("a 0", step=100, severity="page"), holds=True)

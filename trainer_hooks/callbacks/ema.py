@@ -24,6 +24,7 @@ from trainer_hooks.callbacks.averaging import Late, Pair, fused_update, in_chunk
 from trainer_hooks.recovery.copying import wait_for_copies
 from trainer_hooks.step.gradients import clean_name, local_tensor, reshard, unwrap
 from trainvitals.errors import CheckpointError, UsageError
+from trainvitals.printable import name_type
 
 _HALVES = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, torch.float64, *_HALVES)
@@ -390,7 +391,7 @@ def _misfit(expected: Mapping[str, Tensor], actual: Mapping[str, Any]) -> str:
     for name, tensor in expected.items():
         other = actual[name]
         if not isinstance(other, Tensor):
-            return f"{name} is a {type(other).__name__}"
+            return f"{name} is {name_type(other)}"
         if (tensor.shape, local_tensor(tensor).shape) != (other.shape, local_tensor(other).shape):
             return f"{name} has shape {_shape(tensor)} in the average and {_shape(other)} there"
     return ""

@@ -31,6 +31,7 @@ from trainvitals.io.capsules import FOLDER
 from trainvitals.io.sample_ids import StepSamples
 from trainvitals.policy import Judgement
 from trainvitals.policy.plan import Window
+from trainvitals.printable import name_type
 from trainvitals.records import BatchNoted, DataWindowSkipped, Decision
 
 AfterRollback = Literal["move_on", "replay"]
@@ -365,7 +366,7 @@ class DataPosition:
 def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
     if probe is not None and not callable(probe):
         raise UsageError(
-            f"probe is a {type(probe).__name__}; it must be a function",
+            f"probe is {name_type(probe)}; it must be a function",
             hint="probe=loss_of, where loss_of(batch) returns the loss that the loop trains on",
         )
     if after_rollback not in ("move_on", "replay"):
@@ -375,7 +376,7 @@ def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
         )
     if not (sample_ids is None or isinstance(sample_ids, bool) or callable(sample_ids)):
         raise UsageError(
-            f"sample_ids is a {type(sample_ids).__name__}; it must be True or a function",
+            f"sample_ids is {name_type(sample_ids)}; it must be True or a function",
             hint="sample_ids=lambda batch: batch['id'] gives the ids of a batch's samples; True "
             "takes the indices in the dataset",
         )

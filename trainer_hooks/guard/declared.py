@@ -21,6 +21,7 @@ from trainer_hooks.guard.schedules import SchedulerEvery, count_of, described, o
 from trainer_hooks.measures.host import HostMeasurements
 from trainvitals.detect.schedule import Band, LRSchedule, ScheduleFollower
 from trainvitals.errors import UsageError
+from trainvitals.printable import name_type
 from trainvitals.records import Finding
 
 Declared = LRScheduler | LRSchedule | str | Sequence[LRScheduler]
@@ -150,7 +151,7 @@ def _listed(declared: object) -> list[LRScheduler]:
     for scheduler in given:
         if not isinstance(scheduler, LRScheduler):
             raise UsageError(
-                f"schedule is a {type(scheduler).__name__}; it must be a scheduler of torch, an "
+                f"schedule is {name_type(scheduler)}; it must be a scheduler of torch, an "
                 "LRSchedule, or one of constant, linear, cosine, wsd",
                 hint="give the scheduler inside a wrapper, or declare its shape: "
                 "trainvitals.LRSchedule(kind='cosine', warmup_steps=1000)",

@@ -95,9 +95,8 @@ def foreign_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> lis
     """
     own = {id(param) for param in model.parameters()}
     return [
-        f"none of the parameters of {type(optimizer).__name__} is one of the model's: does it "
-        "train this model? Create the optimizer from model.parameters() after the model was moved, "
-        "wrapped and sharded"
+        f"{type(optimizer).__name__} holds none of the model's parameters: create it from "
+        "model.parameters() after the model was moved, wrapped and sharded"
         for optimizer in optimizers
         if type(optimizer).__module__.startswith("torch.optim")
         and not any(id(p) in own for group in optimizer.param_groups for p in group["params"])

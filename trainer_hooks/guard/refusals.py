@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from trainer_hooks.guard.hook_memory import comm_hooks, hook_states
 from trainer_hooks.recovery.state import Stateful
 from trainvitals.errors import UsageError
+from trainvitals.printable import name_type
 
 
 def refuse_unguardable(
@@ -40,7 +41,7 @@ def refuse_unguardable(
     _refuse_in_backward(model, optimizers)
     if not isinstance(state, Mapping):
         raise UsageError(
-            f"state is a {type(state).__name__}; it must be a mapping",
+            f"state is {name_type(state)}; it must be a mapping",
             hint="give each object a name: state={'ema': average}",
         )
     for name, value in state.items():
@@ -48,7 +49,7 @@ def refuse_unguardable(
             value is hook_state for hook_state in hook_states(model)
         ):
             raise UsageError(
-                f"state[{name!r}] is a {type(value).__name__}, which has no state_dict() and "
+                f"state[{name!r}] is {name_type(value)}, which has no state_dict() and "
                 "load_state_dict()",
                 hint="register objects that have both, or the state of a communication hook on the "
                 "module given to watch()",
@@ -59,7 +60,7 @@ def _refuse_optimizer(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"optimizers holds a {name}; each must be a torch.optim.Optimizer",
+            f"optimizers holds {name_type(optimizer)}; each must be a torch.optim.Optimizer",
             hint="pass the wrapped optimizer, or derive the wrapper from torch.optim.Optimizer",
         )
     # The class's step: a scheduler's wrapper in the instance adds `self` as an argument.
@@ -81,7 +82,7 @@ def _refuse_schedulers(schedulers: Sequence[Any]) -> None:
     for scheduler in schedulers:
         is_class = isinstance(scheduler, type)
         if is_class or not callable(getattr(scheduler, "step", None)):
-            name = f"a {type(scheduler).__name__}, which has no step()"
+            name = f"{name_type(scheduler)}, which has no step()"
             if is_class:
                 name = f"the class {scheduler.__name__}, not an instance"
             raise UsageError(
@@ -102,7 +103,7 @@ def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
         for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
             if id(part) in seen:
                 raise UsageError(
-                    f"schedulers holds a {type(part).__name__} twice, itself or as a part of "
+                    f"schedulers holds {name_type(part)} twice, itself or as a part of "
                     "another: it would be stepped twice",
                     hint="pass only the outermost scheduler: a SequentialLR or ChainedScheduler "
                     "steps its parts",

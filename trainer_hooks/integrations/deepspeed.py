@@ -29,6 +29,7 @@ from trainer_hooks.noop import Unattached
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.step.reduce_vector import SHORT_FROM
 from trainvitals.errors import UsageError
+from trainvitals.printable import name_type
 from trainvitals.records import OVERFLOW
 
 OLDEST = "0.19.8"
@@ -354,7 +355,7 @@ def _refuse(engine: Any) -> None:
     """
     if not hasattr(engine, "gradient_clipping") or not hasattr(engine, "optimizer"):
         raise UsageError(
-            f"attach() was given a {type(engine).__name__}, which is not a DeepSpeed engine",
+            f"attach() was given {name_type(engine)}, which is not a DeepSpeed engine",
             hint="engine, *_ = deepspeed.initialize(...), and then attach(engine)",
         )
     for what, why in _reasons(engine):

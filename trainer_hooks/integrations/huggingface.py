@@ -21,6 +21,7 @@ from trainer_hooks.integrations import accelerate
 from trainer_hooks.integrations.framework import Options, is_off, require
 from trainer_hooks.lifecycle.shutdown import EndState
 from trainvitals.errors import UsageError
+from trainvitals.printable import name_type
 
 require("transformers", "5.0", extra="huggingface")
 
@@ -95,7 +96,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
             return trainer_hooks.attach(model, plain, scaler=optimizer.scaler, **options)
         if getattr(trainer, "optimizer", None) is not optimizer:
             raise UsageError(
-                f"VitalsCallback was given a {type(trainer).__name__} which is not the trainer "
+                f"VitalsCallback was given {name_type(trainer)} which is not the trainer "
                 "that it was added to",
                 hint="trainer.add_callback(VitalsCallback(trainer))",
             )

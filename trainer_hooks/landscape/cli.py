@@ -29,6 +29,7 @@ from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.errors import FormatError, MissingDependencyError, StorageError, UsageError
 from trainvitals.io.private import replace_file
 from trainvitals.jsonable import to_json
+from trainvitals.printable import name_type
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -383,7 +384,7 @@ def _state_in(path: Path) -> dict[str, Tensor]:
     is_state = isinstance(content, Mapping) and any(isinstance(v, Tensor) for v in content.values())
     if not is_state:
         raise FormatError(
-            f"{path} holds no state dict, but a {type(content).__name__}",
+            f"{path} holds no state dict, but {name_type(content)}",
             hint="save one: torch.save(model.state_dict(), FILE)",
         )
     return {clean_name(str(name)).removeprefix("module."): part for name, part in content.items()}

@@ -12,6 +12,7 @@ from trainvitals.auto_clip import AutoClip
 from trainvitals.early_stopping import EarlyStopping, Stopper
 from trainvitals.errors import ConfigError, FormatError, NewerVersionError
 from trainvitals.policy import Judge, JudgeConfig
+from trainvitals.printable import name_type
 from trainvitals.records import StepRecord
 
 VERSION = 1
@@ -62,7 +63,7 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
     if not isinstance(version, int):
         keys = ", ".join(map(repr, list(state)[:6])) if isinstance(state, Mapping) else "none"
         raise FormatError(
-            f"load_state_dict() was given a {type(state).__name__} (keys: {keys}), which is not a "
+            f"load_state_dict() was given {name_type(state)} (keys: {keys}), which is not a "
             "monitor's state",
             hint="pass what monitor.state_dict() returned",
         )

@@ -31,6 +31,7 @@ from trainer_hooks.probe.untouched import RefusedError, is_sharded, seed_all, un
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.emit import Emitter
 from trainvitals.policy.evidence import MIN_BATCHES, NONFINITE_GRADIENT, Ask, Reading
+from trainvitals.printable import name_type
 from trainvitals.records import Note
 
 LossOf = Callable[[Any], Tensor | float]
@@ -445,7 +446,7 @@ def _number(value: object) -> float:
             f"returned a tensor of shape {tuple(value.shape)}; it must be one number"
         )
     if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise RefusedError(f"returned a {type(value).__name__}; it must be one number")
+        raise RefusedError(f"returned {name_type(value)}; it must be one number")
     return float(value)
 
 

@@ -30,6 +30,7 @@ from trainvitals import __version__
 from trainvitals.errors import FormatError, VitalsError
 from trainvitals.io.capsules import CapsuleFile
 from trainvitals.io.private import Owner, read_own
+from trainvitals.printable import name_type
 
 MAX_BATCH_BYTES = 64 << 20
 """Batches of a step that are larger are not kept, but for the ids of their samples."""
@@ -172,7 +173,7 @@ def _tree(value: Any, arrays: _Arrays) -> Tree:
         return {"list": [_tree(each, arrays) for each in value]}
     if isinstance(value, bool | int | float | str) or value is None:
         return {"value": value}
-    raise NotPlainError(f"the batch holds a {type(value).__name__}")
+    raise NotPlainError(f"the batch holds {name_type(value)}")
 
 
 def _host_copy(tensor: Tensor) -> tuple[Any, str]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.repro.capsule import Autocast, map_tensors
 from trainer_hooks.step.gradients import clean_name
+from trainvitals.printable import name_type
 
 LossOf = Callable[[Any], Tensor]
 _LOWER = {
@@ -261,7 +262,7 @@ def _recorded(model: nn.Module, outputs: list[tuple[str, int]]) -> Iterator[None
 def kind_of(value: object) -> str:
     """Return what it is, in words."""
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    return f"a {type(value).__name__}{shape}"
+    return f"{name_type(value)}{shape}"
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from trainer_hooks.recovery.state import Stateful
 from trainer_hooks.step.gradients import ALL, GradNorms
 from trainer_hooks.step.reduce_vector import NUM_FIGURES, AsyncCopy, PackLayout, ReduceVector
 from trainvitals.errors import UsageError
+from trainvitals.printable import name_type
 
 
 class Engine(Protocol):
@@ -269,7 +270,7 @@ def _sampler(
 def _refuse_signals(signals: object) -> None:
     if signals is not None and not isinstance(signals, SignalSettings):
         raise UsageError(
-            f"signals is a {type(signals).__name__}; it must be a SignalSettings",
+            f"signals is {name_type(signals)}; it must be a SignalSettings",
             hint="signals=trainvitals.SignalSettings(weight_norm=True)",
         )
 

@@ -33,6 +33,7 @@ from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.io.journal import JournalWriter, StreamWriter
 from trainvitals.policy import Judgement
+from trainvitals.printable import name_type
 from trainvitals.records import EVENT_SCHEMA, Event, FindingRaised, NamesDefined, Note, StepRecord
 from trainvitals.rows import Schema, Value
 
@@ -128,9 +129,8 @@ _MAX_REFUSED = 100
 
 def not_a_number(name: str, value: object) -> UsageError:
     """Return the error for a scalar whose value is not a number."""
-    kind = type(value).__name__
     shape = getattr(value, "shape", None)
-    shown = f"a {kind} of shape {tuple(shape)}" if shape is not None else f"a {kind}"
+    shown = name_type(value) + (f" of shape {tuple(shape)}" if shape is not None else "")
     return UsageError(
         f"{name} is {shown}; a scalar must be one number, so it was not recorded",
         hint="pass one number, such as value.mean(); leave None out",

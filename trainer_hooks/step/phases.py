@@ -42,6 +42,7 @@ from trainer_hooks.step.reduce_vector import (
 )
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
+from trainvitals.printable import name_type
 
 MAX_LOSSES = 20
 """Losses without a step after which we check whether the loop steps something else."""
@@ -148,7 +149,7 @@ class StepPhases:
         if not isinstance(value, Tensor):
             if not hasattr(value, "__float__"):
                 raise UsageError(
-                    f"the {what} is a {type(value).__name__}; it must be one number",
+                    f"the {what} is {name_type(value)}; it must be one number",
                     hint=f"with several losses, pass the sum: {what} = sum({what}es.values())"
                     if isinstance(value, Mapping)
                     else f"pass the {what} as a tensor or a number",
@@ -157,7 +158,7 @@ class StepPhases:
         whole = all(p.is_replicate() for p in getattr(value, "placements", ()))
         if value.numel() != 1 or not whole:
             raise UsageError(
-                f"the {what} is a {type(value).__name__} of shape {tuple(value.shape)}; it must be "
+                f"the {what} is {name_type(value)} of shape {tuple(value.shape)}; it must be "
                 "one number, not sharded",
                 hint=f"{what}.mean(), or for a DTensor {what}.full_tensor()",
             )

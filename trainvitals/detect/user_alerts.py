@@ -394,7 +394,7 @@ class UserAlerts:
         name = finding.cause
         if name not in self._levels and len(self._levels) >= MAX_NAMES:
             raise UsageError(
-                f"alert {name!r} was not raised: a run has {MAX_NAMES} names of alerts at most",
+                f"alert {name!r} was not raised: a run can have at most {MAX_NAMES} alert names",
                 hint="put what changes into message= or value=, not into the name",
             )
         finding = replace(

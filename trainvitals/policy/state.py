@@ -59,7 +59,8 @@ class LadderConfig(Settings, frozen=True, kw_only=True):
     """The state is damaged if kept batches read above this multiple of their earlier loss."""
     state_ratio_unclipped: AboveOne = 5.0
     """The same where the loop does not clip: healthy states reach 4.3 there, after a hard batch
-    that was applied. In between, nothing is rolled back or withheld."""
+    that was applied. A run that has made progress must also have lost it, as in
+    ``state_progress``."""
     state_ratio_jump: AboveOne = 1.25
     """The same right after a learning-rate jump: healthy states reach 1.02 there, and near chance
     level a damaged one cannot get much worse."""

@@ -47,7 +47,7 @@ def sql(
     """Query the collector's data in DuckDB SQL, read-only, while it runs.
 
     Tables: runs, steps (rank 0), ranks, levels, layers, scalars, nodes, gpus, processes, decisions,
-    findings, alerts, checkpoints, events, annotations. The guide "Ask in SQL" has examples.
+    findings, alerts, checkpoints, events, annotations. The guide "Query with SQL" has examples.
     """
     from vitals_collector.numbers.lake_sql import LakeReader, too_late
     from vitals_collector.storage.store import DATABASE_FILE, libpq

@@ -47,6 +47,7 @@ from trainer_hooks.recovery.checkpoints.planner import (
 from trainer_hooks.recovery.state import HostState, Spec
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
 from trainvitals.io.private import Owner, read_own, stream_own
+from trainvitals.printable import name_type
 
 BOX_BYTES = 16 << 20
 """Larger tensors are stored in several boxes: a box is read as one, and a restore must not need the
@@ -104,7 +105,7 @@ class _MetadataUnpickler(pickle._Unpickler):
             made.__dict__.update(state)
         else:
             raise CheckpointCorruptError(
-                f"the metadata sets the state of a {type(made).__name__}, which it may not"
+                f"the metadata sets the state of {name_type(made)}, which it may not"
             )
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
