@@ -357,10 +357,10 @@ def _wrong_models(models: Any) -> UsageError | None:
     by_name = _by_name(models)
     if not by_name:
         return UsageError("the list of models is empty", hint="watch([a, b], [opt_a, opt_b])")
-    for name, one in by_name.items():
-        if not isinstance(one, nn.Module):
+    for name, model in by_name.items():
+        if not isinstance(model, nn.Module):
             return UsageError(
-                f"models[{name!r}] is {name_type(one)}; each must be an nn.Module",
+                f"models[{name!r}] is {name_type(model)}; each must be an nn.Module",
                 hint="the argument order is "
                 "watch([a, b], [opt_a, opt_b], [scheduler_a, scheduler_b])",
             )
@@ -387,9 +387,9 @@ def turn_names(model: Any, optimizers: Sequence[Any]) -> list[str]:
     """Return what each optimizer is called where they take turns: as its model, if it has one."""
     owners: dict[int, str] = {}
     if _are_several(model):
-        for name, one in _by_name(model).items():
-            if isinstance(one, nn.Module):
-                owners |= {id(param): name for param in one.parameters()}
+        for name, part in _by_name(model).items():
+            if isinstance(part, nn.Module):
+                owners |= {id(param): name for param in part.parameters()}
     names = []
     for i, optimizer in enumerate(optimizers):
         of: set[str] = set()

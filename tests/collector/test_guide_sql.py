@@ -110,8 +110,8 @@ def test_a_question_has_the_answer_that_is_shown(folder: Path, number: int) -> N
     assert EVERY[number + 1].body == printed.getvalue()
 
 
-def test_there_are_ten_questions_and_three_for_grafana() -> None:
-    assert len(SQL) == 13
+def test_there_are_eight_queries_and_two_for_grafana() -> None:
+    assert len(SQL) == 10
 
 
 @pytest.mark.parametrize("number", PYTHON)
