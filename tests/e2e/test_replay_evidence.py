@@ -96,6 +96,7 @@ def test_all_that_was_decided_and_read_comes_out_again(replayed: Replay):
     assert repr(recorded) == repr(list(replayed.decisions))
     assert [
         ("rollback", "state_damaged", 150),
+        ("skip_step", "outlier", 253),
         ("accept_level", "operator_accepted", 280),
     ] == [(made.action, made.rule, made.step) for made in replayed.decisions]
     readings = [read for judgement in replayed.judgements for read in judgement.readings]
@@ -108,7 +109,7 @@ def test_all_that_was_decided_and_read_comes_out_again(replayed: Replay):
 def test_an_accepted_step_is_the_one_that_was_named(replayed: Replay):
     accepted = replayed.decisions[-1]
     assert 253.0 == accepted.evidence["accepted_step"]
-    assert "1 outliers, steps 251 to 251, count as normal" in accepted.reason
+    assert "1 outliers, steps 253 to 253, count as normal" in accepted.reason
 
 
 def test_no_limit_is_in_force_from_the_announcement_until_it_is_over(replayed: Replay):
