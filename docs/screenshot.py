@@ -20,6 +20,9 @@ from PIL import Image
 
 IMAGES = Path(__file__).parent / "images"
 README_PICTURE = IMAGES / "dashboard.png"
+VERDICT_PICTURE = IMAGES / "verdict.png"
+VERDICT_BOX = (64, 116, 1376, 602)
+"""What the README shows of the run page: the verdict and the loss."""
 NUM_COLOURS = 256
 WINDOW = 900
 """Height of a picture that does not show the whole page."""
@@ -91,6 +94,8 @@ def pictures(address: str, run_ids: Mapping[str, str]) -> None:
                 output = README_PICTURE
             take(whole, output, height=height or WINDOW, theme=theme, full_page=not height)
             smaller(output)
+    with Image.open(README_PICTURE) as whole_page:
+        whole_page.crop(VERDICT_BOX).save(VERDICT_PICTURE, optimize=True)
     sys.stdout.write(f"{folder}\n")
 
 

@@ -62,8 +62,8 @@ def until(condition: Callable[[], object], what: str, seconds: float = DEADLINE_
     began = time.monotonic()
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds} s: {what}"
-        seconds = time.monotonic() - began
-        time.sleep(max(0.02, seconds, min(1.0, 4 * seconds)))
+        took = time.monotonic() - began
+        time.sleep(max(0.02, took, min(1.0, 4 * took)))
         began = time.monotonic()
 
 

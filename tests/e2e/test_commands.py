@@ -10,6 +10,7 @@ import pytest
 
 from tests.agent.stub_collector import StubCollector
 from tests.e2e.lab import Lab, free_port, open_lab, until
+from tests.trainer_hooks.short_demo import SMALL
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.control_key import make_control_key, sign_order
 from trainvitals.io.mailbox import Mailbox, sign_command
@@ -86,7 +87,8 @@ def state(client: CollectorClient, run_id: str) -> str:
 def steer(lab: Lab, client: CollectorClient) -> Steered:
     """Train; accept a step, roll back, halt; start again in vain; resume; start again."""
     seen = Steered()
-    environ = {"VITALS_AGENT": "off", "VITALS_TOKEN_FILE": str(lab.tokens)}
+    # All starts have the small model that a training without an end has.
+    environ = {"VITALS_AGENT": "off", "VITALS_TOKEN_FILE": str(lab.tokens), SMALL: "1"}
     training = lab.train(*RANKS, steps=100_000, mode="heal", **environ)
     run_id = lab.run_id()
     until(
@@ -172,7 +174,7 @@ def test_what_changes_the_steps_to_come_is_done_on_all_ranks_at_one_step(steered
 
 def test_a_profile_lies_in_the_runs_folder(steered):
     assert steered.others["profile"].status == "done"
-    assert 1 == len(steered.profiles)
+    assert len(steered.profiles) in (1, 2), "the slowest rank can be the typical one too"
 
 
 def test_a_rollback_that_was_asked_for_is_done_and_in_the_ledger(steered):

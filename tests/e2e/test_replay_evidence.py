@@ -101,8 +101,8 @@ def test_all_that_was_decided_and_read_comes_out_again(replayed: Replay):
     ] == [(made.action, made.rule, made.step) for made in replayed.decisions]
     readings = [read for judgement in replayed.judgements for read in judgement.readings]
     assert [
-        ("evaluation", "sound"), ("evaluation", "sound"), ("spike", "state"),
-        ("evaluation", "sound"),
+        ("evaluation", "sound"), ("spike", "sound"), ("evaluation", "sound"), ("spike", "state"),
+        ("evaluation", "sound"), ("spike", "sound"),
     ] == [(read.trigger, read.verdict) for read in readings]  # fmt: skip
 
 
