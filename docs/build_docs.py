@@ -62,9 +62,9 @@ every alert of a run, start with `vitals show RUN`, `vitals why RUN STEP` and
 - Receivers and escalation: [alerts](guides/alerts.md#receivers).
 
 Unless a section says otherwise, Vitals took no action and training continues, and the alert
-resolves after 100 healthy steps without it or when the run finishes. The run counts these steps:
-an alert of a run that halted, failed or was lost stays until the run is resumed. If you will not
-resume it, silence the alert."""
+resolves after 100 healthy steps in which it does not recur, or when the run finishes. A run that
+halted, failed or was lost takes no steps, so its alerts stay until it is resumed. If you will not
+resume it, silence them."""
 RULES = """\
 The rules of `vitals deploy prometheus` raise the alerts above as `VitalsAlert`, and these, which a
 collector cannot raise: the collector or an agent is down, or rows were lost."""

@@ -427,8 +427,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="page",
         point=True,
         did="took no action; the job still waits.",
-        help="All ranks wait for one that is stopped, dead or blocked, or that computes for far "
-        "longer than in earlier waits.",
+        help="All ranks wait for one that is stopped, dead or blocked, or that has been "
+        "computing for far longer than the others ever had to wait before.",
         to_do="`vitals why RUN STEP` shows the stacks of its node's ranks; then restart the job. "
         'With `on_hang="restart"` wait for one minute: Vitals ends most hung jobs itself, and '
         "`HungJobEnded` follows.",
