@@ -22,7 +22,7 @@ IMAGES = Path(__file__).parent / "images"
 README_PICTURE = IMAGES / "dashboard.png"
 VERDICT_PICTURE = IMAGES / "verdict.png"
 VERDICT_BOX = (64, 116, 1376, 602)
-"""What the README shows of the run page: the verdict and the loss."""
+"""Crop of the run page for the README: verdict and loss."""
 NUM_COLOURS = 256
 WINDOW = 900
 """Height of a picture that does not show the whole page."""

@@ -87,7 +87,7 @@ def state(client: CollectorClient, run_id: str) -> str:
 def steer(lab: Lab, client: CollectorClient) -> Steered:
     """Train; accept a step, roll back, halt; start again in vain; resume; start again."""
     seen = Steered()
-    # All starts have the small model that a training without an end has.
+    # All starts use the small model, or its checkpoint would not fit.
     environ = {"VITALS_AGENT": "off", "VITALS_TOKEN_FILE": str(lab.tokens), SMALL: "1"}
     training = lab.train(*RANKS, steps=100_000, mode="heal", **environ)
     run_id = lab.run_id()
