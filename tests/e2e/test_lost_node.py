@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,12 @@ class Job:
         self.port = free_port()
         lab.collector(self.port, *options, VITALS_COLLECTOR_WEBHOOK=pager.url)
         rendezvous = free_port()
+        self.processes: dict[str, list[int]] = {}
         for number, name in enumerate(NODES):
             shared = lab.shared / name
             shared.mkdir()
             here = {"VITALS_NODE": name, "VITALS_SHM": str(shared)}
-            lab.train(
+            training = lab.train(
                 *("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number)),
                 *("--master-addr", "127.0.0.1", "--master-port", str(rendezvous)),
                 steps=1_000_000,
@@ -42,7 +44,8 @@ class Job:
                 VITALS_AGENT="off",
             )
             where = ("--collector", f"https://127.0.0.1:{self.port}", "--token-file", lab.tokens)
-            lab.start_vitals("agent", "--dir", lab.runs, "--node", name, *where, **here)
+            agent = lab.start_vitals("agent", "--dir", lab.runs, "--node", name, *where, **here)
+            self.processes[name] = [training.pid, agent.pid]
 
     def is_seen(self) -> bool:
         with self.lab.client(self.port) as client:
@@ -63,9 +66,12 @@ class Job:
 
     def signal_node(self, name: str, number: signal.Signals) -> None:
         """Send a signal to every process of a node: to its peers a frozen one is a dead machine."""
-        mark = f"VITALS_NODE={name}".encode()
-        for pid in self.lab.alive():
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        left = [*self.processes[name]]
+        while left:
+            pid = left.pop()
+            for task in Path(f"/proc/{pid}/task").glob("*/children"):
+                left += map(int, task.read_text().split())
+            with suppress(ProcessLookupError):  # it ended with its parent
                 os.kill(pid, number)
 
 
