@@ -115,7 +115,7 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def new_page(browser: Any) -> Iterator[Any]:
-    """Open a page that shares no cookies and no cache with others; an error in it fails the test."""
+    """Open a page that shares neither cookies nor a cache; an error in it fails the test."""
     context = browser.new_context(viewport={"width": 1440, "height": 900})
     context.set_default_timeout(WAIT_MS)
     errors: list[str] = []

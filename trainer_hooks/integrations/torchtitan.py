@@ -22,6 +22,7 @@ from trainer_hooks._attach import Attached
 from trainer_hooks.integrations.framework import Options, replace, require
 from trainer_hooks.step.gradients import local_tensor
 from trainvitals.errors import UsageError
+from trainvitals.units import humanize_count
 
 STATE = "vitals"
 """What the loop's state is called in torchtitan's checkpoints."""
@@ -85,8 +86,9 @@ def _refuse(trainer: Any) -> None:
     if getattr(trainer.train, "__name__", "") == _TRAIN:
         raise UsageError(f"this {name} is already guarded", hint="call attach(trainer) once")
     if trainer.parallel_dims.pp_enabled or len(trainer.model_parts) != 1:
+        parts = humanize_count(len(trainer.model_parts), "model part")
         raise UsageError(
-            f"{name} trains {len(trainer.model_parts)} model part(s) with pipeline parallelism: "
+            f"{name} trains {parts} with pipeline parallelism: "
             "its ranks hold different layers and most of them have no loss; this cannot be guarded",
             hint="parallelism.pipeline_parallel_degree = 1, or train without attach()",
         )
