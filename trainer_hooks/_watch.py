@@ -27,6 +27,7 @@ from trainer_hooks.arguments import (
 )
 from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.features import make_features, vector_fields
 from trainer_hooks.guard.declared import Declared
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
@@ -48,6 +49,7 @@ from trainer_hooks.repro.capsule import Surroundings
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
+from trainer_hooks.step.feature import FeatureSetup
 from trainer_hooks.step.gradients import Models, unwrap
 from trainer_hooks.step.profiling import Slowdowns
 from trainvitals.catalog import MAX_GROUPS
@@ -222,6 +224,7 @@ def set_up(given: Arguments) -> Made | None:
         given.signals,
         given.engine,
         given.names,
+        vector_fields(),
     )
     with ExitStack() as undo:
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
@@ -372,6 +375,18 @@ def _controller(
         clock=clock,
         sampler=sampler,
         probe=probe,
+        features=make_features(
+            FeatureSetup(
+                mode=mode,
+                given=given,
+                ranks=ranks,
+                judge=judge,
+                emitter=emitter,
+                run_dir=place.run_dir,
+                faults=faults,
+                clock=clock,
+            )
+        ),
         log=log,
         attempt=place.attempt,
         evaluations=_evaluations(given.early_stopping, ranks, emitter, recovery),
@@ -422,8 +437,6 @@ def _evaluations(
 def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restored | None:
     """Load this run's newest checkpoint, if any; say who we are; take the first snapshot."""
     recovery = controller.recovery
-    if controller.judge.config.rules:
-        controller.user_alerts()
     restored = recovery.resume() if recovery is not None else None
     attempt = AttemptStarted(id=place.attempt, parent=None, fork_step=0, reason="start")
     if restored is not None:

@@ -6,6 +6,11 @@ def controller_of(monitor):
     return monitor._controller
 
 
+def feature_of(monitor, kind):
+    """Return the monitor's feature of a class; None if the run does not use it."""
+    return controller_of(monitor).features.get(kind)
+
+
 def device_of(monitor):
     """Return the parts of a monitor that work on the device."""
     return monitor._device

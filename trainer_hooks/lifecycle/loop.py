@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.lifecycle.heartbeat import HeartbeatThread
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
 from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, closed, opened
@@ -197,7 +198,9 @@ class Loop:
                 level = "notify"
             refuse_alert(name, level)
             holds, number = self._plain(*numbers)
-            self._controller.user_alerts().call(
+            alerts = self._controller.features.get(UserAlertsFeature)
+            assert alerts is not None, "every run has this feature"
+            alerts.alerts().call(
                 name,
                 holds,
                 level=level,
@@ -359,8 +362,7 @@ class Loop:
                 state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
                 self.shutdown.save_alone()
             controller.close_profile()
-            if controller.emitter.alerts is not None:
-                controller.emitter.alerts.close()
+            controller.features.close()
             with controller.faults.fail_open("close"):
                 if controller.recovery is not None:
                     controller.recovery.close()

@@ -7,6 +7,7 @@ writes values that are equal on all ranks. Methods are not collective unless the
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
@@ -32,6 +33,7 @@ from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.repro.capsule import Surroundings
 from trainer_hooks.step.beside import paused_round
 from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeatures
 from trainer_hooks.step.gradients import no_gradients
 from trainer_hooks.step.profiling import Profiling
 from trainer_hooks.step.reduce_vector import (
@@ -43,7 +45,6 @@ from trainer_hooks.step.reduce_vector import (
     dissenters,
     step_record,
 )
-from trainer_hooks.step.user_alerts import RankAlerts
 from trainvitals.auto_clip import AutoClip, MaxNorm
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
@@ -106,6 +107,7 @@ class StepController:
     clock: Clock
     sampler: Sampler | None
     probe: Probe
+    features: StepFeatures
     log: StepLog
     attempt: int
     evaluations: Evaluations | None
@@ -190,25 +192,12 @@ class StepController:
 
     # ------------------------------------------------------------------------ before a step
 
-    def rank0_values(
-        self,
-        step: int,
-        max_norm: MaxNorm | None,
-        turn: int = 0,
-        rates: Sequence[float | None] = (),
-        is_scheduled: bool = False,
-    ) -> Rank0Values | None:
-        """Return rank 0's limits and its verified command; None on the other ranks.
-
-        Args:
-            step: the step that starts its exchange.
-            max_norm: norm to which the loop clips; None if it does not clip, or unknown.
-            turn: optimizer of the step.
-            rates: rates that the loop requests, by parameter group.
-            is_scheduled: whether a scheduler given to ``watch`` has set the first rate.
-        """
+    def rank0_values(self, outgoing: OutgoingStep) -> Rank0Values | None:
+        """Return rank 0's limits and its verified command; None on the other ranks."""
         if not self.is_rank0:
             return None
+        step, turn, rates = outgoing.step, outgoing.turn, outgoing.rates
+        max_norm, is_scheduled = outgoing.max_norm, outgoing.is_scheduled
         number, action, target = self._command_words(step)
         limits = self.judge.limits(turn) if not self.expecting else Limits()
         # A clip at a thousand times the usual norm does not reduce any outlier.
@@ -235,21 +224,48 @@ class StepController:
             clips=clips,
             max_row=self.judge.max_row(turn),
             skips=self.judge.facts.is_skipped(step),
-            command_number=int(number),
-            command_action=int(action),
-            command_argument=target,
-            next_attempt=self._next_attempt,
-            expect_steps=self.expecting,
-            saved_step=saved_step,
-            saved_attempt=saved_attempt,
-            save_due=recovery is not None and recovery.save_due,
-            saving=recovery is not None and recovery.is_saving,
-            evaluation=evaluation,
-            evaluation_ratio=ratio,
-            stepped_twice=self.stepped_twice is not None,
-            rate_declared=rate_declared,
-            auto_max_norm=auto_max_norm,
+            values=self.features.rank0_values(outgoing)
+            | {
+                "command_number": number,
+                "command_action": action,
+                "command_argument": target,
+                "next_attempt": float(self._next_attempt),
+                "expect_steps": float(self.expecting),
+                "saved_step": float(saved_step),
+                "saved_attempt": float(saved_attempt),
+                "save_due": float(recovery is not None and recovery.save_due),
+                "saving": float(recovery is not None and recovery.is_saving),
+                "evaluated": float(evaluation is not None),
+                "evaluation": 0.0 if evaluation is None else evaluation,
+                "evaluation_ratio": ratio,
+                "stepped_twice": float(self.stepped_twice is not None),
+                "rate_declared": float(rate_declared),
+                "auto_max_norm": math.inf if auto_max_norm is None else auto_max_norm,
+            },
         )
+
+    def contribute(self, outgoing: OutgoingStep) -> dict[str, Tensor | float]:
+        """Return this rank's values of the features' slots, without waiting for the device."""
+        step, recovery = outgoing.step, self.recovery
+        values = self.features.contribute(outgoing) | self._contribute_always(step)
+        values["snapshot_missed"] = float(recovery is not None and recovery.missed(step))
+        measured = {
+            "nonfinite_state": self.nonfinite_state(step),
+            "replicas": self.replicas_word(step, outgoing.max_norm, outgoing.turn),
+        }
+        return values | {name: value for name, value in measured.items() if value is not None}
+
+    def contribute_always(self, outgoing: OutgoingStep) -> dict[str, float]:
+        """Return the values that are also sent if this rank could not measure the step."""
+        return self.features.contribute_always(outgoing) | self._contribute_always(outgoing.step)
+
+    def _contribute_always(self, step: int) -> dict[str, float]:
+        return {
+            "digest": float(self.digest),
+            "terminating": float(self.told_to_stop),
+            "holds_evaluated": float(self.holds_evaluated(step)),
+            "probe_ready": float(self.probe_ready),
+        }
 
     def _auto_clip(self, turn: int) -> AutoClip:
         """Return the norms of one optimizer's turn, or of all optimizers together."""
@@ -374,9 +390,11 @@ class StepController:
             turn=measured.turn,
         )
         name = self.turn_names[measured.turn]
+        returned = ReturnedStep(reduced, measured, record, now_step)
         if measured.attempt != self.attempt:
             # It was in flight during a rollback: the judge no longer knows the steps before it.
             self.log.write(measured, record, reduced, derived, samples, Judgement(), name)
+            self.features.on_row_written(returned)
             return Judgement()
         if measured.step == self.first_step or (name and measured.turn not in self._begun):
             self._begun.add(measured.turn)
@@ -523,7 +541,7 @@ class StepController:
         self, replicas: Replicas, reduced: Reduced, record: StepRecord, *, at: int
     ) -> Difference | None:
         """Return the difference between ranks if their values differ. Collective in that case."""
-        by_words = replicas.votes(reduced.words())
+        by_words = replicas.votes(reduced.by_rank("replicas"))
         if not by_words.apart:
             replicas.agreed(record.step)
             return None
@@ -858,8 +876,7 @@ class StepController:
     def begin_attempt(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
         """Continue as a new attempt, with the detectors of its start state."""
         self.attempt = attempt.id
-        if self.emitter.alerts is not None:
-            self.emitter.alerts.begin(attempt.id, attempt.fork_step)
+        self.features.on_attempt(attempt)
         # A clock may go backwards; the new attempt still needs a higher id than the previous one.
         self._next_attempt = max(new_attempt_id(self.clock.time_ns()), attempt.id + 1)
         self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
@@ -891,20 +908,6 @@ class StepController:
         if self.recovery is not None:  # a snapshot of this attempt, with the state the loop loaded
             self.recovery.first(attempt.fork_step, attempt.id, self.snapshot_meta(None))
 
-    def user_alerts(self) -> RankAlerts:
-        """Return the judge of custom alerts, created at the first of them."""
-        alerts = self.emitter.alerts
-        if alerts is None:
-            alerts = self.emitter.alerts = RankAlerts(
-                self.judge.config.rules,
-                emitter=self.emitter,
-                faults=self.faults,
-                rank=self.ranks.rank,
-                world_size=self.ranks.world_size,
-            )
-            alerts.begin(self.attempt, 0)
-        return alerts
-
     def snapshot_meta(self, data: DataState | None) -> Meta:
         """Return the data of a snapshot except tensors. The policy's facts are not included."""
         schedule = self.log.schedule
@@ -914,7 +917,7 @@ class StepController:
             "tokens_trained": self.log.tokens.trained,
             "data": data,
             "stopping": self.stopping_state(),
-            "alerts": None if self.emitter.alerts is None else self.emitter.alerts.state_dict(),
+            "alerts": self.features.state_dict()["alerts"],
             "schedule": None if schedule is None else schedule.follower.state_dict(),
             "auto_clip": self.auto_clip_state(),
         }
@@ -923,8 +926,7 @@ class StepController:
         """Set the counts to those at ``step``; consumed tokens stay consumed."""
         kept = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
         self.log.tokens.go_back(kept)
-        if self.emitter.alerts is not None:
-            self.emitter.alerts.load_state_dict(meta.get("alerts"))
+        self.features.load_state_dict(meta, step=step)
         if self.evaluations is not None:
             self.evaluations.load_state_dict(meta.get("stopping"))
         if self.log.schedule is not None:

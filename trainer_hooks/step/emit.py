@@ -12,7 +12,7 @@ from functools import wraps
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
 from msgspec.structs import replace
 
@@ -40,7 +40,6 @@ from trainvitals.rows import Schema, Value
 if TYPE_CHECKING:
     from trainer_hooks.guard.declared import DeclaredSchedule
     from trainer_hooks.measures.noise import NoiseScale
-    from trainer_hooks.step.user_alerts import RankAlerts
 
 _LOG = logging.getLogger("trainvitals")
 
@@ -162,6 +161,16 @@ def _writes(
     return write
 
 
+class JournalObserver(Protocol):
+    """Sees what a rank writes: custom alerts judge it. Its methods fail open."""
+
+    def saw_row(self, step: int, attempt: int, row: Sequence[Value]) -> None:
+        """Use a step's row, in the order of ``Emitter.columns``."""
+
+    def saw_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
+        """Use a scalar of the loop."""
+
+
 class Emitter:
     """The only output of a rank. Every method fails open."""
 
@@ -186,8 +195,8 @@ class Emitter:
         schema = steps_schema(num_groups=num_groups)
         self._steps = None if journal is None else journal.open_stream(schema)
         self.columns = tuple(column.name for column in schema.columns)
-        self.alerts: RankAlerts | None = None
-        """Judges custom alerts by everything that is written here; None without alerts."""
+        self.observer: JournalObserver | None = None
+        """Gets every row and scalar that is written here."""
         self._row = _StepRow(schema, num_groups=num_groups, is_rank0=is_rank0)
         self._scalar_ids: dict[str, int] = {}
         self._refused_scalars: set[str] = set()
@@ -276,8 +285,8 @@ class Emitter:
                 names = NamesDefined(stream="scalars", names={new: name})
                 self.event(names, step=step, attempt=attempt)
             stream.append([*head, self._scalar_ids[name], number])
-            if self.alerts is not None:
-                self.alerts.saw_scalar(name, number, step=step, attempt=attempt)
+            if self.observer is not None:
+                self.observer.saw_scalar(name, number, step=step, attempt=attempt)
 
     def _number(self, name: str, value: object, *, step: int, attempt: int) -> float | None:
         """Return a scalar as a number; an invalid one is counted, and reported once per name."""
@@ -310,8 +319,8 @@ class Emitter:
                 self._tell_losses(stream)
             row = self._row.of(measured, record, extra)
             stream.append(row)
-            if self.alerts is not None:
-                self.alerts.saw_row(measured.step, measured.attempt, row)
+            if self.observer is not None:
+                self.observer.saw_row(measured.step, measured.attempt, row)
         except Exception as error:  # noqa: BLE001 - as in _writes
             self._faults.count("journal.step", error)
         finally:

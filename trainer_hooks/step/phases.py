@@ -29,6 +29,7 @@ from trainer_hooks.measures.host import (
 )
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
+from trainer_hooks.step.feature import OutgoingStep
 from trainer_hooks.step.gradients import local_tensor, no_gradients, reads_are_free, scale
 from trainer_hooks.step.micro import MicroLosses
 from trainer_hooks.step.reduce_vector import (
@@ -225,7 +226,10 @@ class StepPhases:
         self._look_at_groups()
         turn, device.norms.part = self.turn, self.turn.part
         is_set = is_scheduled(device.schedulers, device.optimizers[0], self._rates)
-        root = controller.rank0_values(step, max_norm, turn.number, self._rates, is_set)
+        outgoing = OutgoingStep(
+            step, controller.attempt, turn.number, max_norm, self._rates, is_set
+        )
+        root = controller.rank0_values(outgoing)
         device.norms.align()
         if turn.number:
             overflow = overflow_flag(device.scaler, turn.optimizers, device.norms.device)
@@ -238,7 +242,7 @@ class StepPhases:
         with controller.faults.fail_open("prepare"):
             where, grads = device.norms.gradients()
             device.norms.squares_into(device.packer.squares, where, grads)
-            local = self._local(step, given, len(grads), overflow, norm, max_norm)
+            local = self._local(outgoing, given, len(grads), overflow, norm)
             device.packer.fill(local, root)
             if device.sampler is not None:
                 with controller.faults.fail_open("signals"):
@@ -252,10 +256,7 @@ class StepPhases:
                 weight=0.0,
                 overflow=overflow,
                 failed=True,
-                digest=controller.digest,
-                terminating=controller.told_to_stop,
-                holds_evaluated=controller.holds_evaluated(step),
-                probe_ready=controller.probe_ready,
+                values=controller.contribute_always(outgoing),
             )
             device.packer.clear()
             device.packer.fill(local, root)
@@ -283,12 +284,11 @@ class StepPhases:
 
     def _local(
         self,
-        step: int,
+        outgoing: OutgoingStep,
         given: StepLoss,
         num_gradients: int,
         overflow: Tensor | None,
         norm: Tensor | None,
-        max_norm: MaxNorm | None,
     ) -> RankContribution:
         norms, controller = self._device.norms, self._controller
         return RankContribution(
@@ -298,13 +298,7 @@ class StepPhases:
             nonfinite_params=norms.nonfinite_parameters() if controller.probe_parameters else None,
             num_gradients=num_gradients,
             norm_before_clip=norm,
-            nonfinite_state=controller.nonfinite_state(step),
-            replicas=controller.replicas_word(step, max_norm, self.turn.number),
-            snapshot_missed=controller.recovery is not None and controller.recovery.missed(step),
-            digest=controller.digest,
-            terminating=controller.told_to_stop,
-            holds_evaluated=controller.holds_evaluated(step),
-            probe_ready=controller.probe_ready,
+            values=controller.contribute(outgoing),
         )
 
     # ----------------------------------------------------------------------- from the exchange on

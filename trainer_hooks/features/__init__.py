@@ -1,0 +1,65 @@
+"""Capabilities that take part in every step. To add one: a module here and its line in FEATURES."""
+
+from __future__ import annotations
+
+from trainer_hooks.features.user_alerts import UserAlertsFeature
+from trainer_hooks.step.feature import FeatureSetup, StepFeature, StepFeatures
+from trainer_hooks.step.reduce_vector import Slots, VectorFields
+
+FEATURES: list[type[StepFeature]] = [UserAlertsFeature]
+"""All features, in the order in which a step calls them."""
+
+_OTHER_SLOTS = (
+    Slots(rank0=("command_number", "command_action", "command_argument")),
+    Slots(
+        rank0=(
+            "next_attempt",  # id of the attempt that a rollback would start
+            "expect_steps",  # after an announced change: steps in which finite rules abstain
+        )
+    ),
+    Slots(
+        rank0=(
+            "saved_step",  # step and attempt of the latest complete checkpoint on disk
+            "saved_attempt",  # 0: none yet
+            "save_due",  # the time between two checkpoints on disk is over
+            "saving",  # a checkpoint is being written: the next one waits for it
+        ),
+        rank=(
+            "nonfinite_state",  # non-finite tensors of the training state, if it was checked
+            "snapshot_missed",  # the rank could not take the snapshot that was due
+        ),
+    ),
+    Slots(rank=("digest",), exact=("digest",)),  # last verdict: a mismatch is an incident
+    Slots(rank=("terminating",)),  # the rank received SIGTERM: all ranks save, and stop
+    Slots(
+        rank0=(
+            "evaluated",  # 1 if the next number is a new value of the metric of early stopping
+            "evaluation",
+        ),
+        rank=("holds_evaluated",),  # the rank keeps a copy of the latest evaluated state
+    ),
+    Slots(
+        rank0=("evaluation_ratio",),  # loss to the previous evaluation; 0: no evaluation
+        rank=("probe_ready",),  # the rank was given a loss_of, and keeps batches for it
+    ),
+    Slots(
+        rank0=(
+            "stepped_twice",  # rank 0's loop steps a scheduler that monitor.step() steps too
+            "rate_declared",  # the rate rose according to the declared schedule or the scheduler
+        )
+    ),
+    Slots(rank0=("auto_max_norm",)),  # the limit of max_norm="auto"; inf: none
+    Slots(rank=("replicas",), exact=("replicas",)),  # 52-bit checksum; 0: no comparison
+)
+"""Slots of the parts that are not features yet."""
+
+
+def vector_fields() -> VectorFields:
+    """Return the layout of the vector. A feature keeps its slots in runs that do not use it."""
+    return VectorFields.of((*_OTHER_SLOTS, *(feature.slots for feature in FEATURES)))
+
+
+def make_features(setup: FeatureSetup) -> StepFeatures:
+    """Build the features that a run uses. Collective."""
+    made = (feature.make(setup) for feature in FEATURES)
+    return StepFeatures([feature for feature in made if feature is not None])

@@ -1,0 +1,249 @@
+"""A capability that takes part in every step, and the list of them that a step loops over.
+
+A step measures the gradients, sums one vector over the ranks, judges it and applies the update.
+Everything else that happens in a step is a ``StepFeature``. ``trainer_hooks.features.FEATURES``
+lists them; no module of this package names one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.step.reduce_vector import Reduced, Slots
+from trainvitals.auto_clip import MaxNorm
+from trainvitals.clock import Clock
+from trainvitals.policy import Judge, Judgement
+from trainvitals.records import AttemptStarted, StepRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_hooks.arguments import Arguments
+    from trainer_hooks.measures.host import HostMeasurements
+    from trainer_hooks.step.emit import Emitter
+    from trainvitals.io.rundir import RunDir
+
+Feature = TypeVar("Feature", bound="StepFeature")
+
+
+@dataclass(slots=True, kw_only=True)
+class FeatureSetup:
+    """Parts of the run from which ``StepFeature.make`` builds a feature."""
+
+    mode: str
+    given: Arguments
+    """Arguments of ``watch`` or ``attach``."""
+    ranks: Ranks
+    judge: Judge
+    emitter: Emitter
+    run_dir: RunDir
+    faults: FaultCounter
+    clock: Clock
+
+
+class OutgoingStep(NamedTuple):
+    """A step before its exchange, as this rank knows it."""
+
+    step: int
+    attempt: int
+    turn: int
+    """Number of the optimizer that is stepped alone; 0: all optimizers."""
+    max_norm: MaxNorm | None
+    """Norm to which the loop clips; None if it does not clip, or unknown."""
+    rates: Sequence[float | None]
+    """Learning rates that the loop requests, by parameter group."""
+    is_scheduled: bool
+    """Whether a scheduler given to ``watch`` has set the first rate."""
+
+
+@dataclass(slots=True)
+class ReturnedStep:
+    """A step whose summed numbers have reached the host."""
+
+    reduced: Reduced
+    measured: HostMeasurements
+    record: StepRecord
+    """The step as the detectors see it; ``StepFeature.complete`` may replace it."""
+    now_step: int
+    """The step in whose call this happens: ``lag`` steps later."""
+
+    @property
+    def step(self) -> int:
+        """Index of the step."""
+        return self.measured.step
+
+    @property
+    def attempt(self) -> int:
+        """Attempt of the step."""
+        return self.measured.attempt
+
+
+class StepFeature:
+    """One capability that takes part in every step, such as early stopping or snapshots.
+
+    A base class and not a protocol: a feature overrides only the hooks it uses, and a step calls
+    only overridden ones, so a hook that nobody uses costs nothing. A contribution has two hooks,
+    because a rank that could not measure a step still has to report that it received SIGTERM.
+
+    Hooks run on all ranks in the same order. Except for ``rank0_values`` and the contributions,
+    they see the same numbers on all ranks, so all ranks must do the same; they read no clock and
+    no file to decide. Hooks of internal errors fail open by themselves.
+    """
+
+    slots: ClassVar[Slots] = Slots()
+    """Numbers that this feature adds to the vector that the ranks sum."""
+    state_key: ClassVar[str] = ""
+    """Key of ``state_dict`` in snapshots and checkpoints; empty: no state. Part of the format."""
+
+    @classmethod
+    def make(cls, setup: FeatureSetup) -> Self | None:
+        """Return the feature of a run; None if the run does not use it. Collective."""
+        raise NotImplementedError
+
+    def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
+        """Return values for ``slots.rank0``; called on rank 0 only, before the exchange."""
+        return {}
+
+    def contribute(self, step: OutgoingStep) -> Mapping[str, Tensor | float]:
+        """Return this rank's values for ``slots.rank``, without waiting for the device.
+
+        An error, here or elsewhere in the preparation, drops the contributions of the step.
+        """
+        return {}
+
+    def contribute_always(self, step: OutgoingStep) -> Mapping[str, float]:
+        """Return values that are also sent if the rank could not measure the step."""
+        return {}
+
+    def complete(self, step: ReturnedStep) -> None:
+        """Add to ``step.record`` what the ranks know together; may be collective, and may raise."""
+
+    def on_reduced(self, step: ReturnedStep) -> None:
+        """Apply what all ranks reported with a step, before it is judged."""
+
+    def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
+        """Return the judgement with names and reasons added; never with another action."""
+        return judgement
+
+    def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
+        """Use the final judgement of a step, before its row is written."""
+
+    def on_row_written(self, step: ReturnedStep) -> None:
+        """Report on a step after its row and its findings; also for steps of an old attempt."""
+
+    def on_attempt(self, attempt: AttemptStarted) -> None:
+        """Continue as an attempt from ``attempt.fork_step``: at the start and after a rollback."""
+
+    def state_dict(self) -> Any:
+        """Return the state as plain values, equal on all ranks."""
+        return None
+
+    def load_state_dict(self, state: Any, *, step: int) -> None:
+        """Continue from a state before ``step``; None: the snapshot has no such state."""
+
+    def close(self) -> None:
+        """Finish when the loop ends. Enters no collective: other ranks may be gone."""
+
+
+class StepFeatures:
+    """The features of a run, in the order in which a step calls them."""
+
+    def __init__(self, features: Sequence[StepFeature]) -> None:
+        self._features = tuple(features)
+        self._by_type = {type(feature): feature for feature in features}
+        self._rank0_values = self._overriding("rank0_values")
+        self._contribute = self._overriding("contribute")
+        self._contribute_always = self._overriding("contribute_always")
+        self._complete = self._overriding("complete")
+        self._on_reduced = self._overriding("on_reduced")
+        self._annotate = self._overriding("annotate")
+        self._on_judged = self._overriding("on_judged")
+        self._on_row_written = self._overriding("on_row_written")
+
+    def _overriding(self, hook: str) -> tuple[Any, ...]:
+        """Return the hook of each feature that overrides it: looked up once, not in every step."""
+        default = getattr(StepFeature, hook)
+        return tuple(
+            getattr(feature, hook)
+            for feature in self._features
+            if getattr(type(feature), hook) is not default
+        )
+
+    def __iter__(self) -> Iterator[StepFeature]:
+        return iter(self._features)
+
+    def get(self, kind: type[Feature]) -> Feature | None:
+        """Return the run's feature of this class; None if the run does not use it."""
+        feature = self._by_type.get(kind)
+        return feature if isinstance(feature, kind) else None
+
+    def rank0_values(self, step: OutgoingStep) -> dict[str, float]:
+        """Return the values of all features for rank 0's slots."""
+        values: dict[str, float] = {}
+        for hook in self._rank0_values:
+            values.update(hook(step))
+        return values
+
+    def contribute(self, step: OutgoingStep) -> dict[str, Tensor | float]:
+        """Return this rank's values of all features, with ``contribute_always``."""
+        values: dict[str, Tensor | float] = {**self.contribute_always(step)}
+        for hook in self._contribute:
+            values.update(hook(step))
+        return values
+
+    def contribute_always(self, step: OutgoingStep) -> dict[str, float]:
+        """Return the values that are also sent if the preparation failed."""
+        values: dict[str, float] = {}
+        for hook in self._contribute_always:
+            values.update(hook(step))
+        return values
+
+    def complete(self, step: ReturnedStep) -> None:
+        """Complete the record of a step. Collective if ranks differ."""
+        for hook in self._complete:
+            hook(step)
+
+    def on_reduced(self, step: ReturnedStep) -> None:
+        """Apply what all ranks reported with a step."""
+        for hook in self._on_reduced:
+            hook(step)
+
+    def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
+        """Return the judgement with the names and reasons of all features."""
+        for hook in self._annotate:
+            judgement = hook(step, judgement)
+        return judgement
+
+    def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
+        """Pass on the final judgement of a step."""
+        for hook in self._on_judged:
+            hook(step, judgement)
+
+    def on_row_written(self, step: ReturnedStep) -> None:
+        """Report on a step after its row."""
+        for hook in self._on_row_written:
+            hook(step)
+
+    def on_attempt(self, attempt: AttemptStarted) -> None:
+        """Continue as an attempt."""
+        for feature in self._features:
+            feature.on_attempt(attempt)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by key, for a snapshot."""
+        return {f.state_key: f.state_dict() for f in self._features if f.state_key}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
+        """Continue from the states of a snapshot."""
+        for feature in self._features:
+            if feature.state_key:
+                feature.load_state_dict(state.get(feature.state_key), step=step)
+
+    def close(self) -> None:
+        """Close all features."""
+        for feature in self._features:
+            feature.close()
