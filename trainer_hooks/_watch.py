@@ -28,6 +28,7 @@ from trainer_hooks.arguments import (
 from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features import make_features, vector_fields
+from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.guard.declared import Declared
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
@@ -243,7 +244,7 @@ def set_up(given: Arguments) -> Made | None:
             run_dir=str(place.run_dir.path),
             judge=controller.judge.config,
             total_steps=given.total_steps or 0,
-            schedule="" if controller.log.schedule is None else controller.log.schedule.name,
+            schedule=controller.features[ScheduleFeature].name,
         )
         restored = _begin(controller, place, info)
         if ranks.rank == 0:
@@ -358,8 +359,6 @@ def _controller(
     log = StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0)
     if ranks.rank == 0 and mode != "observe" and signals.profile_slowdowns:
         log.slowdowns = Slowdowns(place.run_dir.profiles_dir)
-    if ranks.rank == 0:
-        log.schedule = given.declared_schedule()
     return StepController(
         mode=mode,
         ranks=ranks,

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
 from trainer_hooks.data.loader import Position
 from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
+from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
 from trainer_hooks.guard.optimizers import OwnSteps, Turn, update_scaler
 from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, every_update
@@ -391,7 +392,7 @@ class Monitor(Loop):
         if error is not None and self._controller.ranks.world_size == 1:
             raise error
         if error is not None:
-            self._controller.stepped_twice = error
+            self._controller.features[ScheduleFeature].stepped_twice = error
 
     def _warn(self, code: str, text: str) -> None:
         self._controller.warn(code, text, step=self._step)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.step.feature import FeatureSetup, StepFeature, StepFeatures
 from trainer_hooks.step.reduce_vector import Slots, VectorFields
 
-FEATURES: list[type[StepFeature]] = [UserAlertsFeature]
+FEATURES: list[type[StepFeature]] = [UserAlertsFeature, ScheduleFeature]
 """All features, in the order in which a step calls them."""
 
 _OTHER_SLOTS = (
@@ -42,24 +43,21 @@ _OTHER_SLOTS = (
         rank0=("evaluation_ratio",),  # loss to the previous evaluation; 0: no evaluation
         rank=("probe_ready",),  # the rank was given a loss_of, and keeps batches for it
     ),
-    Slots(
-        rank0=(
-            "stepped_twice",  # rank 0's loop steps a scheduler that monitor.step() steps too
-            "rate_declared",  # the rate rose according to the declared schedule or the scheduler
-        )
-    ),
+    ScheduleFeature.slots,
     Slots(rank0=("auto_max_norm",)),  # the limit of max_norm="auto"; inf: none
     Slots(rank=("replicas",), exact=("replicas",)),  # 52-bit checksum; 0: no comparison
 )
-"""Slots of the parts that are not features yet."""
+"""Slots in the order of the vector, with those of parts that are not features yet."""
 
 
 def vector_fields() -> VectorFields:
     """Return the layout of the vector. A feature keeps its slots in runs that do not use it."""
-    return VectorFields.of((*_OTHER_SLOTS, *(feature.slots for feature in FEATURES)))
+    added = (feature.slots for feature in FEATURES if feature.slots not in _OTHER_SLOTS)
+    return VectorFields.of((*_OTHER_SLOTS, *added))
 
 
 def make_features(setup: FeatureSetup) -> StepFeatures:
     """Build the features that a run uses. Collective."""
     made = (feature.make(setup) for feature in FEATURES)
-    return StepFeatures([feature for feature in made if feature is not None])
+    keys = [feature.state_key for feature in FEATURES if feature.state_key]
+    return StepFeatures([feature for feature in made if feature is not None], state_keys=keys)

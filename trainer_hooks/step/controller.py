@@ -48,13 +48,13 @@ from trainer_hooks.step.reduce_vector import (
 from trainvitals.auto_clip import AutoClip, MaxNorm
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
-from trainvitals.errors import CheckpointError, TrainingHalted, UsageError
+from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.identity import new_attempt_id
 from trainvitals.io.mailbox import CommandInbox
 from trainvitals.io.rundir import HaltMarker, RunDir
 from trainvitals.policy import Judge, Judgement, Proposal
 from trainvitals.policy.plan import Branch, Window
-from trainvitals.policy.state import FOREVER, is_outlier
+from trainvitals.policy.state import is_outlier
 from trainvitals.records import (
     COMMAND_CODES,
     AttemptStarted,
@@ -150,8 +150,6 @@ class StepController:
     """Returns the seed and the epoch of the data order, in a loop over batches."""
     surroundings: Surroundings | None = None
     """Information about model and optimizers for the repro capsule of a bad step."""
-    stepped_twice: UsageError | None = None
-    """Error of a loop that steps the schedulers too, until rank 0 has informed all ranks."""
     state_check: StateCheck | None = None
     """Checks the state if no snapshot does."""
     turn_names: tuple[str, ...] = ("",)
@@ -170,8 +168,6 @@ class StepController:
     _auto_clips: dict[int, AutoClip] = field(default_factory=dict)
     """Norms behind the limits of ``max_norm="auto"``, by turn; empty if it is not used."""
     _was_announced: bool = False
-    _rate: float = 0.0
-    """Rate of the first group in the step before, as requested by the loop."""
     _disagreed: bool = False
     _bad_names: str = ""
     """Non-finite tensors of this rank in the last report."""
@@ -196,8 +192,7 @@ class StepController:
         """Return rank 0's limits and its verified command; None on the other ranks."""
         if not self.is_rank0:
             return None
-        step, turn, rates = outgoing.step, outgoing.turn, outgoing.rates
-        max_norm, is_scheduled = outgoing.max_norm, outgoing.is_scheduled
+        step, turn, max_norm = outgoing.step, outgoing.turn, outgoing.max_norm
         number, action, target = self._command_words(step)
         limits = self.judge.limits(turn) if not self.expecting else Limits()
         # A clip at a thousand times the usual norm does not reduce any outlier.
@@ -210,13 +205,6 @@ class StepController:
         evaluation = None
         if self.evaluations is not None:
             evaluation = self.evaluations.root_value(step, self.attempt)
-        rate_declared = False
-        if turn <= 1 and rates and rates[0] is not None:  # the row has the first optimizer's rate
-            rate_declared = is_scheduled and rates[0] > self._rate
-            self._rate = rates[0]
-        if self.log.schedule is not None and not turn:
-            with self.faults.fail_open("schedule"):
-                rate_declared |= self.log.schedule.has_rise(step, rates)
         saved_step, saved_attempt = (0, 0) if recovery is None else recovery.newest_saved
         return Rank0Values(
             loss_limit=limits.loss,
@@ -238,8 +226,6 @@ class StepController:
                 "evaluated": float(evaluation is not None),
                 "evaluation": 0.0 if evaluation is None else evaluation,
                 "evaluation_ratio": ratio,
-                "stepped_twice": float(self.stepped_twice is not None),
-                "rate_declared": float(rate_declared),
                 "auto_max_norm": math.inf if auto_max_norm is None else auto_max_norm,
             },
         )
@@ -400,11 +386,7 @@ class StepController:
             self._begun.add(measured.turn)
             if not reduced.has_gradients and not record.failed_ranks:
                 raise no_gradients(name)  # known on all ranks
-        if reduced.root["stepped_twice"]:
-            raise self.stepped_twice or UsageError(
-                "rank 0's loop steps a scheduler that was given to watch()",
-                hint="take scheduler.step() out of the loop",
-            )
+        self.features.complete(returned)
         if measured.step == self.first_step:
             self.first_record = record
             if self.starts_again and not measured.step:
@@ -465,6 +447,9 @@ class StepController:
         self.last_step, self.judged = measured.step, (record, reduced)
         self._after_judgement(record, reduced, judgement)
         self.log.write(measured, record, reduced, derived, samples, judgement, name)
+        returned.record = record
+        self.features.on_row_written(returned)
+        self.log.write_readings(measured, judgement)
         if self.recovery is not None:
             with self.times.checkpoint():
                 self.recovery.promote(measured.step, self.judge.last_unhealthy_step)
@@ -481,10 +466,7 @@ class StepController:
             "monitor.state_dict() in it and call monitor.load_state_dict(state) before the first "
             "step; for a new training set another VITALS_RUN_ID"
         )
-        if self.log.schedule is not None:
-            self.log.schedule.follower.expect(FOREVER)
-            text += ". The declared schedule is not checked in this start"
-        self.warn("starts_again", text, step=0)
+        self.warn("starts_again", text + self.features.on_second_start(), step=0)
 
     def _name_unguarded(self, record: StepRecord, judgement: Judgement) -> Judgement:
         """Count an unmeasured step, and add this rank's error to a finding about it."""
@@ -658,8 +640,7 @@ class StepController:
         """Apply, on all ranks at the same step, the change announced in rank 0's pack."""
         if steps and not self._was_announced:
             self.judge.rebaseline(steps)
-            if self.log.schedule is not None:
-                self.log.schedule.follower.expect(steps)
+            self.features.on_change_expected(steps)
             self.expecting = 0
         self._was_announced = steps > 0
 
@@ -910,15 +891,13 @@ class StepController:
 
     def snapshot_meta(self, data: DataState | None) -> Meta:
         """Return the data of a snapshot except tensors. The policy's facts are not included."""
-        schedule = self.log.schedule
         return {
             "judge": self.judge.detector_state(),
             "tokens_seen": self.log.tokens.seen,
             "tokens_trained": self.log.tokens.trained,
             "data": data,
             "stopping": self.stopping_state(),
-            "alerts": self.features.state_dict()["alerts"],
-            "schedule": None if schedule is None else schedule.follower.state_dict(),
+            **self.features.state_dict(),
             "auto_clip": self.auto_clip_state(),
         }
 
@@ -929,8 +908,6 @@ class StepController:
         self.features.load_state_dict(meta, step=step)
         if self.evaluations is not None:
             self.evaluations.load_state_dict(meta.get("stopping"))
-        if self.log.schedule is not None:
-            self.log.schedule.follower.load_state_dict(meta.get("schedule"))
         self.load_auto_clip_state(meta.get("auto_clip"), step=step)
 
     def close_profile(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import deque
@@ -38,10 +37,7 @@ from trainvitals.records import EVENT_SCHEMA, Event, FindingRaised, NamesDefined
 from trainvitals.rows import Schema, Value
 
 if TYPE_CHECKING:
-    from trainer_hooks.guard.declared import DeclaredSchedule
     from trainer_hooks.measures.noise import NoiseScale
-
-_LOG = logging.getLogger("trainvitals")
 
 LAYERS_EVERY = 10
 """Steps between rows of layer norms if there is no recent finding."""
@@ -414,8 +410,6 @@ class StepLog:
         self.lateness = Lateness()
         self.slowdowns: Slowdowns | None = None
         """Orders a profile if the run gets slower; on rank 0, if enabled."""
-        self.schedule: DeclaredSchedule | None = None
-        """Schedule that the learning rates are compared with; on rank 0, if one was declared."""
 
     def write(
         self,
@@ -484,22 +478,11 @@ class StepLog:
             emitter.note("flops", text, step=step, attempt=attempt)
         for finding in judgement.findings:
             emitter.of_run(FindingRaised(finding=finding), step=step, attempt=attempt)
-        if self.schedule is not None:
-            self._hold_against(self.schedule, measured, skipped=record.skipped)
-        for reading in judgement.readings:
-            emitter.of_run(reading, step=step, attempt=attempt)
 
-    def _hold_against(
-        self, schedule: DeclaredSchedule, measured: HostMeasurements, *, skipped: bool
-    ) -> None:
-        """Report a rate that has left the declared schedule, also at the terminal."""
-        with self._faults.fail_open("schedule"):
-            finding = schedule.judge(measured, skipped=skipped)
-            if finding is not None:
-                _LOG.warning("vitals: step %d: %s", finding.step, finding.reason)
-                self._emitter.of_run(
-                    FindingRaised(finding=finding), step=measured.step, attempt=measured.attempt
-                )
+    def write_readings(self, measured: HostMeasurements, judgement: Judgement) -> None:
+        """Write what the probe read for a judgement; after everything else about the step."""
+        for reading in judgement.readings:
+            self._emitter.of_run(reading, step=measured.step, attempt=measured.attempt)
 
 
 _OF_THE_RUN = ("rank_loss", "loss_spread")

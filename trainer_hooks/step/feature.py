@@ -7,7 +7,7 @@ lists them; no module of this package names one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -135,6 +135,16 @@ class StepFeature:
     def on_row_written(self, step: ReturnedStep) -> None:
         """Report on a step after its row and its findings; also for steps of an old attempt."""
 
+    def on_change_expected(self, num_steps: int) -> None:
+        """Abstain for some steps: the loop announced a change with ``monitor.expect``."""
+
+    def on_second_start(self) -> str:
+        """Continue in a run that was started before, without its state.
+
+        Returns the end of the warning about it: what this feature no longer checks, or "".
+        """
+        return ""
+
     def on_attempt(self, attempt: AttemptStarted) -> None:
         """Continue as an attempt from ``attempt.fork_step``: at the start and after a rollback."""
 
@@ -152,8 +162,10 @@ class StepFeature:
 class StepFeatures:
     """The features of a run, in the order in which a step calls them."""
 
-    def __init__(self, features: Sequence[StepFeature]) -> None:
+    def __init__(self, features: Sequence[StepFeature], *, state_keys: Iterable[str] = ()) -> None:
+        """``state_keys`` are stored in every snapshot: None if the run lacks the feature."""
         self._features = tuple(features)
+        self._no_states: dict[str, Any] = dict.fromkeys(state_keys)
         self._by_type = {type(feature): feature for feature in features}
         self._rank0_values = self._overriding("rank0_values")
         self._contribute = self._overriding("contribute")
@@ -180,6 +192,12 @@ class StepFeatures:
         """Return the run's feature of this class; None if the run does not use it."""
         feature = self._by_type.get(kind)
         return feature if isinstance(feature, kind) else None
+
+    def __getitem__(self, kind: type[Feature]) -> Feature:
+        """Return the feature of a class that every run has."""
+        feature = self._by_type[kind]
+        assert isinstance(feature, kind)
+        return feature
 
     def rank0_values(self, step: OutgoingStep) -> dict[str, float]:
         """Return the values of all features for rank 0's slots."""
@@ -228,6 +246,15 @@ class StepFeatures:
         for hook in self._on_row_written:
             hook(step)
 
+    def on_change_expected(self, num_steps: int) -> None:
+        """Abstain for some steps."""
+        for feature in self._features:
+            feature.on_change_expected(num_steps)
+
+    def on_second_start(self) -> str:
+        """Return the end of the warning about a second start without a state."""
+        return "".join(feature.on_second_start() for feature in self._features)
+
     def on_attempt(self, attempt: AttemptStarted) -> None:
         """Continue as an attempt."""
         for feature in self._features:
@@ -235,7 +262,8 @@ class StepFeatures:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by key, for a snapshot."""
-        return {f.state_key: f.state_dict() for f in self._features if f.state_key}
+        states = {f.state_key: f.state_dict() for f in self._features if f.state_key}
+        return self._no_states | states
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue from the states of a snapshot."""
