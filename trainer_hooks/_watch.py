@@ -25,7 +25,6 @@ from trainer_hooks.arguments import (
     together,
     turn_names,
 )
-from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features import make_features, vector_fields
 from trainer_hooks.features.schedule import ScheduleFeature
@@ -384,11 +383,11 @@ def _controller(
                 run_dir=place.run_dir,
                 faults=faults,
                 clock=clock,
+                recovery=recovery,
             )
         ),
         log=log,
         attempt=place.attempt,
-        evaluations=_evaluations(given.early_stopping, ranks, emitter, recovery),
         on_hang=given.on_hang,
         owns_clip=given.owns_clip,
         state_check=_state_check(given, recovery, faults),
@@ -419,18 +418,6 @@ def _state_check(
         with faults.fail_open("state_check"):
             return StateCheck(given.model, given.optimizers)
     return None
-
-
-def _evaluations(
-    early_stopping: EarlyStopping | None,
-    ranks: Ranks,
-    emitter: Emitter,
-    recovery: RecoveryManager | None,
-) -> Evaluations | None:
-    if early_stopping is None:
-        return None
-    ring, store = (None, None) if recovery is None else recovery.keepers()
-    return Evaluations(early_stopping, ranks=ranks, emitter=emitter, ring=ring, store=store)
 
 
 def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restored | None:

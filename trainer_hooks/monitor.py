@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
 from trainer_hooks.data.loader import Position
 from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
+from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
 from trainer_hooks.guard.optimizers import OwnSteps, Turn, update_scaler
@@ -82,8 +83,8 @@ class Monitor(Loop):
     @property
     def should_stop(self) -> bool:
         """Whether early stopping ends the run; equal on all ranks."""
-        evaluations = self._controller.evaluations
-        return evaluations is not None and evaluations.should_stop
+        stopping = self._controller.features.get(EarlyStoppingFeature)
+        return stopping is not None and stopping.evaluations.should_stop
 
     # ------------------------------------------------------------------------- the loop's calls
 
@@ -442,10 +443,10 @@ class Monitor(Loop):
         if self._device.averages is not None:
             self._device.averages.refuse_swapped()
         self._take_in_what_is_left(patience_seconds=None)
-        evaluations = self._controller.evaluations
-        if evaluations is None:
+        stopping = self._controller.features.get(EarlyStoppingFeature)
+        if stopping is None:
             raise nothing_kept("the run has no early stopping, so no best state is known")
-        self._best = evaluations.restore_best(
+        self._best = stopping.evaluations.restore_best(
             step=self._step, attempt=self.attempt, meta=self._evaluated
         )
         return self._best

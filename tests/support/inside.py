@@ -1,5 +1,7 @@
 """State of a monitor that has no public name: the one module of the tests that knows its place."""
 
+from trainer_hooks.features.early_stopping import EarlyStoppingFeature
+
 
 def controller_of(monitor):
     """Return the controller of a monitor or of what ``attach`` returned."""
@@ -90,7 +92,7 @@ def store_of(monitor):
 
 def patience_of(monitor):
     """Return the state of early stopping."""
-    return controller_of(monitor).evaluations.state_dict()
+    return feature_of(monitor, EarlyStoppingFeature).state_dict()
 
 
 def is_paused(monitor):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.step.feature import FeatureSetup, StepFeature, StepFeatures
 from trainer_hooks.step.reduce_vector import Slots, VectorFields
 
-FEATURES: list[type[StepFeature]] = [UserAlertsFeature, ScheduleFeature]
+FEATURES: list[type[StepFeature]] = [
+    EarlyStoppingFeature,
+    UserAlertsFeature,
+    ScheduleFeature,
+]
 """All features, in the order in which a step calls them."""
 
 _OTHER_SLOTS = (
@@ -32,13 +40,7 @@ _OTHER_SLOTS = (
     ),
     Slots(rank=("digest",), exact=("digest",)),  # last verdict: a mismatch is an incident
     Slots(rank=("terminating",)),  # the rank received SIGTERM: all ranks save, and stop
-    Slots(
-        rank0=(
-            "evaluated",  # 1 if the next number is a new value of the metric of early stopping
-            "evaluation",
-        ),
-        rank=("holds_evaluated",),  # the rank keeps a copy of the latest evaluated state
-    ),
+    EarlyStoppingFeature.slots,
     Slots(
         rank0=("evaluation_ratio",),  # loss to the previous evaluation; 0: no evaluation
         rank=("probe_ready",),  # the rank was given a loss_of, and keeps batches for it
@@ -59,5 +61,19 @@ def vector_fields() -> VectorFields:
 def make_features(setup: FeatureSetup) -> StepFeatures:
     """Build the features that a run uses. Collective."""
     made = (feature.make(setup) for feature in FEATURES)
-    keys = [feature.state_key for feature in FEATURES if feature.state_key]
-    return StepFeatures([feature for feature in made if feature is not None], state_keys=keys)
+    return StepFeatures([feature for feature in made if feature is not None], FEATURES)
+
+
+def check_resumable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the features' parts of a loop's state, by key; None without one.
+
+    Raises:
+        Exception: a feature could not continue from its part.
+    """
+    checked: dict[str, Any] = {}
+    for feature in FEATURES:
+        if feature.is_resumable:
+            checked[feature.state_key] = part = state.get(feature.state_key)
+            if part is not None:
+                feature.check_state(part)
+    return checked

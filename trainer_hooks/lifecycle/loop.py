@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.lifecycle.heartbeat import HeartbeatThread
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
@@ -150,9 +151,10 @@ class Loop:
         with self._controller.faults.fail_open("evaluate"):
             if self._controller.is_rank0:
                 self._controller.loss_evaluations.given(values)
-            if self._controller.evaluations is not None:
+            stopping = self._controller.features.get(EarlyStoppingFeature)
+            if stopping is not None:
                 with self._controller.times.checkpoint():  # copies the best state
-                    self._controller.evaluations.evaluated(
+                    stopping.evaluations.evaluated(
                         values, step=self._step, attempt=self.attempt, meta=self._evaluated
                     )
 
@@ -198,9 +200,7 @@ class Loop:
                 level = "notify"
             refuse_alert(name, level)
             holds, number = self._plain(*numbers)
-            alerts = self._controller.features.get(UserAlertsFeature)
-            assert alerts is not None, "every run has this feature"
-            alerts.alerts().call(
+            self._controller.features[UserAlertsFeature].alerts().call(
                 name,
                 holds,
                 level=level,
@@ -329,9 +329,7 @@ class Loop:
         )
         self._first_step = self._step = controller.first_step = kept.step
         self._parts.clock.step = kept.step
-        if controller.evaluations is not None:
-            controller.evaluations.load_state_dict(kept.stopping)
-        controller.resume(attempt, kept.detectors, kept.tokens, kept.auto_clip)
+        controller.resume(attempt, kept.detectors, kept.tokens, kept.features, kept.auto_clip)
         self._device.shadow.keep()
         if self._device.sampler is not None:
             self._device.sampler.begin(self._step)

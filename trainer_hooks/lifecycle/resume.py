@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_hooks.features import check_resumable
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.emit import TokenCount
 from trainvitals.auto_clip import AutoClip
-from trainvitals.early_stopping import EarlyStopping, Stopper
 from trainvitals.errors import ConfigError, FormatError, NewerVersionError
 from trainvitals.policy import Judge, JudgeConfig
 from trainvitals.printable import name_type
@@ -30,8 +30,8 @@ class LoopState:
     step: int
     detectors: dict[str, Any]
     tokens: TokenCount
-    stopping: dict[str, Any] | None
-    """Of early stopping; None where the run had none."""
+    features: dict[str, Any]
+    """States of the features, by key; None if the run did not use one."""
     auto_clip: dict[str, Any] | None
     """Norms of ``max_norm="auto"``; None if the run did not use it."""
 
@@ -46,7 +46,7 @@ def loop_state(controller: StepController, step: int) -> dict[str, Any]:
         "detectors": controller.judge.detector_state(),
         "tokens_seen": controller.log.tokens.seen,
         "tokens_trained": controller.log.tokens.trained,
-        "stopping": controller.stopping_state(),
+        **controller.features.resumable_state(),
         "auto_clip": controller.auto_clip_state(),
     }
 
@@ -83,7 +83,7 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
             step=int(state["step"]),
             detectors=dict(state["detectors"]),
             tokens=TokenCount(int(state["tokens_seen"]), int(state["tokens_trained"])),
-            stopping=_stopping(state.get("stopping")),
+            features=check_resumable(state),
             auto_clip=_auto_clip(state.get("auto_clip")),
         )
     except _DAMAGE as error:
@@ -91,15 +91,6 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
             f"the monitor's state is damaged: {type(error).__name__}: {error}",
             hint="leave it out: the limits then warm up again",
         ) from error
-
-
-def _stopping(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the state of early stopping, once one could go on from it."""
-    if state is None:
-        return None
-    settings = EarlyStopping(metric=state["metric"], mode=state["mode"])
-    Stopper(settings).load_state_dict(state)
-    return dict(state)
 
 
 def _auto_clip(state: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -16,7 +16,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.data.loader import DataState
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent
@@ -110,8 +109,6 @@ class StepController:
     features: StepFeatures
     log: StepLog
     attempt: int
-    evaluations: Evaluations | None
-    """Evaluations of early stopping; None without it."""
     on_hang: OnHang
     """Action of the node's agent for a hang that pages."""
     owns_clip: bool
@@ -202,9 +199,6 @@ class StepController:
         clips = clip is not None and (usual is None or clip <= _NO_CLIP * usual)
         recovery = self.recovery
         ratio, self.loss_evaluations.ratio = self.loss_evaluations.ratio, 0.0
-        evaluation = None
-        if self.evaluations is not None:
-            evaluation = self.evaluations.root_value(step, self.attempt)
         saved_step, saved_attempt = (0, 0) if recovery is None else recovery.newest_saved
         return Rank0Values(
             loss_limit=limits.loss,
@@ -223,8 +217,6 @@ class StepController:
                 "saved_attempt": float(saved_attempt),
                 "save_due": float(recovery is not None and recovery.save_due),
                 "saving": float(recovery is not None and recovery.is_saving),
-                "evaluated": float(evaluation is not None),
-                "evaluation": 0.0 if evaluation is None else evaluation,
                 "evaluation_ratio": ratio,
                 "auto_max_norm": math.inf if auto_max_norm is None else auto_max_norm,
             },
@@ -233,7 +225,7 @@ class StepController:
     def contribute(self, outgoing: OutgoingStep) -> dict[str, Tensor | float]:
         """Return this rank's values of the features' slots, without waiting for the device."""
         step, recovery = outgoing.step, self.recovery
-        values = self.features.contribute(outgoing) | self._contribute_always(step)
+        values = self.features.contribute(outgoing) | self._contribute_always()
         values["snapshot_missed"] = float(recovery is not None and recovery.missed(step))
         measured = {
             "nonfinite_state": self.nonfinite_state(step),
@@ -243,13 +235,12 @@ class StepController:
 
     def contribute_always(self, outgoing: OutgoingStep) -> dict[str, float]:
         """Return the values that are also sent if this rank could not measure the step."""
-        return self.features.contribute_always(outgoing) | self._contribute_always(outgoing.step)
+        return self.features.contribute_always(outgoing) | self._contribute_always()
 
-    def _contribute_always(self, step: int) -> dict[str, float]:
+    def _contribute_always(self) -> dict[str, float]:
         return {
             "digest": float(self.digest),
             "terminating": float(self.told_to_stop),
-            "holds_evaluated": float(self.holds_evaluated(step)),
             "probe_ready": float(self.probe_ready),
         }
 
@@ -307,10 +298,6 @@ class StepController:
             return None
         newest, now_ns = self.judge.facts.last_command, self.clock.monotonic_ns()
         return slowdowns.command(self.run_dir.run_id, newest=newest, now_ns=now_ns)
-
-    def holds_evaluated(self, step: int) -> bool:
-        """Return whether this rank has a copy of the state that was evaluated before ``step``."""
-        return self.evaluations is not None and self.evaluations.holds(step, self.attempt)
 
     @property
     def probe_ready(self) -> bool:
@@ -412,8 +399,7 @@ class StepController:
                 is_shared=difference is None or difference.kind in ("state", "settings"),
             )
             self.stopping = reduced.total("terminating") != 0
-        if self.evaluations is not None:
-            self.evaluations.returned(reduced, step=measured.step, attempt=measured.attempt)
+        self.features.on_reduced(returned)
         if self.probe.has_loss:
             self.probe.returned(reduced.total("probe_ready"))
         self._announced(int(reduced.root["expect_steps"]))
@@ -876,6 +862,7 @@ class StepController:
         attempt: AttemptStarted,
         detectors: dict[str, Any],
         tokens: TokenCount,
+        features: Mapping[str, Any],
         auto_clip: dict[str, Any] | None,
     ) -> None:
         """Continue, before the first step, from a state that the loop itself saved. Collective.
@@ -883,6 +870,7 @@ class StepController:
         If there are snapshots, the first one is replaced by one of this attempt.
         """
         self.log.tokens = tokens
+        self.features.resume(features, step=attempt.fork_step)
         self.load_auto_clip_state(auto_clip, step=attempt.fork_step)
         self.start_branch(attempt, detectors)
         self.emitter.of_run(attempt, step=attempt.fork_step, attempt=attempt.id)
@@ -896,7 +884,6 @@ class StepController:
             "tokens_seen": self.log.tokens.seen,
             "tokens_trained": self.log.tokens.trained,
             "data": data,
-            "stopping": self.stopping_state(),
             **self.features.state_dict(),
             "auto_clip": self.auto_clip_state(),
         }
@@ -906,18 +893,12 @@ class StepController:
         kept = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
         self.log.tokens.go_back(kept)
         self.features.load_state_dict(meta, step=step)
-        if self.evaluations is not None:
-            self.evaluations.load_state_dict(meta.get("stopping"))
         self.load_auto_clip_state(meta.get("auto_clip"), step=step)
 
     def close_profile(self) -> None:
         """Write an unfinished profile."""
         with self.faults.fail_open("profile"):
             self._profiling.close()
-
-    def stopping_state(self) -> dict[str, Any] | None:
-        """Return the state of early stopping; None without it."""
-        return None if self.evaluations is None else self.evaluations.state_dict()
 
     def tell_unguarded(self, text: str, *, step: int) -> None:
         """Page for a loop whose updates bypass Vitals, so that no step could report it."""

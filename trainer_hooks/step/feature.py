@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from trainer_hooks.arguments import Arguments
     from trainer_hooks.measures.host import HostMeasurements
+    from trainer_hooks.recovery.manager import RecoveryManager
     from trainer_hooks.step.emit import Emitter
     from trainvitals.io.rundir import RunDir
 
@@ -43,6 +44,8 @@ class FeatureSetup:
     run_dir: RunDir
     faults: FaultCounter
     clock: Clock
+    recovery: RecoveryManager | None
+    """Snapshots and checkpoints; None without them."""
 
 
 class OutgoingStep(NamedTuple):
@@ -98,6 +101,8 @@ class StepFeature:
     """Numbers that this feature adds to the vector that the ranks sum."""
     state_key: ClassVar[str] = ""
     """Key of ``state_dict`` in snapshots and checkpoints; empty: no state. Part of the format."""
+    is_resumable: ClassVar[bool] = False
+    """Whether the state is also in ``Monitor.state_dict``, for loops with their own checkpoints."""
 
     @classmethod
     def make(cls, setup: FeatureSetup) -> Self | None:
@@ -155,6 +160,10 @@ class StepFeature:
     def load_state_dict(self, state: Any, *, step: int) -> None:
         """Continue from a state before ``step``; None: the snapshot has no such state."""
 
+    @classmethod
+    def check_state(cls, state: Any) -> None:
+        """Raise any error if ``load_state_dict`` could not use a resumable state."""
+
     def close(self) -> None:
         """Finish when the loop ends. Enters no collective: other ranks may be gone."""
 
@@ -162,10 +171,14 @@ class StepFeature:
 class StepFeatures:
     """The features of a run, in the order in which a step calls them."""
 
-    def __init__(self, features: Sequence[StepFeature], *, state_keys: Iterable[str] = ()) -> None:
-        """``state_keys`` are stored in every snapshot: None if the run lacks the feature."""
+    def __init__(
+        self, features: Sequence[StepFeature], kinds: Iterable[type[StepFeature]] = ()
+    ) -> None:
+        """``kinds`` are all that a run can have: the state of a missing one is stored as None."""
         self._features = tuple(features)
-        self._no_states: dict[str, Any] = dict.fromkeys(state_keys)
+        kinds = tuple(kinds)
+        self._no_states: dict[str, Any] = dict.fromkeys(k.state_key for k in kinds if k.state_key)
+        self._resumable_keys = tuple(kind.state_key for kind in kinds if kind.is_resumable)
         self._by_type = {type(feature): feature for feature in features}
         self._rank0_values = self._overriding("rank0_values")
         self._contribute = self._overriding("contribute")
@@ -269,6 +282,17 @@ class StepFeatures:
         """Continue from the states of a snapshot."""
         for feature in self._features:
             if feature.state_key:
+                feature.load_state_dict(state.get(feature.state_key), step=step)
+
+    def resumable_state(self) -> dict[str, Any]:
+        """Return the states for a checkpoint of the loop itself."""
+        states = dict.fromkeys(self._resumable_keys)
+        return states | {f.state_key: f.state_dict() for f in self._features if f.is_resumable}
+
+    def resume(self, state: Mapping[str, Any], *, step: int) -> None:
+        """Continue from ``resumable_state``."""
+        for feature in self._features:
+            if feature.is_resumable:
                 feature.load_state_dict(state.get(feature.state_key), step=step)
 
     def close(self) -> None:
