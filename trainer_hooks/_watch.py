@@ -51,7 +51,6 @@ from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
 from trainer_hooks.step.feature import FeatureSetup
 from trainer_hooks.step.gradients import Models, unwrap
-from trainer_hooks.step.profiling import Slowdowns
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
@@ -356,8 +355,6 @@ def _controller(
     )
     columns = RootColumns(utilization, sampler, ranks.world_size)
     log = StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0)
-    if ranks.rank == 0 and mode != "observe" and signals.profile_slowdowns:
-        log.slowdowns = Slowdowns(place.run_dir.profiles_dir)
     return StepController(
         mode=mode,
         ranks=ranks,

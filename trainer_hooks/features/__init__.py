@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
+from trainer_hooks.features.profiling import ProfilingFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.step.feature import FeatureSetup, StepFeature, StepFeatures
 from trainer_hooks.step.reduce_vector import Slots, VectorFields
 
 FEATURES: list[type[StepFeature]] = [
+    ProfilingFeature,
     EarlyStoppingFeature,
     UserAlertsFeature,
     ScheduleFeature,

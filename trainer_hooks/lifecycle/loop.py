@@ -359,7 +359,6 @@ class Loop:
             if self.shutdown.unanswered:
                 state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
                 self.shutdown.save_alone()
-            controller.close_profile()
             controller.features.close()
             with controller.faults.fail_open("close"):
                 if controller.recovery is not None:

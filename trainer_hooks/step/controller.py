@@ -34,7 +34,6 @@ from trainer_hooks.step.beside import paused_round
 from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeatures
 from trainer_hooks.step.gradients import no_gradients
-from trainer_hooks.step.profiling import Profiling
 from trainer_hooks.step.reduce_vector import (
     NUM_FIGURES,
     Derived,
@@ -67,7 +66,6 @@ from trainvitals.records import (
     FindingRaised,
     Note,
     OnHang,
-    Profiled,
     RunEnded,
     StepRecord,
     TrainingPaused,
@@ -153,13 +151,10 @@ class StepController:
     """Names of the optimizers that may be stepped alone, after the name of all together."""
     is_paused: bool = False
     """Whether all ranks wait, before the next step, for an operator's command."""
-    has_work_beside: bool = False
-    """Whether ``work_beside`` has anything to do."""
     lacks: dict[str, str] = field(default_factory=dict)
     """Commands that this loop cannot carry out, with the reasons; equal on all ranks."""
     times: StepClock = field(init=False)
     """Parts of the step's time."""
-    _profiling: Profiling = field(init=False)
     _begun: set[int] = field(default_factory=set)
     """Turns that have had a step."""
     _auto_clips: dict[int, AutoClip] = field(default_factory=dict)
@@ -171,9 +166,6 @@ class StepController:
 
     def __post_init__(self) -> None:
         self.times = StepClock(self.clock)
-        self._profiling = Profiling(
-            self.run_dir.profiles_dir, self.ranks, self.log.lateness, self.faults, self._profiled
-        )
         self._tell_pause()
         if self.recovery is None:
             self.lacks["checkpoint"] = "the run makes no checkpoints: watch(checkpoints=...) does"
@@ -280,7 +272,7 @@ class StepController:
         """
         inbox = self.inbox
         if inbox is None:
-            return self._own_order()
+            return self.features.own_command()
         with self.faults.fail_open("mailbox"):
             refusal = inbox.poll(step=step)
             if refusal is not None:
@@ -289,15 +281,7 @@ class StepController:
                 self.acknowledge(refusal, step=step)
         if inbox.waiting is not None and inbox.waiting.number <= self.judge.facts.last_command:
             inbox.waiting = None
-        return inbox.waiting or self._own_order()
-
-    def _own_order(self) -> Command | None:
-        """Return the profile that the run orders itself because it got slower, if any."""
-        slowdowns = self.log.slowdowns
-        if slowdowns is None:
-            return None
-        newest, now_ns = self.judge.facts.last_command, self.clock.monotonic_ns()
-        return slowdowns.command(self.run_dir.run_id, newest=newest, now_ns=now_ns)
+        return inbox.waiting or self.features.own_command()
 
     @property
     def probe_ready(self) -> bool:
@@ -366,7 +350,9 @@ class StepController:
         returned = ReturnedStep(reduced, measured, record, now_step)
         if measured.attempt != self.attempt:
             # It was in flight during a rollback: the judge no longer knows the steps before it.
-            self.log.write(measured, record, reduced, derived, samples, Judgement(), name)
+            returned.columns = self.log.write(
+                measured, record, reduced, derived, samples, Judgement(), name
+            )
             self.features.on_row_written(returned)
             return Judgement()
         if measured.step == self.first_step or (name and measured.turn not in self._begun):
@@ -432,8 +418,10 @@ class StepController:
                 self._auto_clip(measured.turn).add(measured.step, record.grad_norm)
         self.last_step, self.judged = measured.step, (record, reduced)
         self._after_judgement(record, reduced, judgement)
-        self.log.write(measured, record, reduced, derived, samples, judgement, name)
         returned.record = record
+        returned.columns = self.log.write(
+            measured, record, reduced, derived, samples, judgement, name
+        )
         self.features.on_row_written(returned)
         self.log.write_readings(measured, judgement)
         if self.recovery is not None:
@@ -702,22 +690,10 @@ class StepController:
             self.recovery.promote(self.last_step, self.judge.last_unhealthy_step)
         elif order.action in ("pause", "resume"):
             self._pause(order.action == "pause", "manual command")
-        elif order.action == "profile":
-            profiled = Profiled.of(order.argument)
-            self._profiling.order(now_step + 1, profiled)
-            self.has_work_beside = True
-            if profiled.by_itself and self.log.slowdowns is not None:
-                text = f"Vitals profiles {profiled.num_steps} steps: {self.log.slowdowns.reason}"
-                self._note("profile_begun", text, now_step, "info")
-
-    def _profiled(self, text: str) -> None:
-        """Report the path of this rank's trace; called from a separate thread."""
-        note = Note(code="profile_written", text=text)
-        self.emitter.event(note, step=self.last_step, attempt=self.attempt)
+        self.features.on_command(order, now_step=now_step)
 
     def _pause(self, is_paused: bool, reason: str) -> None:
         self.is_paused = is_paused
-        self.has_work_beside = is_paused or self._profiling.has_work
         self._tell_pause()
         event = TrainingPaused(is_paused=is_paused, reason=reason)
         self.emitter.of_run(event, step=self.last_step, attempt=self.attempt)
@@ -727,6 +703,11 @@ class StepController:
         here = ("pause", "resume") if self.is_paused else ("resume", "pause")
         self.lacks.pop(here[1], None)
         self.lacks[here[0]] = f"the run is {'' if self.is_paused else 'not '}paused"
+
+    @property
+    def has_work_beside(self) -> bool:
+        """Whether ``work_beside`` has anything to do."""
+        return self.is_paused or self.features.has_pending_work
 
     def work_beside(self, step: int, device: torch.device) -> None:
         """Carry out requested work outside the steps: end a profile, or pause. Collective.
@@ -738,8 +719,8 @@ class StepController:
             step: the latest completed step.
             device: device of the group's tensors.
         """
-        self._profiling.work(device)
-        self.has_work_beside = self._profiling.has_work or self.is_paused
+        for judgement in self.features.run_between_steps(step, device):
+            self.carry_out(judgement, now_step=step)
         while self.is_paused:
             words = self._command_words(step) if self.is_rank0 else (0.0, 0.0, 0.0)
             (number, code, argument), stops = paused_round(
@@ -894,11 +875,6 @@ class StepController:
         self.log.tokens.go_back(kept)
         self.features.load_state_dict(meta, step=step)
         self.load_auto_clip_state(meta.get("auto_clip"), step=step)
-
-    def close_profile(self) -> None:
-        """Write an unfinished profile."""
-        with self.faults.fail_open("profile"):
-            self._profiling.close()
 
     def tell_unguarded(self, text: str, *, step: int) -> None:
         """Page for a loop whose updates bypass Vitals, so that no step could report it."""

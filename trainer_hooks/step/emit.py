@@ -19,7 +19,6 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import Sampler, Samples
 from trainer_hooks.step.gradients import ALL
-from trainer_hooks.step.profiling import Lateness, Slowdowns
 from trainer_hooks.step.reduce_vector import Derived, Reduced
 from trainvitals.catalog import (
     LAYERS_SCHEMA,
@@ -407,9 +406,6 @@ class StepLog:
         self._faults = faults
         self._is_rank0 = is_rank0
         self.tokens = TokenCount()
-        self.lateness = Lateness()
-        self.slowdowns: Slowdowns | None = None
-        """Orders a profile if the run gets slower; on rank 0, if enabled."""
 
     def write(
         self,
@@ -420,8 +416,8 @@ class StepLog:
         samples: Samples | None,
         judgement: Judgement,
         name: str = "",
-    ) -> None:
-        """Write the row, the layers' rows, changes, and findings.
+    ) -> dict[str, Value]:
+        """Write the row, the layers' rows, changes, and findings; return the row's own columns.
 
         ``name`` is the name of an optimizer that was stepped alone. Its numbers are written as
         scalars, such as ``loss/generator``; the first optimizer's numbers are the run's as well.
@@ -448,10 +444,6 @@ class StepLog:
                     extra["tokens_seen"] = self.tokens.seen
                     extra["tokens_trained"] = self.tokens.trained
         emitter, step, attempt = self._emitter, measured.step, measured.attempt
-        self.lateness.add(extra, measured.data_wait_seconds)
-        if self.slowdowns is not None and of_run:
-            with self._faults.fail_open("slowdowns"):
-                self.slowdowns.add(step, attempt, extra, measured.duration_seconds)
         if name:
             if self._is_rank0:
                 emitter.scalars(_by_name(record, name), step=step, attempt=attempt)
@@ -478,6 +470,7 @@ class StepLog:
             emitter.note("flops", text, step=step, attempt=attempt)
         for finding in judgement.findings:
             emitter.of_run(FindingRaised(finding=finding), step=step, attempt=attempt)
+        return extra
 
     def write_readings(self, measured: HostMeasurements, judgement: Judgement) -> None:
         """Write what the probe read for a judgement; after everything else about the step."""

@@ -8,20 +8,22 @@ lists them; no module of this package names one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+
+import torch
+from torch import Tensor
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.reduce_vector import Reduced, Slots
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.clock import Clock
-from trainvitals.policy import Judge, Judgement
-from trainvitals.records import AttemptStarted, StepRecord
+from trainvitals.policy import Judge, Judgement, Proposal
+from trainvitals.records import AttemptStarted, Command, StepRecord
+from trainvitals.rows import Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from trainer_hooks.arguments import Arguments
     from trainer_hooks.measures.host import HostMeasurements
     from trainer_hooks.recovery.manager import RecoveryManager
@@ -73,6 +75,8 @@ class ReturnedStep:
     """The step as the detectors see it; ``StepFeature.complete`` may replace it."""
     now_step: int
     """The step in whose call this happens: ``lag`` steps later."""
+    columns: Mapping[str, Value] = field(default_factory=dict)
+    """Columns of this rank's row in addition to the record, once it is written."""
 
     @property
     def step(self) -> int:
@@ -140,6 +144,29 @@ class StepFeature:
     def on_row_written(self, step: ReturnedStep) -> None:
         """Report on a step after its row and its findings; also for steps of an old attempt."""
 
+    def own_command(self) -> Command | None:
+        """Return a command that the run orders itself; on rank 0, if no operator's is waiting."""
+        return None
+
+    def on_command(self, command: Proposal, *, now_step: int) -> None:
+        """Start the action of an accepted command that needs no decision about an update."""
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether ``run_between_steps`` has anything to do; equal on all ranks or local."""
+        return False
+
+    def run_between_steps(self, step: int, device: torch.device) -> Iterable[Judgement]:
+        """Work after ``step``, outside of any step. May be collective.
+
+        Yields judgements of commands, which are carried out at once.
+
+        Args:
+            step: the latest completed step.
+            device: device of the group's tensors.
+        """
+        return ()
+
     def on_change_expected(self, num_steps: int) -> None:
         """Abstain for some steps: the loop announced a change with ``monitor.expect``."""
 
@@ -188,6 +215,11 @@ class StepFeatures:
         self._annotate = self._overriding("annotate")
         self._on_judged = self._overriding("on_judged")
         self._on_row_written = self._overriding("on_row_written")
+        self._between_steps = [
+            feature
+            for feature in self._features
+            if type(feature).run_between_steps is not StepFeature.run_between_steps
+        ]
 
     def _overriding(self, hook: str) -> tuple[Any, ...]:
         """Return the hook of each feature that overrides it: looked up once, not in every step."""
@@ -258,6 +290,26 @@ class StepFeatures:
         """Report on a step after its row."""
         for hook in self._on_row_written:
             hook(step)
+
+    def own_command(self) -> Command | None:
+        """Return the first command that the run orders itself."""
+        commands = (feature.own_command() for feature in self._features)
+        return next((command for command in commands if command is not None), None)
+
+    def on_command(self, command: Proposal, *, now_step: int) -> None:
+        """Start the action of a command."""
+        for feature in self._features:
+            feature.on_command(command, now_step=now_step)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether a feature has work between two steps."""
+        return any(feature.has_pending_work for feature in self._between_steps)
+
+    def run_between_steps(self, step: int, device: torch.device) -> Iterator[Judgement]:
+        """Let each feature work between two steps; yields judgements to carry out at once."""
+        for feature in self._between_steps:
+            yield from feature.run_between_steps(step, device)
 
     def on_change_expected(self, num_steps: int) -> None:
         """Abstain for some steps."""

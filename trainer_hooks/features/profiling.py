@@ -10,20 +10,22 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.autograd.profiler as autograd_profiler
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.step.feature import FeatureSetup, ReturnedStep, StepFeature
 from trainvitals.detect.fleet.base import MergedStep, upper_median
 from trainvitals.detect.fleet.speed import ThroughputWatcher
 from trainvitals.errors import UsageError
 from trainvitals.io.private import ensure_private_dir
-from trainvitals.records import Command, Profiled
+from trainvitals.policy import Judgement, Proposal
+from trainvitals.records import AttemptStarted, Command, Note, Profiled
 from trainvitals.rows import Value
 
 MAX_BYTES = 64 << 20
@@ -319,3 +321,85 @@ class Slowdowns:
 
 BY_ITSELF = "vitals"
 """Issuer of an automatic order."""
+
+
+class ProfilingFeature(StepFeature):
+    """Records a trace of the next steps: on a manual command, or if the run gets slower.
+
+    It adds no numbers to the vector: the ranks agree on whom to profile between two steps, and only
+    if a profile was ordered.
+    """
+
+    def __init__(self, setup: FeatureSetup, slowdowns: Slowdowns | None) -> None:
+        self._setup = setup
+        self._attempt = 0
+        self._last_step = -1
+        self._lateness = Lateness()
+        self._profiling = Profiling(
+            setup.run_dir.profiles_dir, setup.ranks, self._lateness, setup.faults, self._profiled
+        )
+        self.slowdowns = slowdowns
+        """Orders a profile if the run gets slower; on rank 0, if enabled."""
+
+    @classmethod
+    def make(cls, setup: FeatureSetup) -> Self:
+        """Return the feature; in a mode that acts, with automatic profiles if enabled."""
+        signals, slowdowns = setup.given.signals, None
+        is_automatic = signals is not None and signals.profile_slowdowns
+        if setup.ranks.rank == 0 and setup.mode != "observe" and is_automatic:
+            slowdowns = Slowdowns(setup.run_dir.profiles_dir)
+        return cls(setup, slowdowns)
+
+    def _profiled(self, text: str) -> None:
+        """Report the path of this rank's trace; called from a separate thread."""
+        note = Note(code="profile_written", text=text)
+        self._setup.emitter.event(note, step=self._last_step, attempt=self._attempt)
+
+    def on_row_written(self, step: ReturnedStep) -> None:
+        """Use the times of a step."""
+        measured = step.measured
+        if step.attempt == self._attempt:
+            self._last_step = step.step
+        self._lateness.add(step.columns, measured.data_wait_seconds)
+        if self.slowdowns is not None and measured.turn <= 1:
+            with self._setup.faults.fail_open("slowdowns"):
+                seconds = measured.duration_seconds
+                self.slowdowns.add(step.step, step.attempt, step.columns, seconds)
+
+    def on_attempt(self, attempt: AttemptStarted) -> None:
+        """Report later traces as those of this attempt."""
+        self._attempt = attempt.id
+
+    def own_command(self) -> Command | None:
+        """Return the profile that the run orders itself because it got slower, if any."""
+        if self.slowdowns is None:
+            return None
+        setup = self._setup
+        newest, now_ns = setup.judge.facts.last_command, setup.clock.monotonic_ns()
+        return self.slowdowns.command(setup.run_dir.run_id, newest=newest, now_ns=now_ns)
+
+    def on_command(self, command: Proposal, *, now_step: int) -> None:
+        """Order a profile from the next step on."""
+        if command.action != "profile":
+            return
+        profiled = Profiled.of(command.argument)
+        self._profiling.order(now_step + 1, profiled)
+        if profiled.by_itself and self.slowdowns is not None:
+            text = f"Vitals profiles {profiled.num_steps} steps: {self.slowdowns.reason}"
+            emitter = self._setup.emitter
+            emitter.note("profile_begun", text, step=now_step, attempt=self._attempt)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether a profile was ordered or is being recorded."""
+        return self._profiling.has_work
+
+    def run_between_steps(self, step: int, device: torch.device) -> Iterable[Judgement]:
+        """End a step's profile, and start the ordered one. Collective if one was ordered."""
+        self._profiling.work(device)
+        return ()
+
+    def close(self) -> None:
+        """Write an unfinished profile."""
+        with self._setup.faults.fail_open("profile"):
+            self._profiling.close()
