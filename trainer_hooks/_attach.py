@@ -287,8 +287,8 @@ class Attached(Loop):
             judgement = controller.handle(*ready, now_step=attempted)
             controller.carry_out(judgement, now_step=attempted)
             ready = None
-        if controller.has_work_beside:
-            self._work_beside(attempted)
+        if controller.features.has_pending_work:
+            self._run_between_steps(attempted)
 
     def _tell_never_stepped(self, evidence: str) -> None:
         """Report that the loop steps something else than the optimizers given to ``attach``."""

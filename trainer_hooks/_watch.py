@@ -26,7 +26,7 @@ from trainer_hooks.arguments import (
     turn_names,
 )
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.features import make_features, vector_fields
+from trainer_hooks.features import FEATURES, vector_fields
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.guard.declared import Declared
 from trainer_hooks.guard.schedules import SchedulerEvery
@@ -49,7 +49,7 @@ from trainer_hooks.repro.capsule import Surroundings
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
-from trainer_hooks.step.feature import FeatureSetup
+from trainer_hooks.step.feature import FeatureSetup, StepFeatures
 from trainer_hooks.step.gradients import Models, unwrap
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
@@ -355,6 +355,23 @@ def _controller(
     )
     columns = RootColumns(utilization, sampler, ranks.world_size)
     log = StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0)
+    features = StepFeatures(FEATURES)
+    features.build(
+        FeatureSetup(
+            mode=mode,
+            given=given,
+            ranks=ranks,
+            judge=judge,
+            emitter=emitter,
+            run_dir=place.run_dir,
+            faults=faults,
+            clock=clock,
+            plan=plan,
+            inbox=open_inbox(place, ranks, environ, clock, faults),
+            recovery=recovery,
+            features=features,
+        )
+    )
     return StepController(
         mode=mode,
         ranks=ranks,
@@ -363,26 +380,13 @@ def _controller(
         recovery=recovery,
         replicas=replicas,
         emitter=emitter,
-        inbox=open_inbox(place, ranks, environ, clock, faults),
         run_dir=place.run_dir,
         plan=plan,
         faults=faults,
         clock=clock,
         sampler=sampler,
         probe=probe,
-        features=make_features(
-            FeatureSetup(
-                mode=mode,
-                given=given,
-                ranks=ranks,
-                judge=judge,
-                emitter=emitter,
-                run_dir=place.run_dir,
-                faults=faults,
-                clock=clock,
-                recovery=recovery,
-            )
-        ),
+        features=features,
         log=log,
         attempt=place.attempt,
         on_hang=given.on_hang,

@@ -16,6 +16,7 @@ from trainer_hooks.data.loader import Position
 from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.schedule import ScheduleFeature
+from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
 from trainer_hooks.guard.optimizers import OwnSteps, Turn, update_scaler
 from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, every_update
@@ -271,8 +272,8 @@ class Monitor(Loop):
         decision, restored = self._host_side(ready, attempted)
         if self._device.sampler is not None:
             self._device.sampler.begin(self._step)
-        if controller.has_work_beside:
-            self._work_beside(attempted)
+        if controller.features.has_pending_work:
+            self._run_between_steps(attempted)
         if restored is not None:
             self._leave_out_rest(turn)
         # Other optimizers may still step on this batch: a state to restore is between two batches.
@@ -290,7 +291,7 @@ class Monitor(Loop):
         if controller.recovery is None:
             return
         with controller.times.checkpoint():
-            if controller.stopping:
+            if controller.features[SigtermFeature].is_stopping:
                 self._save_and_stop()
             # After the judgement: it may prove a snapshot healthy that would be evicted before it.
             controller.recovery.after_step(self._step, controller.attempt, self._meta)
@@ -409,9 +410,7 @@ class Monitor(Loop):
             "only a run with checkpoints is told to stop by its ranks"
         )
         name = controller.recovery.save_now(self._step, self.attempt, self._meta())
-        controller.stopping = controller.told_to_stop = (
-            False  # covers a SIGTERM that arrived meanwhile
-        )
+        controller.features[SigtermFeature].on_saved()
         if not exits_by_itself():
             if name and controller.is_rank0:
                 text = "vitals: SIGTERM: saved %s; a start with VITALS_RUN_ID=%s continues from it"

@@ -1,5 +1,6 @@
 """State of a monitor that has no public name: the one module of the tests that knows its place."""
 
+from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 
 
@@ -97,4 +98,4 @@ def patience_of(monitor):
 
 def is_paused(monitor):
     """Return whether an operator's pause holds the step."""
-    return controller_of(monitor).is_paused
+    return feature_of(monitor, CommandsFeature).is_paused

@@ -189,7 +189,7 @@ def test_an_operator_s_learning_rate_is_what_the_optimizer_takes_until_the_next_
 
 
 def test_an_operator_s_pause_holds_the_step_until_a_resume_and_answers_meanwhile(monkeypatch):
-    monkeypatch.setattr("trainer_hooks.step.beside.ROUND_SECONDS", 0.01)
+    monkeypatch.setattr("trainer_hooks.features.commands.ROUND_SECONDS", 0.01)
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
         acks = _acks(monitor)
@@ -217,7 +217,7 @@ def test_an_operator_s_pause_holds_the_step_until_a_resume_and_answers_meanwhile
 
 
 def test_a_halt_ends_a_pause(monkeypatch):
-    monkeypatch.setattr("trainer_hooks.step.beside.ROUND_SECONDS", 0.01)
+    monkeypatch.setattr("trainer_hooks.features.commands.ROUND_SECONDS", 0.01)
     loop = Loop(mode="guard")
     with pytest.raises(TrainingHalted, match="command"), loop.monitor as monitor:
         send_command(monitor, action="pause")

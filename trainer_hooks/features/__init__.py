@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.profiling import ProfilingFeature
 from trainer_hooks.features.schedule import ScheduleFeature
+from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
-from trainer_hooks.step.feature import FeatureSetup, StepFeature, StepFeatures
+from trainer_hooks.step.feature import StepFeature
 from trainer_hooks.step.reduce_vector import Slots, VectorFields
 
 FEATURES: list[type[StepFeature]] = [
     ProfilingFeature,
+    CommandsFeature,
+    SigtermFeature,
     EarlyStoppingFeature,
     UserAlertsFeature,
     ScheduleFeature,
@@ -21,7 +25,7 @@ FEATURES: list[type[StepFeature]] = [
 """All features, in the order in which a step calls them."""
 
 _OTHER_SLOTS = (
-    Slots(rank0=("command_number", "command_action", "command_argument")),
+    CommandsFeature.slots,
     Slots(
         rank0=(
             "next_attempt",  # id of the attempt that a rollback would start
@@ -41,7 +45,7 @@ _OTHER_SLOTS = (
         ),
     ),
     Slots(rank=("digest",), exact=("digest",)),  # last verdict: a mismatch is an incident
-    Slots(rank=("terminating",)),  # the rank received SIGTERM: all ranks save, and stop
+    SigtermFeature.slots,
     EarlyStoppingFeature.slots,
     Slots(
         rank0=("evaluation_ratio",),  # loss to the previous evaluation; 0: no evaluation
@@ -58,12 +62,6 @@ def vector_fields() -> VectorFields:
     """Return the layout of the vector. A feature keeps its slots in runs that do not use it."""
     added = (feature.slots for feature in FEATURES if feature.slots not in _OTHER_SLOTS)
     return VectorFields.of((*_OTHER_SLOTS, *added))
-
-
-def make_features(setup: FeatureSetup) -> StepFeatures:
-    """Build the features that a run uses. Collective."""
-    made = (feature.make(setup) for feature in FEATURES)
-    return StepFeatures([feature for feature in made if feature is not None], FEATURES)
 
 
 def check_resumable(state: Mapping[str, Any]) -> dict[str, Any]:

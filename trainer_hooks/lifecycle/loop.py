@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.lifecycle.heartbeat import HeartbeatThread
@@ -277,10 +278,10 @@ class Loop:
             yield
         self._parts.counted(counter.get_total_flops())
 
-    def _work_beside(self, step: int) -> None:
+    def _run_between_steps(self, step: int) -> None:
         """Run operator requests between two steps; their time belongs to no step."""
-        was_paused = self._controller.is_paused
-        self._controller.work_beside(step, self._device.norms.device)
+        was_paused = self._controller.features[CommandsFeature].is_paused
+        self._controller.run_between_steps(step, self._device.norms.device)
         if was_paused:
             self._parts.clock.restart()
 

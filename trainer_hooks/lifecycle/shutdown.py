@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
+from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.lifecycle.sigterm_watchdog import SigtermWatchdog
 from trainer_hooks.step.controller import StepController
 from trainvitals.records import RunEnded
@@ -52,6 +53,7 @@ class Shutdown:
 
     def __init__(self, controller: StepController) -> None:
         self._controller = controller
+        self._sigterm = controller.features[SigtermFeature]
         self._pid = os.getpid()
         self._said = self.interrupted = False
         recovery = controller.recovery
@@ -77,12 +79,12 @@ class Shutdown:
 
     def told_to_stop(self) -> None:
         """Let the next step tell all ranks that this one was sent SIGTERM."""
-        self._controller.told_to_stop = True
+        self._sigterm.is_received = True
 
     @property
     def unanswered(self) -> bool:
         """Whether this rank was sent SIGTERM and no step was left to tell the others."""
-        return self._controller.told_to_stop
+        return self._sigterm.is_received
 
     def met(self) -> None:
         """All ranks have heard it, or the loop is over: no rank saves alone any more."""
@@ -94,7 +96,7 @@ class Shutdown:
 
         A loop with a handler of its own is not ended: it may be saving too.
         """
-        ours = self._controller.told_to_stop or signal.getsignal(signal.SIGTERM) is _on_sigterm
+        ours = self._sigterm.is_received or signal.getsignal(signal.SIGTERM) is _on_sigterm
         ends = ours and not exits_by_itself()
         try:
             self.save_alone()

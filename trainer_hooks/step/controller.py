@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn
 
 import torch
 from msgspec.structs import replace
@@ -30,7 +30,6 @@ from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import NO_ORDER, Difference, Replicas
 from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.repro.capsule import Surroundings
-from trainer_hooks.step.beside import paused_round
 from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeatures
 from trainer_hooks.step.gradients import no_gradients
@@ -48,18 +47,14 @@ from trainvitals.clock import Clock
 from trainvitals.detect import Limits
 from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.identity import new_attempt_id
-from trainvitals.io.mailbox import CommandInbox
 from trainvitals.io.rundir import HaltMarker, RunDir
 from trainvitals.policy import Judge, Judgement, Proposal
 from trainvitals.policy.plan import Branch, Window
 from trainvitals.policy.state import is_outlier
 from trainvitals.records import (
-    COMMAND_CODES,
     AttemptStarted,
-    Command,
     CommandAck,
     CommandAcknowledged,
-    CommandAction,
     Decision,
     DecisionMade,
     Finding,
@@ -68,7 +63,6 @@ from trainvitals.records import (
     OnHang,
     RunEnded,
     StepRecord,
-    TrainingPaused,
 )
 
 _LOG = logging.getLogger("trainvitals")
@@ -81,9 +75,6 @@ _NO_CLIP = 10.0
 """Multiple of the norm's limit from which a clip has no effect on an outlier."""
 _COMPARED = frozenset({"replica_corrupted", "settings_differ"})
 """Findings about ranks that differ where they must be equal."""
-_ENTERED = frozenset({"halt", "rollback", "approve", "accept"})
-"""Commands that add an entry to the decision log: they are judged together with a step."""
-_ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,8 +87,6 @@ class StepController:
     judge: Judge
     recovery: RecoveryManager | None
     emitter: Emitter
-    inbox: CommandInbox | None
-    """Source of commands; only on rank 0."""
     run_dir: RunDir
     plan: PlanJournal
     faults: FaultCounter
@@ -127,12 +116,8 @@ class StepController:
     """First step of this start, until it was judged: it must have gradients."""
     starts_again: bool = False
     """Whether the run was started before, and this start found no state to continue from."""
-    told_to_stop: bool = False
-    """Whether this rank received SIGTERM; it informs all ranks with the next step."""
     restart_check: RestartCheck | None = None
     """Compares the first losses with the earlier starts of the run; only on rank 0."""
-    stopping: bool = False
-    """Whether any rank received SIGTERM: known on all ranks at the same step."""
     last_step: int = -1
     """The latest step that was judged."""
     _next_attempt: int = 0
@@ -149,10 +134,6 @@ class StepController:
     """Checks the state if no snapshot does."""
     turn_names: tuple[str, ...] = ("",)
     """Names of the optimizers that may be stepped alone, after the name of all together."""
-    is_paused: bool = False
-    """Whether all ranks wait, before the next step, for an operator's command."""
-    lacks: dict[str, str] = field(default_factory=dict)
-    """Commands that this loop cannot carry out, with the reasons; equal on all ranks."""
     times: StepClock = field(init=False)
     """Parts of the step's time."""
     _begun: set[int] = field(default_factory=set)
@@ -166,9 +147,6 @@ class StepController:
 
     def __post_init__(self) -> None:
         self.times = StepClock(self.clock)
-        self._tell_pause()
-        if self.recovery is None:
-            self.lacks["checkpoint"] = "the run makes no checkpoints: watch(checkpoints=...) does"
 
     @property
     def is_rank0(self) -> bool:
@@ -182,7 +160,6 @@ class StepController:
         if not self.is_rank0:
             return None
         step, turn, max_norm = outgoing.step, outgoing.turn, outgoing.max_norm
-        number, action, target = self._command_words(step)
         limits = self.judge.limits(turn) if not self.expecting else Limits()
         # A clip at a thousand times the usual norm does not reduce any outlier.
         usual = limits.grad_norm
@@ -200,9 +177,6 @@ class StepController:
             skips=self.judge.facts.is_skipped(step),
             values=self.features.rank0_values(outgoing)
             | {
-                "command_number": number,
-                "command_action": action,
-                "command_argument": target,
                 "next_attempt": float(self._next_attempt),
                 "expect_steps": float(self.expecting),
                 "saved_step": float(saved_step),
@@ -232,7 +206,6 @@ class StepController:
     def _contribute_always(self) -> dict[str, float]:
         return {
             "digest": float(self.digest),
-            "terminating": float(self.told_to_stop),
             "probe_ready": float(self.probe_ready),
         }
 
@@ -252,36 +225,6 @@ class StepController:
         state = state or {}
         for turn in self._auto_clips.keys() | {int(turn) for turn in state}:
             self._auto_clip(turn).roll_back(step, state.get(str(turn)))
-
-    def _command_words(self, step: int) -> tuple[float, float, float]:
-        """Return rank 0's pending command as number, code and argument; zeros if there is none."""
-        command = self._waiting_command(step)
-        if command is None:
-            return 0.0, 0.0, -1.0
-        target = -1.0
-        if command.action != "rollback":
-            target = command.argument
-        elif command.checkpoint_id and self.recovery is not None:
-            target = float(self.recovery.step_of(command.checkpoint_id))
-        return float(command.number), float(COMMAND_CODES[command.action]), target
-
-    def _waiting_command(self, step: int) -> Command | None:
-        """Return the command that waits for its response; a new one if there is one.
-
-        Every pack contains it until the response: a command on a discarded attempt is not judged.
-        """
-        inbox = self.inbox
-        if inbox is None:
-            return self.features.own_command()
-        with self.faults.fail_open("mailbox"):
-            refusal = inbox.poll(step=step)
-            if refusal is not None:
-                if refusal.status == "expired":
-                    self.plan.add(self.judge.facts, expired=refusal.number)
-                self.acknowledge(refusal, step=step)
-        if inbox.waiting is not None and inbox.waiting.number <= self.judge.facts.last_command:
-            inbox.waiting = None
-        return inbox.waiting or self.features.own_command()
 
     @property
     def probe_ready(self) -> bool:
@@ -384,7 +327,6 @@ class StepController:
                 differ=differ,
                 is_shared=difference is None or difference.kind in ("state", "settings"),
             )
-            self.stopping = reduced.total("terminating") != 0
         self.features.on_reduced(returned)
         if self.probe.has_loss:
             self.probe.returned(reduced.total("probe_ready"))
@@ -393,11 +335,11 @@ class StepController:
             record,
             decided_at_step=now_step,
             checkpoints=() if self.recovery is None else self.recovery.refs(),
-            command=_proposal(reduced),
+            command=returned.command,
             now_attempt_id=int(reduced.root["next_attempt"]),
             probe=self.probe.read if self.probe.is_on else None,
             evaluation=reduced.root["evaluation_ratio"] or None,
-            lacks=self.lacks,
+            lacks=returned.unavailable_commands,
         )
         if name:
             judgement = of_turn(judgement, name)
@@ -408,8 +350,7 @@ class StepController:
             self._tell_unprotected(judgement)
         if self.replicas is not None:
             judgement = self._name_replicas(self.replicas, difference, record, judgement)
-        if judgement.decision is not None and judgement.decision.command_number:
-            judgement = judgement._replace(decision=self._with_reason(judgement.decision))
+        judgement = self.features.annotate(returned, judgement)
         if record.failed_ranks:
             judgement = self._name_unguarded(record, judgement)
         if measured.clips_automatically:
@@ -567,15 +508,6 @@ class StepController:
         note = Note(code=code, text=text, severity="warning")
         self.emitter.event(note, step=step, attempt=self.attempt)
 
-    def _with_reason(self, decision: Decision) -> Decision:
-        """Add the operator's reason to the decision of a manual command; only rank 0 knows it."""
-        command = None if self.inbox is None else self.inbox.waiting
-        if command is None or command.number != decision.command_number or not command.reason:
-            return decision
-        return replace(
-            decision, reason=f"{decision.reason} ({command.issued_by}: {command.reason})"
-        )
-
     def _before_clip(self, reduced: Reduced, derived: Derived, measured: HostMeasurements) -> bool:
         """Return whether the norm is from before the clip; the row gets the norm after the clip."""
         if self.owns_clip or measured.before_clip:
@@ -688,32 +620,10 @@ class StepController:
         if order.action == "checkpoint" and self.recovery is not None:
             self.recovery.save_soon()
             self.recovery.promote(self.last_step, self.judge.last_unhealthy_step)
-        elif order.action in ("pause", "resume"):
-            self._pause(order.action == "pause", "manual command")
         self.features.on_command(order, now_step=now_step)
 
-    def _pause(self, is_paused: bool, reason: str) -> None:
-        self.is_paused = is_paused
-        self._tell_pause()
-        event = TrainingPaused(is_paused=is_paused, reason=reason)
-        self.emitter.of_run(event, step=self.last_step, attempt=self.attempt)
-
-    def _tell_pause(self) -> None:
-        """Update which of the two commands is currently impossible."""
-        here = ("pause", "resume") if self.is_paused else ("resume", "pause")
-        self.lacks.pop(here[1], None)
-        self.lacks[here[0]] = f"the run is {'' if self.is_paused else 'not '}paused"
-
-    @property
-    def has_work_beside(self) -> bool:
-        """Whether ``work_beside`` has anything to do."""
-        return self.is_paused or self.features.has_pending_work
-
-    def work_beside(self, step: int, device: torch.device) -> None:
-        """Carry out requested work outside the steps: end a profile, or pause. Collective.
-
-        During a pause, commands that need no step get their response here. A command that needs a
-        step ends the pause and is judged with the next step as usual. SIGTERM ends the pause too.
+    def run_between_steps(self, step: int, device: torch.device) -> None:
+        """Let the features work between two steps. Collective.
 
         Args:
             step: the latest completed step.
@@ -721,22 +631,6 @@ class StepController:
         """
         for judgement in self.features.run_between_steps(step, device):
             self.carry_out(judgement, now_step=step)
-        while self.is_paused:
-            words = self._command_words(step) if self.is_rank0 else (0.0, 0.0, 0.0)
-            (number, code, argument), stops = paused_round(
-                self.ranks, words, self.told_to_stop, device
-            )
-            if stops:
-                self.stopping = self.recovery is not None
-                self._pause(False, "SIGTERM")
-            elif number:
-                action = _ACTIONS[int(code)]
-                proposal = Proposal(number=int(number), action=action, argument=argument)
-                if action in _ENTERED:
-                    self._pause(False, f"a {action} was asked for")
-                    return
-                judgement = self.judge.command(proposal, decided_at_step=step, lacks=self.lacks)
-                self.carry_out(judgement, now_step=step)
 
     def carry_out_at_end(self, judgement: Judgement) -> None:
         """Record the judgement of the loop's last step; a halt still leaves its marker.
@@ -937,12 +831,3 @@ def _with_difference(record: StepRecord, difference: Difference | None) -> StepR
 
 def _branch_of(decision: Decision, fork_step: int) -> Branch:
     return Branch(decision.new_attempt, decision.attempt, fork_step)
-
-
-def _proposal(reduced: Reduced) -> Proposal | None:
-    number = int(reduced.root["command_number"])
-    if not number:
-        return None
-    action = _ACTIONS[int(reduced.root["command_action"])]
-    argument = reduced.root["command_argument"]
-    return Proposal(number=number, action=action, argument=argument)

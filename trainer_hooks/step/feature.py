@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from trainer_hooks.arguments import Arguments
     from trainer_hooks.measures.host import HostMeasurements
     from trainer_hooks.recovery.manager import RecoveryManager
+    from trainer_hooks.recovery.plan_journal import PlanJournal
     from trainer_hooks.step.emit import Emitter
+    from trainvitals.io.mailbox import CommandInbox
     from trainvitals.io.rundir import RunDir
 
 Feature = TypeVar("Feature", bound="StepFeature")
@@ -46,8 +48,13 @@ class FeatureSetup:
     run_dir: RunDir
     faults: FaultCounter
     clock: Clock
+    plan: PlanJournal
+    inbox: CommandInbox | None
+    """Source of commands; only on rank 0."""
     recovery: RecoveryManager | None
     """Snapshots and checkpoints; None without them."""
+    features: StepFeatures
+    """The run's features; complete once all of them are built."""
 
 
 class OutgoingStep(NamedTuple):
@@ -77,6 +84,10 @@ class ReturnedStep:
     """The step in whose call this happens: ``lag`` steps later."""
     columns: Mapping[str, Value] = field(default_factory=dict)
     """Columns of this rank's row in addition to the record, once it is written."""
+    command: Proposal | None = None
+    """Manual command that is judged with the step."""
+    unavailable_commands: Mapping[str, str] = field(default_factory=dict)
+    """Commands that the loop cannot carry out, with the reasons."""
 
     @property
     def step(self) -> int:
@@ -198,15 +209,21 @@ class StepFeature:
 class StepFeatures:
     """The features of a run, in the order in which a step calls them."""
 
-    def __init__(
-        self, features: Sequence[StepFeature], kinds: Iterable[type[StepFeature]] = ()
-    ) -> None:
+    def __init__(self, kinds: Sequence[type[StepFeature]]) -> None:
         """``kinds`` are all that a run can have: the state of a missing one is stored as None."""
-        self._features = tuple(features)
-        kinds = tuple(kinds)
+        self._kinds = tuple(kinds)
         self._no_states: dict[str, Any] = dict.fromkeys(k.state_key for k in kinds if k.state_key)
         self._resumable_keys = tuple(kind.state_key for kind in kinds if kind.is_resumable)
-        self._by_type = {type(feature): feature for feature in features}
+        self._features: tuple[StepFeature, ...] = ()
+        self._by_type: dict[type[StepFeature], StepFeature] = {}
+
+    def build(self, setup: FeatureSetup) -> None:
+        """Build the features that the run uses. Collective."""
+        for kind in self._kinds:
+            feature = kind.make(setup)
+            if feature is not None:
+                self._by_type[kind] = feature
+        self._features = tuple(self._by_type.values())
         self._rank0_values = self._overriding("rank0_values")
         self._contribute = self._overriding("contribute")
         self._contribute_always = self._overriding("contribute_always")
