@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks._watch import set_up
 from trainer_hooks.arguments import Arguments, as_list
+from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.guard.optimizers import agree_on_overflow
 from trainer_hooks.guard.route import Route
 from trainer_hooks.lifecycle.loop import Loop
@@ -141,6 +142,7 @@ class Attached(Loop):
         max_norm: MaxNorm | None,
     ) -> None:
         super().__init__(device, controller, tokens_per_step=tokens_per_step)
+        self._probe = controller.features[ProbeFeature].probe
         self._max_norm = None if max_norm == math.inf else max_norm
         self._norm: Tensor | None = None
         self._orders: Orders | None = None
@@ -207,10 +209,9 @@ class Attached(Loop):
             batch: the argument for ``probe``.
             probe: loss of a batch, as in ``Monitor.batches``.
         """
-        controller = self._controller
         if not self._num_batches:
-            controller.probe.use(probe, step=self._step, attempt=self.attempt)
-        controller.probe.keep(batch)
+            self._probe.use(probe, step=self._step, attempt=self.attempt)
+        self._probe.keep(batch)
         self._num_batches += 1
 
     def when_closed(self, undo: Callable[[], None]) -> None:
@@ -245,7 +246,7 @@ class Attached(Loop):
         first = self._step == self._first_step
         parts.clock.enter()
         if first:
-            controller.tell_without_probe(_PROBE_LINE)
+            controller.features[ProbeFeature].report_missing(_PROBE_LINE)
         if first and not before_clip:
             self._say_what_is_not_judged()
         norm = None if before_clip else self._norm
@@ -256,10 +257,10 @@ class Attached(Loop):
         self._measured = [_gradients(o) for o in device.optimizers] if first else []
         verdict = parts.exchange()
         if self._num_batches:
-            controller.probe.fed(self._step, self._num_batches, attempt=self.attempt)
+            self._probe.fed(self._step, self._num_batches, attempt=self.attempt)
             self._num_batches = 0
-        if controller.probe.has_loss:
-            controller.probe.rehearse(self._step, parts.own_loss)
+        if self._probe.has_loss:
+            self._probe.rehearse(self._step, parts.own_loss)
         orders = parts.orders(verdict, prepared, self._step, self._max_norm)
         if controller.owns_clip:
             before_clip, max_norm = False, self._max_norm

@@ -39,7 +39,6 @@ from trainer_hooks.lifecycle.terminal import Terminal
 from trainer_hooks.measures.host import Utilization
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
-from trainer_hooks.probe.probe import Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
@@ -49,7 +48,7 @@ from trainer_hooks.repro.capsule import Surroundings
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
-from trainer_hooks.step.feature import FeatureSetup, StepFeatures
+from trainer_hooks.step.feature import RunContext, StepFeatures
 from trainer_hooks.step.gradients import Models, unwrap
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
@@ -250,11 +249,11 @@ def set_up(given: Arguments) -> Made | None:
         if controller.terminal is not None:
             controller.terminal.started(_resumed(restored))
         for code, text in device.warnings:
-            controller.warn(code, text, step=controller.first_step)
+            controller.warn(code, text, step=controller.run.first_step)
         if given.on_hang == "restart" and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
             text = "on_hang='restart' ends a hung job, and torchrun does not start it again"
             hint = "torchrun --max-restarts 3 does"
-            controller.warn("no_max_restarts", f"{text}; {hint}", step=controller.first_step)
+            controller.warn("no_max_restarts", f"{text}; {hint}", step=controller.run.first_step)
         if place.is_first:
             _start_agent(controller, place, environ)
         undo.pop_all()
@@ -345,34 +344,28 @@ def _controller(
         signals.flops_per_token,
         signals.peak_flops,
     )
-    probe = Probe(
-        given.model,
-        given.optimizers,
-        ranks=ranks,
-        emitter=emitter,
-        faults=faults,
-        rewind=lambda: device.shadow.buffers.put_back(torch.ones((), device=norms.device)),
-    )
     columns = RootColumns(utilization, sampler, ranks.world_size)
     log = StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0)
     features = StepFeatures(FEATURES)
-    features.build(
-        FeatureSetup(
-            mode=mode,
-            given=given,
-            ranks=ranks,
-            judge=judge,
-            emitter=emitter,
-            run_dir=place.run_dir,
-            faults=faults,
-            clock=clock,
-            plan=plan,
-            inbox=open_inbox(place, ranks, environ, clock, faults),
-            recovery=recovery,
-            features=features,
-        )
+    run = RunContext(
+        mode=mode,
+        given=given,
+        ranks=ranks,
+        device=device,
+        judge=judge,
+        emitter=emitter,
+        run_dir=place.run_dir,
+        plan=plan,
+        faults=faults,
+        clock=clock,
+        inbox=open_inbox(place, ranks, environ, clock, faults),
+        recovery=recovery,
+        features=features,
+        attempt=place.attempt,
     )
+    features.build(run)
     return StepController(
+        run=run,
         mode=mode,
         ranks=ranks,
         layout=device.packer.layout,
@@ -385,10 +378,8 @@ def _controller(
         faults=faults,
         clock=clock,
         sampler=sampler,
-        probe=probe,
         features=features,
         log=log,
-        attempt=place.attempt,
         on_hang=given.on_hang,
         owns_clip=given.owns_clip,
         state_check=_state_check(given, recovery, faults),
@@ -435,7 +426,7 @@ def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restor
     controller.starts_again = restored is None and bool(controller.plan.plan.branches)
     if controller.starts_again and controller.is_rank0:
         controller.restart_check = _restart_check(controller, place)
-    controller.first_step = attempt.fork_step
+    controller.run.first_step = attempt.fork_step
     controller.start_branch(attempt, None if restored is None else restored.meta["judge"])
     _emit_start_events(controller, place, info, attempt)
     if recovery is not None:

@@ -15,6 +15,7 @@ from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
 from trainer_hooks.data.loader import Position
 from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
+from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
@@ -55,6 +56,7 @@ class Monitor(Loop):
         first_step = 0 if restored is None else restored.step
         super().__init__(device, controller, tokens_per_step=tokens_per_step, first_step=first_step)
         waited, lag = self._parts.clock.waited_for_data, device.readback.lag
+        self._probe = controller.features[ProbeFeature].probe
         self._schedules: Schedules | None = None
         if device.schedulers:
             self._schedules = Schedules(device.schedulers, scheduler_every, controller.warn)
@@ -229,7 +231,7 @@ class Monitor(Loop):
         device = self._device
         turn = device.turns[0] if optimizer is None else device.turn_of(optimizer)
         if turn.number:
-            refuse_probe(self._controller.probe.has_loss)
+            refuse_probe(self._probe.has_loss)
         if self._void is not None:
             return self._pass_over()
         if self._primes and self._prime():
@@ -251,14 +253,14 @@ class Monitor(Loop):
         position, samples = self._feed.take(attempted, controller.attempt)
         if attempted == self._first_step:
             if not turn.number:
-                controller.tell_without_probe(_PROBE_LINE)
+                controller.features[ProbeFeature].report_missing(_PROBE_LINE)
                 if never_clips:
                     controller.tell_without_clip()
             if self._schedules is not None and position is not None:
                 with controller.faults.fail_open("schedules"):  # a third-party class may lack much
                     self._schedules.of_epochs(attempted, *self._feed.epochs, position.num_batches)
-        if controller.probe.has_loss:
-            controller.probe.rehearse(attempted, parts.own_loss)
+        if self._probe.has_loss:
+            self._probe.rehearse(attempted, parts.own_loss)
         self._update(verdict, prepared, max_norm)
         ready = parts.report(
             verdict,
@@ -509,7 +511,7 @@ class Monitor(Loop):
 
     def _start_again(self) -> None:
         """Reset everything that depends on the previous state."""
-        self._controller.probe.rolled_back(self._step)
+        self._controller.features.on_restored(self._step)
         self._device.shadow.keep()
         if self._device.sampler is not None:
             self._device.sampler.forget()

@@ -2,6 +2,7 @@
 
 from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
+from trainer_hooks.features.probe import ProbeFeature
 
 
 def controller_of(monitor):
@@ -68,7 +69,7 @@ def limits_of(monitor):
 
 def probe_of(monitor):
     """Return the probe."""
-    return controller_of(monitor).probe
+    return feature_of(monitor, ProbeFeature).probe
 
 
 def tokens_of(monitor):

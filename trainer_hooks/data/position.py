@@ -18,6 +18,7 @@ import torch
 from trainer_hooks.data.files import BadStep, DataWriter
 from trainer_hooks.data.loader import Batch, Batches, DataState, Fed, Position, among
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.guard.schedules import Schedules
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Restored
@@ -89,6 +90,7 @@ class DataPosition:
     ) -> None:
         self._schedules = schedules
         self._controller = controller
+        self._probe = controller.features[ProbeFeature].probe
         self._waited = waited
         self._num_ranks = controller.ranks.world_size
         self._resumes = restored is not None
@@ -184,7 +186,7 @@ class DataPosition:
             faults=self._controller.faults,
             keeps_content=outer is None and (keep_batches or callable(sample_ids)),
             keeps_rng=outer is None and keep_batches,
-            seen=None if probe is None else self._controller.probe.keep,
+            seen=None if probe is None else self._probe.keep,
             handed_out=handed_out.add,
         )
         if self._resumes:
@@ -192,7 +194,7 @@ class DataPosition:
             self._say(stream.why_not_exact(state), stream, step)
         if probe is not None:
             attempt = self._controller.attempt
-            self._controller.probe.use(probe, step=step, attempt=attempt)
+            self._probe.use(probe, step=step, attempt=attempt)
         self._stream, self._handed_out, self._outer = stream, handed_out, outer
         if outer is None:
             self._firsts.clear()  # they count the batches of a loop that is over
@@ -228,8 +230,8 @@ class DataPosition:
         if self._outer is not None and self._outer[1].take()[0]:
             stream.beside = True
         self._ledger.fed(step, attempt, taken)
-        if self._controller.probe.has_loss:
-            self._controller.probe.fed(step, len(taken), attempt=attempt)
+        if self._probe.has_loss:
+            self._probe.fed(step, len(taken), attempt=attempt)
         first = taken[0].position if taken else stream.position
         self._firsts[step] = first, max(1, len(taken))
         self._firsts.pop(step - _MOST_STEPS, None)

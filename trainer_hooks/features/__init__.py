@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_hooks.features.agreement import AgreementFeature
+from trainer_hooks.features.attempts import AttemptsFeature
+from trainer_hooks.features.auto_clip import AutoClipFeature
 from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
+from trainer_hooks.features.expected_change import ExpectedChangeFeature
+from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.profiling import ProfilingFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.sigterm import SigtermFeature
@@ -17,21 +22,22 @@ from trainer_hooks.step.reduce_vector import Slots, VectorFields
 FEATURES: list[type[StepFeature]] = [
     ProfilingFeature,
     CommandsFeature,
+    AttemptsFeature,
+    ExpectedChangeFeature,
+    AgreementFeature,
     SigtermFeature,
     EarlyStoppingFeature,
+    ProbeFeature,
     UserAlertsFeature,
     ScheduleFeature,
+    AutoClipFeature,
 ]
 """All features, in the order in which a step calls them."""
 
 _OTHER_SLOTS = (
     CommandsFeature.slots,
-    Slots(
-        rank0=(
-            "next_attempt",  # id of the attempt that a rollback would start
-            "expect_steps",  # after an announced change: steps in which finite rules abstain
-        )
-    ),
+    AttemptsFeature.slots,
+    ExpectedChangeFeature.slots,
     Slots(
         rank0=(
             "saved_step",  # step and attempt of the latest complete checkpoint on disk
@@ -44,15 +50,12 @@ _OTHER_SLOTS = (
             "snapshot_missed",  # the rank could not take the snapshot that was due
         ),
     ),
-    Slots(rank=("digest",), exact=("digest",)),  # last verdict: a mismatch is an incident
+    AgreementFeature.slots,
     SigtermFeature.slots,
     EarlyStoppingFeature.slots,
-    Slots(
-        rank0=("evaluation_ratio",),  # loss to the previous evaluation; 0: no evaluation
-        rank=("probe_ready",),  # the rank was given a loss_of, and keeps batches for it
-    ),
+    ProbeFeature.slots,
     ScheduleFeature.slots,
-    Slots(rank0=("auto_max_norm",)),  # the limit of max_norm="auto"; inf: none
+    AutoClipFeature.slots,
     Slots(rank=("replicas",), exact=("replicas",)),  # 52-bit checksum; 0: no comparison
 )
 """Slots in the order of the vector, with those of parts that are not features yet."""

@@ -11,12 +11,11 @@ from msgspec.structs import replace
 
 from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.feature import FeatureSetup, OutgoingStep, ReturnedStep, StepFeature
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, RunContext, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.policy import Judgement, Proposal
 from trainvitals.records import (
     COMMAND_CODES,
-    AttemptStarted,
     Command,
     CommandAcknowledged,
     CommandAction,
@@ -44,22 +43,21 @@ class CommandsFeature(StepFeature):
 
     slots = Slots(rank0=("command_number", "command_action", "command_argument"))
 
-    def __init__(self, setup: FeatureSetup) -> None:
-        self._setup = setup
-        self._attempt = 0
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
         self._last_step = -1
         """The latest step that was judged."""
         self._unavailable: dict[str, str] = {}
         """Commands that this loop cannot carry out, with the reasons; equal on all ranks."""
-        if setup.recovery is None:
+        if run.recovery is None:
             text = "the run makes no checkpoints: watch(checkpoints=...) does"
             self._unavailable["checkpoint"] = text
         self._set_paused(False)
 
     @classmethod
-    def make(cls, setup: FeatureSetup) -> Self:
+    def make(cls, run: RunContext) -> Self:
         """Return the feature; without a mailbox the run still orders its own commands."""
-        return cls(setup)
+        return cls(run)
 
     # ------------------------------------------------------------------------- with a step
 
@@ -72,7 +70,7 @@ class CommandsFeature(StepFeature):
         command = self._waiting_command(step)
         if command is None:
             return _NO_COMMAND
-        target, recovery = -1.0, self._setup.recovery
+        target, recovery = -1.0, self._run.recovery
         if command.action != "rollback":
             target = command.argument
         elif command.checkpoint_id and recovery is not None:
@@ -81,20 +79,20 @@ class CommandsFeature(StepFeature):
 
     def _waiting_command(self, step: int) -> Command | None:
         """Return the command that waits for its response; a new one if there is one."""
-        setup, inbox = self._setup, self._setup.inbox
+        run, inbox = self._run, self._run.inbox
         if inbox is None:
-            return setup.features.own_command()
-        facts = setup.judge.facts
-        with setup.faults.fail_open("mailbox"):
+            return run.features.own_command()
+        facts = run.judge.facts
+        with run.faults.fail_open("mailbox"):
             refusal = inbox.poll(step=step)
             if refusal is not None:
                 if refusal.status == "expired":
-                    setup.plan.add(facts, expired=refusal.number)
+                    run.plan.add(facts, expired=refusal.number)
                 event = CommandAcknowledged(ack=refusal)
-                setup.emitter.of_run(event, step=step, attempt=self._attempt)
-        if inbox.waiting is not None and inbox.waiting.number <= setup.judge.facts.last_command:
+                run.emitter.of_run(event, step=step, attempt=self._run.attempt)
+        if inbox.waiting is not None and inbox.waiting.number <= run.judge.facts.last_command:
             inbox.waiting = None
-        return inbox.waiting or setup.features.own_command()
+        return inbox.waiting or run.features.own_command()
 
     def on_reduced(self, step: ReturnedStep) -> None:
         """Let the step be judged with rank 0's command."""
@@ -113,16 +111,12 @@ class CommandsFeature(StepFeature):
         return judgement._replace(decision=self._with_reason(decision))
 
     def _with_reason(self, decision: Decision) -> Decision:
-        command = None if self._setup.inbox is None else self._setup.inbox.waiting
+        command = None if self._run.inbox is None else self._run.inbox.waiting
         if command is None or command.number != decision.command_number or not command.reason:
             return decision
         return replace(
             decision, reason=f"{decision.reason} ({command.issued_by}: {command.reason})"
         )
-
-    def on_attempt(self, attempt: AttemptStarted) -> None:
-        """Report later events as those of this attempt."""
-        self._attempt = attempt.id
 
     # ------------------------------------------------------------------------------- a pause
 
@@ -134,7 +128,7 @@ class CommandsFeature(StepFeature):
     def _pause(self, is_paused: bool, reason: str) -> None:
         self._set_paused(is_paused)
         event = TrainingPaused(is_paused=is_paused, reason=reason)
-        self._setup.emitter.of_run(event, step=self._last_step, attempt=self._attempt)
+        self._run.emitter.of_run(event, step=self._last_step, attempt=self._run.attempt)
 
     def _set_paused(self, is_paused: bool) -> None:
         """Update which of the two commands is currently impossible."""
@@ -155,12 +149,12 @@ class CommandsFeature(StepFeature):
         A command that needs a step ends the pause and is judged with the next step as usual.
         SIGTERM ends the pause too.
         """
-        setup = self._setup
-        sigterm = setup.features[SigtermFeature]
+        run = self._run
+        sigterm = run.features[SigtermFeature]
         while self.is_paused:
-            words = self._command_words(step) if setup.ranks.rank == 0 else (0.0, 0.0, 0.0)
+            words = self._command_words(step) if run.ranks.rank == 0 else (0.0, 0.0, 0.0)
             (number, code, argument), stops = paused_round(
-                setup.ranks, words, sigterm.is_received, device
+                run.ranks, words, sigterm.is_received, device
             )
             if stops:
                 sigterm.on_pause_ended()
@@ -171,7 +165,7 @@ class CommandsFeature(StepFeature):
                 if action in _JUDGED_WITH_STEP:
                     self._pause(False, f"a {action} was asked for")
                     return
-                yield setup.judge.command(proposal, decided_at_step=step, lacks=self._unavailable)
+                yield run.judge.command(proposal, decided_at_step=step, lacks=self._unavailable)
 
 
 def paused_round(

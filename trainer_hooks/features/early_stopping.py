@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from trainer_hooks.callbacks.early_stopping import Evaluations
-from trainer_hooks.step.feature import FeatureSetup, OutgoingStep, ReturnedStep, StepFeature
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, RunContext, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.early_stopping import EarlyStopping, Stopper
 
@@ -28,14 +28,14 @@ class EarlyStoppingFeature(StepFeature):
         self.evaluations = evaluations
 
     @classmethod
-    def make(cls, setup: FeatureSetup) -> Self | None:
+    def make(cls, run: RunContext) -> Self | None:
         """Return the feature if the run was given ``EarlyStopping``."""
-        settings, recovery = setup.given.early_stopping, setup.recovery
+        settings, recovery = run.given.early_stopping, run.recovery
         if settings is None:
             return None
         ring, store = (None, None) if recovery is None else recovery.keepers()
         return cls(
-            Evaluations(settings, ranks=setup.ranks, emitter=setup.emitter, ring=ring, store=store)
+            Evaluations(settings, ranks=run.ranks, emitter=run.emitter, ring=ring, store=store)
         )
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:

@@ -19,13 +19,13 @@ import torch.autograd.profiler as autograd_profiler
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.feature import FeatureSetup, ReturnedStep, StepFeature
+from trainer_hooks.step.feature import ReturnedStep, RunContext, StepFeature
 from trainvitals.detect.fleet.base import MergedStep, upper_median
 from trainvitals.detect.fleet.speed import ThroughputWatcher
 from trainvitals.errors import UsageError
 from trainvitals.io.private import ensure_private_dir
 from trainvitals.policy import Judgement, Proposal
-from trainvitals.records import AttemptStarted, Command, Note, Profiled
+from trainvitals.records import Command, Note, Profiled
 from trainvitals.rows import Value
 
 MAX_BYTES = 64 << 20
@@ -330,53 +330,48 @@ class ProfilingFeature(StepFeature):
     if a profile was ordered.
     """
 
-    def __init__(self, setup: FeatureSetup, slowdowns: Slowdowns | None) -> None:
-        self._setup = setup
-        self._attempt = 0
+    def __init__(self, run: RunContext, slowdowns: Slowdowns | None) -> None:
+        self._run = run
         self._last_step = -1
         self._lateness = Lateness()
         self._profiling = Profiling(
-            setup.run_dir.profiles_dir, setup.ranks, self._lateness, setup.faults, self._profiled
+            run.run_dir.profiles_dir, run.ranks, self._lateness, run.faults, self._profiled
         )
         self.slowdowns = slowdowns
         """Orders a profile if the run gets slower; on rank 0, if enabled."""
 
     @classmethod
-    def make(cls, setup: FeatureSetup) -> Self:
+    def make(cls, run: RunContext) -> Self:
         """Return the feature; in a mode that acts, with automatic profiles if enabled."""
-        signals, slowdowns = setup.given.signals, None
+        signals, slowdowns = run.given.signals, None
         is_automatic = signals is not None and signals.profile_slowdowns
-        if setup.ranks.rank == 0 and setup.mode != "observe" and is_automatic:
-            slowdowns = Slowdowns(setup.run_dir.profiles_dir)
-        return cls(setup, slowdowns)
+        if run.ranks.rank == 0 and run.mode != "observe" and is_automatic:
+            slowdowns = Slowdowns(run.run_dir.profiles_dir)
+        return cls(run, slowdowns)
 
     def _profiled(self, text: str) -> None:
         """Report the path of this rank's trace; called from a separate thread."""
         note = Note(code="profile_written", text=text)
-        self._setup.emitter.event(note, step=self._last_step, attempt=self._attempt)
+        self._run.emitter.event(note, step=self._last_step, attempt=self._run.attempt)
 
     def on_row_written(self, step: ReturnedStep) -> None:
         """Use the times of a step."""
         measured = step.measured
-        if step.attempt == self._attempt:
+        if step.attempt == self._run.attempt:
             self._last_step = step.step
         self._lateness.add(step.columns, measured.data_wait_seconds)
         if self.slowdowns is not None and measured.turn <= 1:
-            with self._setup.faults.fail_open("slowdowns"):
+            with self._run.faults.fail_open("slowdowns"):
                 seconds = measured.duration_seconds
                 self.slowdowns.add(step.step, step.attempt, step.columns, seconds)
-
-    def on_attempt(self, attempt: AttemptStarted) -> None:
-        """Report later traces as those of this attempt."""
-        self._attempt = attempt.id
 
     def own_command(self) -> Command | None:
         """Return the profile that the run orders itself because it got slower, if any."""
         if self.slowdowns is None:
             return None
-        setup = self._setup
-        newest, now_ns = setup.judge.facts.last_command, setup.clock.monotonic_ns()
-        return self.slowdowns.command(setup.run_dir.run_id, newest=newest, now_ns=now_ns)
+        run = self._run
+        newest, now_ns = run.judge.facts.last_command, run.clock.monotonic_ns()
+        return self.slowdowns.command(run.run_dir.run_id, newest=newest, now_ns=now_ns)
 
     def on_command(self, command: Proposal, *, now_step: int) -> None:
         """Order a profile from the next step on."""
@@ -386,8 +381,8 @@ class ProfilingFeature(StepFeature):
         self._profiling.order(now_step + 1, profiled)
         if profiled.by_itself and self.slowdowns is not None:
             text = f"Vitals profiles {profiled.num_steps} steps: {self.slowdowns.reason}"
-            emitter = self._setup.emitter
-            emitter.note("profile_begun", text, step=now_step, attempt=self._attempt)
+            emitter = self._run.emitter
+            emitter.note("profile_begun", text, step=now_step, attempt=self._run.attempt)
 
     @property
     def has_pending_work(self) -> bool:
@@ -401,5 +396,5 @@ class ProfilingFeature(StepFeature):
 
     def close(self) -> None:
         """Write an unfinished profile."""
-        with self._setup.faults.fail_open("profile"):
+        with self._run.faults.fail_open("profile"):
             self._profiling.close()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from trainer_hooks.guard.declared import DeclaredSchedule
-from trainer_hooks.step.feature import FeatureSetup, OutgoingStep, ReturnedStep, StepFeature
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, RunContext, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.errors import UsageError
 from trainvitals.policy.state import FOREVER
@@ -31,9 +31,9 @@ class ScheduleFeature(StepFeature):
     )
     state_key = "schedule"
 
-    def __init__(self, setup: FeatureSetup, declared: DeclaredSchedule | None) -> None:
-        self._emitter = setup.emitter
-        self._faults = setup.faults
+    def __init__(self, run: RunContext, declared: DeclaredSchedule | None) -> None:
+        self._emitter = run.emitter
+        self._faults = run.faults
         self._declared = declared
         self._first_rate = 0.0
         """Rate of the first group in the previous step, as requested by the loop."""
@@ -41,9 +41,9 @@ class ScheduleFeature(StepFeature):
         """Error of a loop that steps the schedulers too, until rank 0 has informed all ranks."""
 
     @classmethod
-    def make(cls, setup: FeatureSetup) -> Self:
+    def make(cls, run: RunContext) -> Self:
         """Return the feature; on rank 0 with the declared schedule, if there is one."""
-        return cls(setup, setup.given.declared_schedule() if setup.ranks.rank == 0 else None)
+        return cls(run, run.given.declared_schedule() if run.ranks.rank == 0 else None)
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-from trainer_hooks.step.feature import FeatureSetup, OutgoingStep, ReturnedStep, StepFeature
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, RunContext, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 
 
@@ -22,9 +22,9 @@ class SigtermFeature(StepFeature):
         """Whether any rank received SIGTERM: known on all ranks at the same step."""
 
     @classmethod
-    def make(cls, setup: FeatureSetup) -> Self:
+    def make(cls, run: RunContext) -> Self:
         """Return the feature of this rank."""
-        return cls(saves=setup.recovery is not None)
+        return cls(saves=run.recovery is not None)
 
     def contribute_always(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return whether this rank received SIGTERM, even if it could not measure the step."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.step.emit import Emitter
-from trainer_hooks.step.feature import FeatureSetup, StepFeature
+from trainer_hooks.step.feature import RunContext, StepFeature
 from trainvitals.detect.user_alerts import KIND, Rule, RuleSet, UserAlerts, WatchedRule
 from trainvitals.metrics import STEP_METRICS
 from trainvitals.records import AttemptStarted, Finding, FindingRaised, Severity
@@ -235,16 +235,15 @@ class UserAlertsFeature(StepFeature):
 
     state_key = "alerts"
 
-    def __init__(self, setup: FeatureSetup) -> None:
-        self._setup = setup
-        self._attempt = 0
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
         self._alerts: RankAlerts | None = None
 
     @classmethod
-    def make(cls, setup: FeatureSetup) -> Self:
+    def make(cls, run: RunContext) -> Self:
         """Return the feature, with the rules of the settings file."""
-        feature = cls(setup)
-        if setup.judge.config.rules:
+        feature = cls(run)
+        if run.judge.config.rules:
             feature.alerts()
         return feature
 
@@ -256,21 +255,20 @@ class UserAlertsFeature(StepFeature):
     def alerts(self) -> RankAlerts:
         """Return the judge of this rank's alerts, created at the first call."""
         if self._alerts is None:
-            setup = self._setup
+            run = self._run
             self._alerts = RankAlerts(
-                setup.judge.config.rules,
-                emitter=setup.emitter,
-                faults=setup.faults,
-                rank=setup.ranks.rank,
-                world_size=setup.ranks.world_size,
+                run.judge.config.rules,
+                emitter=run.emitter,
+                faults=run.faults,
+                rank=run.ranks.rank,
+                world_size=run.ranks.world_size,
             )
-            setup.emitter.observer = self._alerts
-            self._alerts.begin(self._attempt, 0)
+            run.emitter.observer = self._alerts
+            self._alerts.begin(run.attempt, 0)
         return self._alerts
 
     def on_attempt(self, attempt: AttemptStarted) -> None:
         """Void the loop's calls that belong to a discarded attempt."""
-        self._attempt = attempt.id
         if self._alerts is not None:
             self._alerts.begin(attempt.id, attempt.fork_step)
 

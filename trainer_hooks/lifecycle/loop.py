@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
+from trainer_hooks.features.expected_change import ExpectedChangeFeature
+from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.lifecycle.heartbeat import HeartbeatThread
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
@@ -24,7 +26,7 @@ from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import StepPhases
 from trainvitals.detect.user_alerts import MAX_MESSAGE, refuse_alert, wrong_level
 from trainvitals.errors import TrainingHalted, UsageError
-from trainvitals.records import AttemptStarted, ChangeExpected, Severity
+from trainvitals.records import AttemptStarted, Severity
 
 AnnouncedPhase = Literal["data", "checkpoint", "evaluate", "other"]
 ANNOUNCED_PHASES: tuple[str, ...] = get_args(AnnouncedPhase)
@@ -151,7 +153,7 @@ class Loop:
         self.observe(**{f"eval/{name}": value for name, value in values.items()})
         with self._controller.faults.fail_open("evaluate"):
             if self._controller.is_rank0:
-                self._controller.loss_evaluations.given(values)
+                self._controller.features[ProbeFeature].loss_evaluations.given(values)
             stopping = self._controller.features.get(EarlyStoppingFeature)
             if stopping is not None:
                 with self._controller.times.checkpoint():  # copies the best state
@@ -243,9 +245,8 @@ class Loop:
             steps: number of steps for which finite values are not judged.
         """
         if self._controller.is_rank0:
-            self._controller.expecting = max(1, steps)
-            event = ChangeExpected(reason=reason, steps=steps)
-            self._controller.emitter.event(event, step=self._step, attempt=self.attempt)
+            expected = self._controller.features[ExpectedChangeFeature]
+            expected.announce(reason, steps, step=self._step)
 
     def phase(self, name: AnnouncedPhase) -> AbstractContextManager[None]:
         """Announce that the body takes long on this rank or on all ranks.
@@ -328,9 +329,9 @@ class Loop:
             fork_step=kept.step,
             reason=f"resumed at step {kept.step} from the loop's own checkpoint",
         )
-        self._first_step = self._step = controller.first_step = kept.step
+        self._first_step = self._step = controller.run.first_step = kept.step
         self._parts.clock.step = kept.step
-        controller.resume(attempt, kept.detectors, kept.tokens, kept.features, kept.auto_clip)
+        controller.resume(attempt, kept.detectors, kept.tokens, kept.features)
         self._device.shadow.keep()
         if self._device.sampler is not None:
             self._device.sampler.begin(self._step)
@@ -351,7 +352,7 @@ class Loop:
             return
         self._closed = True
         controller = self._controller
-        controller.probe.close()  # its forwards are collectives, and this rank may end alone
+        controller.features.stop_collectives()
         if controller.replicas is not None:
             controller.replicas.close()
         try:

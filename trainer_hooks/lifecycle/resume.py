@@ -9,7 +9,6 @@ from typing import Any
 from trainer_hooks.features import check_resumable
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.emit import TokenCount
-from trainvitals.auto_clip import AutoClip
 from trainvitals.errors import ConfigError, FormatError, NewerVersionError
 from trainvitals.policy import Judge, JudgeConfig
 from trainvitals.printable import name_type
@@ -32,8 +31,6 @@ class LoopState:
     tokens: TokenCount
     features: dict[str, Any]
     """States of the features, by key; None if the run did not use one."""
-    auto_clip: dict[str, Any] | None
-    """Norms of ``max_norm="auto"``; None if the run did not use it."""
 
 
 def loop_state(controller: StepController, step: int) -> dict[str, Any]:
@@ -47,7 +44,6 @@ def loop_state(controller: StepController, step: int) -> dict[str, Any]:
         "tokens_seen": controller.log.tokens.seen,
         "tokens_trained": controller.log.tokens.trained,
         **controller.features.resumable_state(),
-        "auto_clip": controller.auto_clip_state(),
     }
 
 
@@ -84,23 +80,12 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
             detectors=dict(state["detectors"]),
             tokens=TokenCount(int(state["tokens_seen"]), int(state["tokens_trained"])),
             features=check_resumable(state),
-            auto_clip=_auto_clip(state.get("auto_clip")),
         )
     except _DAMAGE as error:
         raise FormatError(
             f"the monitor's state is damaged: {type(error).__name__}: {error}",
             hint="leave it out: the limits then warm up again",
         ) from error
-
-
-def _auto_clip(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the norms of each turn, once limits could be computed from them."""
-    if state is None:
-        return None
-    for turn, norms in state.items():
-        int(turn)
-        AutoClip().load_state_dict(norms)
-    return dict(state)
 
 
 def _try_out(judge: Judge, state: dict[str, Any]) -> None:

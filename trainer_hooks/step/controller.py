@@ -23,7 +23,6 @@ from trainer_hooks.lifecycle.earlier_losses import RestartCheck
 from trainer_hooks.lifecycle.terminal import Terminal
 from trainer_hooks.measures.host import HostMeasurements, StepClock
 from trainer_hooks.measures.sampled import Sampler
-from trainer_hooks.probe.probe import LossEvaluations, Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import Meta, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
@@ -31,7 +30,7 @@ from trainer_hooks.recovery.replicas import NO_ORDER, Difference, Replicas
 from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.repro.capsule import Surroundings
 from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
-from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeatures
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, RunContext, StepFeatures
 from trainer_hooks.step.gradients import no_gradients
 from trainer_hooks.step.reduce_vector import (
     NUM_FIGURES,
@@ -39,18 +38,15 @@ from trainer_hooks.step.reduce_vector import (
     PackLayout,
     Rank0Values,
     Reduced,
-    dissenters,
     step_record,
 )
-from trainvitals.auto_clip import AutoClip, MaxNorm
+from trainvitals.auto_clip import MaxNorm
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
 from trainvitals.errors import CheckpointError, TrainingHalted
-from trainvitals.identity import new_attempt_id
 from trainvitals.io.rundir import HaltMarker, RunDir
 from trainvitals.policy import Judge, Judgement, Proposal
 from trainvitals.policy.plan import Branch, Window
-from trainvitals.policy.state import is_outlier
 from trainvitals.records import (
     AttemptStarted,
     CommandAck,
@@ -92,36 +88,27 @@ class StepController:
     faults: FaultCounter
     clock: Clock
     sampler: Sampler | None
-    probe: Probe
+    run: RunContext
     features: StepFeatures
     log: StepLog
-    attempt: int
     on_hang: OnHang
     """Action of the node's agent for a hang that pages."""
     owns_clip: bool
     """Whether gradients are measured before any clip; otherwise the loop provides a finite norm."""
     replicas: Replicas | None = None
     """Compares the ranks with each other; None if they hold nothing in common."""
-    loss_evaluations: LossEvaluations = field(default_factory=LossEvaluations)
     agent: NodeAgent | None = None
     terminal: Terminal | None = None
     """Messages to the user at the terminal; only on rank 0, and None if it must be quiet."""
     probe_parameters: bool = False
     """Whether the next pack reports if parameters are finite: only after a bad step."""
-    digest: int = 0
     halted: TrainingHalted | None = None
-    expecting: int = 0
-    """Steps of an announced change that no pack has returned yet; only on rank 0."""
-    first_step: int = -1
-    """First step of this start, until it was judged: it must have gradients."""
     starts_again: bool = False
     """Whether the run was started before, and this start found no state to continue from."""
     restart_check: RestartCheck | None = None
     """Compares the first losses with the earlier starts of the run; only on rank 0."""
     last_step: int = -1
     """The latest step that was judged."""
-    _next_attempt: int = 0
-    """Id of the attempt that a rollback would start."""
     first_record: StepRecord | None = None
     """Record of the first step, until it was checked."""
     judged: tuple[StepRecord, Reduced] | None = None
@@ -138,15 +125,16 @@ class StepController:
     """Parts of the step's time."""
     _begun: set[int] = field(default_factory=set)
     """Turns that have had a step."""
-    _auto_clips: dict[int, AutoClip] = field(default_factory=dict)
-    """Norms behind the limits of ``max_norm="auto"``, by turn; empty if it is not used."""
-    _was_announced: bool = False
-    _disagreed: bool = False
     _bad_names: str = ""
     """Non-finite tensors of this rank in the last report."""
 
     def __post_init__(self) -> None:
         self.times = StepClock(self.clock)
+
+    @property
+    def attempt(self) -> int:
+        """Id of the current attempt."""
+        return self.run.attempt
 
     @property
     def is_rank0(self) -> bool:
@@ -159,77 +147,42 @@ class StepController:
         """Return rank 0's limits and its verified command; None on the other ranks."""
         if not self.is_rank0:
             return None
-        step, turn, max_norm = outgoing.step, outgoing.turn, outgoing.max_norm
-        limits = self.judge.limits(turn) if not self.expecting else Limits()
-        # A clip at a thousand times the usual norm does not reduce any outlier.
-        usual = limits.grad_norm
-        auto_max_norm = self._auto_clip(turn).limit(step) if max_norm == "auto" else None
-        clip = auto_max_norm if max_norm == "auto" else max_norm
-        clips = clip is not None and (usual is None or clip <= _NO_CLIP * usual)
+        turn, values = outgoing.turn, self.features.rank0_values(outgoing)
         recovery = self.recovery
-        ratio, self.loss_evaluations.ratio = self.loss_evaluations.ratio, 0.0
-        saved_step, saved_attempt = (0, 0) if recovery is None else recovery.newest_saved
+        if recovery is not None:
+            saved_step, saved_attempt = recovery.newest_saved
+            values |= {
+                "saved_step": float(saved_step),
+                "saved_attempt": float(saved_attempt),
+                "save_due": float(recovery.save_due),
+                "saving": float(recovery.is_saving),
+            }
+        limits = self.judge.limits(turn) if not values["expect_steps"] else Limits()
+        # A clip at a thousand times the usual norm does not reduce any outlier.
+        usual, clip = limits.grad_norm, outgoing.max_norm
+        if clip == "auto":
+            clip = values["auto_max_norm"]
         return Rank0Values(
             loss_limit=limits.loss,
             grad_norm_limit=limits.grad_norm,
-            clips=clips,
+            clips=clip is not None
+            and clip != math.inf
+            and (usual is None or clip <= _NO_CLIP * usual),
             max_row=self.judge.max_row(turn),
-            skips=self.judge.facts.is_skipped(step),
-            values=self.features.rank0_values(outgoing)
-            | {
-                "next_attempt": float(self._next_attempt),
-                "expect_steps": float(self.expecting),
-                "saved_step": float(saved_step),
-                "saved_attempt": float(saved_attempt),
-                "save_due": float(recovery is not None and recovery.save_due),
-                "saving": float(recovery is not None and recovery.is_saving),
-                "evaluation_ratio": ratio,
-                "auto_max_norm": math.inf if auto_max_norm is None else auto_max_norm,
-            },
+            skips=self.judge.facts.is_skipped(outgoing.step),
+            values=values,
         )
 
     def contribute(self, outgoing: OutgoingStep) -> dict[str, Tensor | float]:
         """Return this rank's values of the features' slots, without waiting for the device."""
         step, recovery = outgoing.step, self.recovery
-        values = self.features.contribute(outgoing) | self._contribute_always()
+        values = self.features.contribute(outgoing)
         values["snapshot_missed"] = float(recovery is not None and recovery.missed(step))
         measured = {
             "nonfinite_state": self.nonfinite_state(step),
             "replicas": self.replicas_word(step, outgoing.max_norm, outgoing.turn),
         }
         return values | {name: value for name, value in measured.items() if value is not None}
-
-    def contribute_always(self, outgoing: OutgoingStep) -> dict[str, float]:
-        """Return the values that are also sent if this rank could not measure the step."""
-        return self.features.contribute_always(outgoing) | self._contribute_always()
-
-    def _contribute_always(self) -> dict[str, float]:
-        return {
-            "digest": float(self.digest),
-            "probe_ready": float(self.probe_ready),
-        }
-
-    def _auto_clip(self, turn: int) -> AutoClip:
-        """Return the norms of one optimizer's turn, or of all optimizers together."""
-        if turn not in self._auto_clips:
-            self._auto_clips[turn] = AutoClip(self.judge.config.auto_clip)
-        return self._auto_clips[turn]
-
-    def auto_clip_state(self) -> dict[str, Any] | None:
-        """Return the norms behind the limits of ``max_norm="auto"``; None if it is not used."""
-        clips = self._auto_clips.items()
-        return {str(turn): clip.state_dict() for turn, clip in clips} if clips else None
-
-    def load_auto_clip_state(self, state: Mapping[str, Any] | None, *, step: int) -> None:
-        """Continue the limits of ``max_norm="auto"`` from ``step``."""
-        state = state or {}
-        for turn in self._auto_clips.keys() | {int(turn) for turn in state}:
-            self._auto_clip(turn).roll_back(step, state.get(str(turn)))
-
-    @property
-    def probe_ready(self) -> bool:
-        """Whether this rank can run the probe."""
-        return self.probe.has_loss and self.probe.is_ready
 
     def nonfinite_state(self, step: int) -> Tensor | None:
         """Return the number of this rank's non-finite tensors, if ``step`` includes a check.
@@ -298,18 +251,18 @@ class StepController:
             )
             self.features.on_row_written(returned)
             return Judgement()
-        if measured.step == self.first_step or (name and measured.turn not in self._begun):
+        if measured.step == self.run.first_step or (name and measured.turn not in self._begun):
             self._begun.add(measured.turn)
             if not reduced.has_gradients and not record.failed_ranks:
                 raise no_gradients(name)  # known on all ranks
         self.features.complete(returned)
-        if measured.step == self.first_step:
+        if measured.step == self.run.first_step:
             self.first_record = record
             if self.starts_again and not measured.step:
                 self._tell_second_start()
         if self.restart_check is not None and (text := self.restart_check.add(record)):
             self.warn("weights_not_restored", text, step=measured.step)
-        self.first_step = -1
+        self.run.first_step = -1
         # Data sent with the step is handled before its judgement: the escalation policy chooses
         # among checkpoints, and runs the probe, as all ranks know them at this step.
         difference = None
@@ -328,17 +281,14 @@ class StepController:
                 is_shared=difference is None or difference.kind in ("state", "settings"),
             )
         self.features.on_reduced(returned)
-        if self.probe.has_loss:
-            self.probe.returned(reduced.total("probe_ready"))
-        self._announced(int(reduced.root["expect_steps"]))
         judgement = self.judge.judge(
             record,
             decided_at_step=now_step,
             checkpoints=() if self.recovery is None else self.recovery.refs(),
             command=returned.command,
-            now_attempt_id=int(reduced.root["next_attempt"]),
-            probe=self.probe.read if self.probe.is_on else None,
-            evaluation=reduced.root["evaluation_ratio"] or None,
+            now_attempt_id=returned.next_attempt,
+            probe=returned.probe,
+            evaluation=returned.evaluation,
             lacks=returned.unavailable_commands,
         )
         if name:
@@ -353,13 +303,12 @@ class StepController:
         judgement = self.features.annotate(returned, judgement)
         if record.failed_ranks:
             judgement = self._name_unguarded(record, judgement)
-        if measured.clips_automatically:
-            measured.auto_max_norm = reduced.limit("auto_max_norm")
-            if not (record.skipped or record.failed_ranks or record.grad_norm is None):
-                self._auto_clip(measured.turn).add(measured.step, record.grad_norm)
         self.last_step, self.judged = measured.step, (record, reduced)
-        self._after_judgement(record, reduced, judgement)
+        self.probe_parameters = bool(record.nonfinite_ranks) or any(
+            f.kind == "nonfinite" for f in judgement.findings
+        )
         returned.record = record
+        self.features.on_judged(returned, judgement)
         returned.columns = self.log.write(
             measured, record, reduced, derived, samples, judgement, name
         )
@@ -518,17 +467,6 @@ class StepController:
         measured.after_clip = not is_given
         return is_given
 
-    def tell_without_probe(self, line: str) -> None:
-        """Report once, in a mode that acts, that there is no probe, and the line that adds one.
-
-        Args:
-            line: line of the loop that would provide a probe.
-        """
-        if self.mode != "observe" and not self.probe.has_loss:
-            text = "no probe, so Vitals cannot check whether the weights are damaged; add one: "
-            text += line
-            self._note("no_probe", text, max(self.first_step, 0), "info")
-
     def tell_without_clip(self) -> None:
         """Report once, before anything has gone wrong, that the loop does not clip gradients."""
         if self.mode != "observe":
@@ -538,40 +476,9 @@ class StepController:
                 f"{self.judge.config.auto_clip.multiple:g} times the recent median norm, and "
                 "max_norm=math.inf measures the norm without this message"
             )
-            self._note("no_clip", text, max(self.first_step, 0), "info")
+            self._note("no_clip", text, max(self.run.first_step, 0), "info")
             if self.terminal is not None:
                 self.terminal.hint(text)
-
-    def _announced(self, steps: int) -> None:
-        """Apply, on all ranks at the same step, the change announced in rank 0's pack."""
-        if steps and not self._was_announced:
-            self.judge.rebaseline(steps)
-            self.features.on_change_expected(steps)
-            self.expecting = 0
-        self._was_announced = steps > 0
-
-    def _after_judgement(self, record: StepRecord, reduced: Reduced, judgement: Judgement) -> None:
-        self.probe_parameters = bool(record.nonfinite_ranks) or any(
-            f.kind == "nonfinite" for f in judgement.findings
-        )
-        self.digest = self.judge.digest()
-        if self.probe.has_loss:
-            bad = any(finding.level == "actionable" for finding in judgement.findings)
-            if bad or record.skipped or is_outlier(record):
-                self.probe.dropped(record.step)
-            else:
-                own_loss = reduced.losses()[self.layout.rank]
-                self.probe.accepted(record.step, record.attempt, own_loss)
-        if not self._disagreed and (others := dissenters(reduced)):
-            self._disagreed = True
-            shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
-            self._note(
-                "split_verdict",
-                f"{len(others)} of {self.layout.world_size} ranks disagree with the others on the "
-                f"verdict of step {record.step - 1}: {shown}",
-                record.step,
-                "error",
-            )
 
     # ------------------------------------------------------------------------------ actions
 
@@ -717,14 +624,12 @@ class StepController:
 
     def begin_attempt(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
         """Continue as a new attempt, with the detectors of its start state."""
-        self.attempt = attempt.id
+        self.run.attempt = attempt.id
         self.features.on_attempt(attempt)
-        # A clock may go backwards; the new attempt still needs a higher id than the previous one.
-        self._next_attempt = max(new_attempt_id(self.clock.time_ns()), attempt.id + 1)
         self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
         if self.replicas is not None:
             self.replicas.rolled_back(attempt.fork_step)
-        self.probe_parameters, self.digest, self._was_announced = False, 0, False
+        self.probe_parameters = False
 
     def start_branch(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
         """Start an attempt at the start of the loop, and write it to the plan journal."""
@@ -738,7 +643,6 @@ class StepController:
         detectors: dict[str, Any],
         tokens: TokenCount,
         features: Mapping[str, Any],
-        auto_clip: dict[str, Any] | None,
     ) -> None:
         """Continue, before the first step, from a state that the loop itself saved. Collective.
 
@@ -746,7 +650,6 @@ class StepController:
         """
         self.log.tokens = tokens
         self.features.resume(features, step=attempt.fork_step)
-        self.load_auto_clip_state(auto_clip, step=attempt.fork_step)
         self.start_branch(attempt, detectors)
         self.emitter.of_run(attempt, step=attempt.fork_step, attempt=attempt.id)
         if self.recovery is not None:  # a snapshot of this attempt, with the state the loop loaded
@@ -760,7 +663,6 @@ class StepController:
             "tokens_trained": self.log.tokens.trained,
             "data": data,
             **self.features.state_dict(),
-            "auto_clip": self.auto_clip_state(),
         }
 
     def take_meta(self, meta: Meta, *, step: int) -> None:
@@ -768,7 +670,6 @@ class StepController:
         kept = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
         self.log.tokens.go_back(kept)
         self.features.load_state_dict(meta, step=step)
-        self.load_auto_clip_state(meta.get("auto_clip"), step=step)
 
     def tell_unguarded(self, text: str, *, step: int) -> None:
         """Page for a loop whose updates bypass Vitals, so that no step could report it."""

@@ -7,7 +7,7 @@ lists them; no module of this package names one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -20,6 +20,7 @@ from trainer_hooks.step.reduce_vector import Reduced, Slots
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.clock import Clock
 from trainvitals.policy import Judge, Judgement, Proposal
+from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.records import AttemptStarted, Command, StepRecord
 from trainvitals.rows import Value
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from trainer_hooks.measures.host import HostMeasurements
     from trainer_hooks.recovery.manager import RecoveryManager
     from trainer_hooks.recovery.plan_journal import PlanJournal
+    from trainer_hooks.step.device import Device
     from trainer_hooks.step.emit import Emitter
     from trainvitals.io.mailbox import CommandInbox
     from trainvitals.io.rundir import RunDir
@@ -36,25 +38,30 @@ Feature = TypeVar("Feature", bound="StepFeature")
 
 
 @dataclass(slots=True, kw_only=True)
-class FeatureSetup:
-    """Parts of the run from which ``StepFeature.make`` builds a feature."""
+class RunContext:
+    """Parts of a run on this rank that its features share."""
 
     mode: str
     given: Arguments
     """Arguments of ``watch`` or ``attach``."""
     ranks: Ranks
+    device: Device
     judge: Judge
     emitter: Emitter
     run_dir: RunDir
+    plan: PlanJournal
     faults: FaultCounter
     clock: Clock
-    plan: PlanJournal
     inbox: CommandInbox | None
     """Source of commands; only on rank 0."""
     recovery: RecoveryManager | None
     """Snapshots and checkpoints; None without them."""
     features: StepFeatures
     """The run's features; complete once all of them are built."""
+    attempt: int
+    """Id of the current attempt."""
+    first_step: int = -1
+    """First step of this start, until it was judged: it must have gradients."""
 
 
 class OutgoingStep(NamedTuple):
@@ -88,6 +95,12 @@ class ReturnedStep:
     """Manual command that is judged with the step."""
     unavailable_commands: Mapping[str, str] = field(default_factory=dict)
     """Commands that the loop cannot carry out, with the reasons."""
+    next_attempt: int = 0
+    """Id of the attempt that a rollback would start."""
+    probe: Callable[[Ask], Reading] | None = None
+    """Reads the probe; None if it is off."""
+    evaluation: float | None = None
+    """Ratio of a validation loss to the previous one; None without an evaluation."""
 
     @property
     def step(self) -> int:
@@ -120,7 +133,7 @@ class StepFeature:
     """Whether the state is also in ``Monitor.state_dict``, for loops with their own checkpoints."""
 
     @classmethod
-    def make(cls, setup: FeatureSetup) -> Self | None:
+    def make(cls, run: RunContext) -> Self | None:
         """Return the feature of a run; None if the run does not use it. Collective."""
         raise NotImplementedError
 
@@ -191,6 +204,9 @@ class StepFeature:
     def on_attempt(self, attempt: AttemptStarted) -> None:
         """Continue as an attempt from ``attempt.fork_step``: at the start and after a rollback."""
 
+    def on_restored(self, next_step: int) -> None:
+        """Drop what depends on the state after ``next_step``: an earlier one was restored."""
+
     def state_dict(self) -> Any:
         """Return the state as plain values, equal on all ranks."""
         return None
@@ -201,6 +217,9 @@ class StepFeature:
     @classmethod
     def check_state(cls, state: Any) -> None:
         """Raise any error if ``load_state_dict`` could not use a resumable state."""
+
+    def stop_collectives(self) -> None:
+        """Enter no collective from now on: the loop ends, and other ranks may be gone."""
 
     def close(self) -> None:
         """Finish when the loop ends. Enters no collective: other ranks may be gone."""
@@ -217,10 +236,10 @@ class StepFeatures:
         self._features: tuple[StepFeature, ...] = ()
         self._by_type: dict[type[StepFeature], StepFeature] = {}
 
-    def build(self, setup: FeatureSetup) -> None:
+    def build(self, run: RunContext) -> None:
         """Build the features that the run uses. Collective."""
         for kind in self._kinds:
-            feature = kind.make(setup)
+            feature = kind.make(run)
             if feature is not None:
                 self._by_type[kind] = feature
         self._features = tuple(self._by_type.values())
@@ -342,6 +361,11 @@ class StepFeatures:
         for feature in self._features:
             feature.on_attempt(attempt)
 
+    def on_restored(self, next_step: int) -> None:
+        """Drop what depends on a state that was replaced."""
+        for feature in self._features:
+            feature.on_restored(next_step)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states by key, for a snapshot."""
         states = {f.state_key: f.state_dict() for f in self._features if f.state_key}
@@ -363,6 +387,11 @@ class StepFeatures:
         for feature in self._features:
             if feature.is_resumable:
                 feature.load_state_dict(state.get(feature.state_key), step=step)
+
+    def stop_collectives(self) -> None:
+        """Enter no collective from now on."""
+        for feature in self._features:
+            feature.stop_collectives()
 
     def close(self) -> None:
         """Close all features."""

@@ -256,7 +256,7 @@ class StepPhases:
                 weight=0.0,
                 overflow=overflow,
                 failed=True,
-                values=controller.contribute_always(outgoing),
+                values=controller.features.contribute_always(outgoing),
             )
             device.packer.clear()
             device.packer.fill(local, root)
