@@ -36,14 +36,14 @@ from trainer_hooks.lifecycle.earlier_losses import RestartCheck, read_earlier_lo
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.lifecycle.shutdown import close_earlier
 from trainer_hooks.lifecycle.terminal import Terminal
-from trainer_hooks.measures.host import Utilization
+from trainer_hooks.measures.host import StepClock, Utilization
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import Replicas
-from trainer_hooks.recovery.state import StateCheck, TrainingState
+from trainer_hooks.recovery.state import TrainingState
 from trainer_hooks.repro.capsule import Surroundings
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
@@ -245,15 +245,17 @@ def set_up(given: Arguments) -> Made | None:
         )
         restored = _begin(controller, place, info)
         if ranks.rank == 0:
-            controller.terminal = Terminal.open(info, place.run_dir.run_id, clock, environ)
-        if controller.terminal is not None:
-            controller.terminal.started(_resumed(restored))
+            controller.run.terminal = Terminal.open(info, place.run_dir.run_id, clock, environ)
+        if controller.run.terminal is not None:
+            controller.run.terminal.started(_resumed(restored))
         for code, text in device.warnings:
-            controller.warn(code, text, step=controller.run.first_step)
+            controller.run.warn(code, text, step=controller.run.first_step)
         if given.on_hang == "restart" and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
             text = "on_hang='restart' ends a hung job, and torchrun does not start it again"
             hint = "torchrun --max-restarts 3 does"
-            controller.warn("no_max_restarts", f"{text}; {hint}", step=controller.run.first_step)
+            controller.run.warn(
+                "no_max_restarts", f"{text}; {hint}", step=controller.run.first_step
+            )
         if place.is_first:
             _start_agent(controller, place, environ)
         undo.pop_all()
@@ -360,7 +362,9 @@ def _controller(
         clock=clock,
         inbox=open_inbox(place, ranks, environ, clock, faults),
         recovery=recovery,
+        replicas=replicas,
         features=features,
+        times=StepClock(clock),
         attempt=place.attempt,
     )
     features.build(run)
@@ -371,7 +375,6 @@ def _controller(
         layout=device.packer.layout,
         judge=judge,
         recovery=recovery,
-        replicas=replicas,
         emitter=emitter,
         run_dir=place.run_dir,
         plan=plan,
@@ -382,7 +385,6 @@ def _controller(
         log=log,
         on_hang=given.on_hang,
         owns_clip=given.owns_clip,
-        state_check=_state_check(given, recovery, faults),
         turn_names=tuple(turn.name for turn in device.turns),
         surroundings=Surroundings(given.model, given.optimizers, device.scaler),
     )
@@ -400,16 +402,6 @@ def _state(given: Arguments, device: Device) -> TrainingState | None:
         )
     except Exception:  # noqa: BLE001 - where it is needed it is made again, and raises there
         return None
-
-
-def _state_check(
-    given: Arguments, recovery: RecoveryManager | None, faults: FaultCounter
-) -> StateCheck | None:
-    """Return what looks at the state where no snapshot does; snapshots look at theirs."""
-    if recovery is None:
-        with faults.fail_open("state_check"):
-            return StateCheck(given.model, given.optimizers)
-    return None
 
 
 def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restored | None:
@@ -432,7 +424,7 @@ def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restor
     if recovery is not None:
         meta = restored.meta if restored is not None else controller.snapshot_meta(None)
         recovery.first(attempt.fork_step, place.attempt, meta)
-    if (replicas := controller.replicas) is not None:
+    if (replicas := controller.run.replicas) is not None:
         drops = replicas.begin(attempt.fork_step, place.attempt, controller.emitter)
         if drops and recovery is not None:
             recovery.compare_anew()
@@ -487,8 +479,8 @@ def _start_agent(controller: StepController, place: RunPaths, environ: Mapping[s
         text = f"no agent: {', '.join(missing)} not installed; the journal alone is kept"
         note = Note(code="no_agent", text=text)  # of this node, whichever rank is first on it
         controller.emitter.event(note, step=0, attempt=place.attempt)
-        if controller.terminal is not None:
-            controller.terminal.without_agent(missing)
+        if controller.run.terminal is not None:
+            controller.run.terminal.without_agent(missing)
         return
     with controller.faults.fail_open("agent.start"):
         controller.agent = NodeAgent(

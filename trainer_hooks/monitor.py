@@ -59,7 +59,7 @@ class Monitor(Loop):
         self._probe = controller.features[ProbeFeature].probe
         self._schedules: Schedules | None = None
         if device.schedulers:
-            self._schedules = Schedules(device.schedulers, scheduler_every, controller.warn)
+            self._schedules = Schedules(device.schedulers, scheduler_every, controller.run.warn)
         by_epoch = self._schedules if scheduler_every == "epoch" else None
         self._feed = DataPosition(
             controller, waited, lag=lag, restored=restored, schedules=by_epoch
@@ -292,7 +292,7 @@ class Monitor(Loop):
         controller = self._controller
         if controller.recovery is None:
             return
-        with controller.times.checkpoint():
+        with controller.run.times.checkpoint():
             if controller.features[SigtermFeature].is_stopping:
                 self._save_and_stop()
             # After the judgement: it may prove a snapshot healthy that would be evicted before it.
@@ -399,7 +399,7 @@ class Monitor(Loop):
             self._controller.features[ScheduleFeature].stepped_twice = error
 
     def _warn(self, code: str, text: str) -> None:
-        self._controller.warn(code, text, step=self._step)
+        self._controller.run.warn(code, text, step=self._step)
 
     def _save_and_stop(self) -> None:
         """After SIGTERM, save on all ranks and end the process.

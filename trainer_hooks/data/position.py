@@ -19,6 +19,7 @@ from trainer_hooks.data.files import BadStep, DataWriter
 from trainer_hooks.data.loader import Batch, Batches, DataState, Fed, Position, among
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features.probe import ProbeFeature
+from trainer_hooks.features.replicas import ReplicasFeature
 from trainer_hooks.guard.schedules import Schedules
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Restored
@@ -116,7 +117,8 @@ class DataPosition:
         self._ledger = DataLedger(
             controller.emitter, writer, controller.faults, rank=controller.ranks.rank, lag=lag
         )
-        controller.data_order = self._shared_by
+        if (replicas := controller.features.get(ReplicasFeature)) is not None:
+            replicas.data_order = self._shared_by
 
     def _shared_by(self) -> tuple[int, int]:
         return NO_ORDER if self._stream is None else self._stream.shared_by
@@ -177,7 +179,7 @@ class DataPosition:
             epochs=epochs,
             clock=self._controller.clock,
             waited=self._waited,
-            waits=self._controller.times.wait_for_data,
+            waits=self._controller.run.times.wait_for_data,
             windows=[window for window in windows if window.loop == loop],
             state=state,
             loop=loop,
@@ -270,7 +272,7 @@ class DataPosition:
         rank = controller.ranks.rank
         if in_row or (concerned and rank not in concerned):
             return None
-        recovery, replicas = controller.recovery, controller.replicas
+        recovery, replicas = controller.recovery, controller.run.replicas
         refs = () if recovery is None else recovery.refs()
         before = sorted((r for r in refs if r.step <= step), key=lambda r: r.step)
         return {

@@ -13,17 +13,20 @@ from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.expected_change import ExpectedChangeFeature
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.profiling import ProfilingFeature
+from trainer_hooks.features.replicas import ReplicasFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.sigterm import SigtermFeature
+from trainer_hooks.features.snapshots import SnapshotsFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.step.feature import StepFeature
-from trainer_hooks.step.reduce_vector import Slots, VectorFields
+from trainer_hooks.step.reduce_vector import VectorFields
 
 FEATURES: list[type[StepFeature]] = [
     ProfilingFeature,
     CommandsFeature,
     AttemptsFeature,
     ExpectedChangeFeature,
+    SnapshotsFeature,
     AgreementFeature,
     SigtermFeature,
     EarlyStoppingFeature,
@@ -31,40 +34,14 @@ FEATURES: list[type[StepFeature]] = [
     UserAlertsFeature,
     ScheduleFeature,
     AutoClipFeature,
+    ReplicasFeature,
 ]
-"""All features, in the order in which a step calls them."""
-
-_OTHER_SLOTS = (
-    CommandsFeature.slots,
-    AttemptsFeature.slots,
-    ExpectedChangeFeature.slots,
-    Slots(
-        rank0=(
-            "saved_step",  # step and attempt of the latest complete checkpoint on disk
-            "saved_attempt",  # 0: none yet
-            "save_due",  # the time between two checkpoints on disk is over
-            "saving",  # a checkpoint is being written: the next one waits for it
-        ),
-        rank=(
-            "nonfinite_state",  # non-finite tensors of the training state, if it was checked
-            "snapshot_missed",  # the rank could not take the snapshot that was due
-        ),
-    ),
-    AgreementFeature.slots,
-    SigtermFeature.slots,
-    EarlyStoppingFeature.slots,
-    ProbeFeature.slots,
-    ScheduleFeature.slots,
-    AutoClipFeature.slots,
-    Slots(rank=("replicas",), exact=("replicas",)),  # 52-bit checksum; 0: no comparison
-)
-"""Slots in the order of the vector, with those of parts that are not features yet."""
+"""All features, in the order in which a step calls them; also the order of their slots."""
 
 
 def vector_fields() -> VectorFields:
     """Return the layout of the vector. A feature keeps its slots in runs that do not use it."""
-    added = (feature.slots for feature in FEATURES if feature.slots not in _OTHER_SLOTS)
-    return VectorFields.of((*_OTHER_SLOTS, *added))
+    return VectorFields.of(feature.slots for feature in FEATURES)
 
 
 def check_resumable(state: Mapping[str, Any]) -> dict[str, Any]:

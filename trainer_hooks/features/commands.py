@@ -45,8 +45,6 @@ class CommandsFeature(StepFeature):
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._last_step = -1
-        """The latest step that was judged."""
         self._unavailable: dict[str, str] = {}
         """Commands that this loop cannot carry out, with the reasons; equal on all ranks."""
         if run.recovery is None:
@@ -96,7 +94,7 @@ class CommandsFeature(StepFeature):
 
     def on_reduced(self, step: ReturnedStep) -> None:
         """Let the step be judged with rank 0's command."""
-        self._last_step, root = step.step, step.reduced.root
+        root = step.reduced.root
         step.unavailable_commands = self._unavailable
         if number := int(root["command_number"]):
             action = _ACTIONS[int(root["command_action"])]
@@ -128,7 +126,7 @@ class CommandsFeature(StepFeature):
     def _pause(self, is_paused: bool, reason: str) -> None:
         self._set_paused(is_paused)
         event = TrainingPaused(is_paused=is_paused, reason=reason)
-        self._run.emitter.of_run(event, step=self._last_step, attempt=self._run.attempt)
+        self._run.emitter.of_run(event, step=self._run.last_step, attempt=self._run.attempt)
 
     def _set_paused(self, is_paused: bool) -> None:
         """Update which of the two commands is currently impossible."""

@@ -332,7 +332,6 @@ class ProfilingFeature(StepFeature):
 
     def __init__(self, run: RunContext, slowdowns: Slowdowns | None) -> None:
         self._run = run
-        self._last_step = -1
         self._lateness = Lateness()
         self._profiling = Profiling(
             run.run_dir.profiles_dir, run.ranks, self._lateness, run.faults, self._profiled
@@ -352,13 +351,11 @@ class ProfilingFeature(StepFeature):
     def _profiled(self, text: str) -> None:
         """Report the path of this rank's trace; called from a separate thread."""
         note = Note(code="profile_written", text=text)
-        self._run.emitter.event(note, step=self._last_step, attempt=self._run.attempt)
+        self._run.emitter.event(note, step=self._run.last_step, attempt=self._run.attempt)
 
     def on_row_written(self, step: ReturnedStep) -> None:
         """Use the times of a step."""
         measured = step.measured
-        if step.attempt == self._run.attempt:
-            self._last_step = step.step
         self._lateness.add(step.columns, measured.data_wait_seconds)
         if self.slowdowns is not None and measured.turn <= 1:
             with self._run.faults.fail_open("slowdowns"):

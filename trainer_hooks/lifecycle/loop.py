@@ -156,7 +156,7 @@ class Loop:
                 self._controller.features[ProbeFeature].loss_evaluations.given(values)
             stopping = self._controller.features.get(EarlyStoppingFeature)
             if stopping is not None:
-                with self._controller.times.checkpoint():  # copies the best state
+                with self._controller.run.times.checkpoint():  # copies the best state
                     stopping.evaluations.evaluated(
                         values, step=self._step, attempt=self.attempt, meta=self._evaluated
                     )
@@ -353,8 +353,6 @@ class Loop:
         self._closed = True
         controller = self._controller
         controller.features.stop_collectives()
-        if controller.replicas is not None:
-            controller.replicas.close()
         try:
             self._take_in_what_is_left(patience_seconds=2.0)
         finally:
@@ -373,12 +371,12 @@ class Loop:
                 now = controller.clock.monotonic_ns()
                 away = controller.agent.close(now, step=self._step, attempt=self.attempt)
             self.shutdown.say(state, reason)
-            if controller.terminal is not None:
+            if controller.run.terminal is not None:
                 how = "was stopped" if controller.halted is not None else state
                 with controller.faults.fail_open("terminal"):
-                    controller.terminal.ended(how, controller.last_step + 1)
+                    controller.run.terminal.ended(how, controller.run.last_step + 1)
                     if away and controller.agent is not None:
-                        controller.terminal.left_behind(away, controller.agent.pid)
+                        controller.run.terminal.left_behind(away, controller.agent.pid)
             self._release()
             closed(self)
 
@@ -389,7 +387,7 @@ class Loop:
         interrupted = isinstance(error, KeyboardInterrupt)
         text = f"{type(error).__name__}: {error}"[:500]
         self.end("interrupted" if interrupted else "failed", text)
-        terminal, recovery = self._controller.terminal, self._controller.recovery
+        terminal, recovery = self._controller.run.terminal, self._controller.recovery
         if interrupted and terminal is not None and recovery is not None:
             with self._controller.faults.fail_open("terminal"):
                 terminal.interrupted(self._newest_on_disk(recovery), recovery.settings.directory)

@@ -124,7 +124,7 @@ class Shutdown:
         if controller.halted is None and (controller.is_rank0 or state == "failed"):
             event = RunEnded(state=state, reason=reason)
             controller.emitter.event(
-                event, step=controller.last_step + 1, attempt=controller.attempt
+                event, step=controller.run.last_step + 1, attempt=controller.attempt
             )
         controller.emitter.close()
 

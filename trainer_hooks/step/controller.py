@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from trainer_hooks.data.loader import DataState
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent
 from trainer_hooks.lifecycle.earlier_losses import RestartCheck
-from trainer_hooks.lifecycle.terminal import Terminal
-from trainer_hooks.measures.host import HostMeasurements, StepClock
+from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.measures.sampled import Sampler
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import Meta, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
-from trainer_hooks.recovery.replicas import NO_ORDER, Difference, Replicas
-from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.repro.capsule import Surroundings
 from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, RunContext, StepFeatures
@@ -40,12 +36,11 @@ from trainer_hooks.step.reduce_vector import (
     Reduced,
     step_record,
 )
-from trainvitals.auto_clip import MaxNorm
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
 from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.io.rundir import HaltMarker, RunDir
-from trainvitals.policy import Judge, Judgement, Proposal
+from trainvitals.policy import Judge, Judgement
 from trainvitals.policy.plan import Branch, Window
 from trainvitals.records import (
     AttemptStarted,
@@ -55,22 +50,14 @@ from trainvitals.records import (
     DecisionMade,
     Finding,
     FindingRaised,
-    Note,
     OnHang,
     RunEnded,
     StepRecord,
 )
 
 _LOG = logging.getLogger("trainvitals")
-_NAMED = 4
-"""Maximum number of non-finite tensors to name."""
-_IS_MEANT = (
-    "; no optimizer has it, so it counts as intended from now on: snapshots continue with it"
-)
 _NO_CLIP = 10.0
 """Multiple of the norm's limit from which a clip has no effect on an outlier."""
-_COMPARED = frozenset({"replica_corrupted", "settings_differ"})
-"""Findings about ranks that differ where they must be equal."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,11 +82,7 @@ class StepController:
     """Action of the node's agent for a hang that pages."""
     owns_clip: bool
     """Whether gradients are measured before any clip; otherwise the loop provides a finite norm."""
-    replicas: Replicas | None = None
-    """Compares the ranks with each other; None if they hold nothing in common."""
     agent: NodeAgent | None = None
-    terminal: Terminal | None = None
-    """Messages to the user at the terminal; only on rank 0, and None if it must be quiet."""
     probe_parameters: bool = False
     """Whether the next pack reports if parameters are finite: only after a bad step."""
     halted: TrainingHalted | None = None
@@ -107,29 +90,16 @@ class StepController:
     """Whether the run was started before, and this start found no state to continue from."""
     restart_check: RestartCheck | None = None
     """Compares the first losses with the earlier starts of the run; only on rank 0."""
-    last_step: int = -1
-    """The latest step that was judged."""
     first_record: StepRecord | None = None
     """Record of the first step, until it was checked."""
     judged: tuple[StepRecord, Reduced] | None = None
     """The latest step that was judged."""
-    data_order: Callable[[], tuple[int, int]] | None = None
-    """Returns the seed and the epoch of the data order, in a loop over batches."""
     surroundings: Surroundings | None = None
     """Information about model and optimizers for the repro capsule of a bad step."""
-    state_check: StateCheck | None = None
-    """Checks the state if no snapshot does."""
     turn_names: tuple[str, ...] = ("",)
     """Names of the optimizers that may be stepped alone, after the name of all together."""
-    times: StepClock = field(init=False)
-    """Parts of the step's time."""
     _begun: set[int] = field(default_factory=set)
     """Turns that have had a step."""
-    _bad_names: str = ""
-    """Non-finite tensors of this rank in the last report."""
-
-    def __post_init__(self) -> None:
-        self.times = StepClock(self.clock)
 
     @property
     def attempt(self) -> int:
@@ -148,15 +118,6 @@ class StepController:
         if not self.is_rank0:
             return None
         turn, values = outgoing.turn, self.features.rank0_values(outgoing)
-        recovery = self.recovery
-        if recovery is not None:
-            saved_step, saved_attempt = recovery.newest_saved
-            values |= {
-                "saved_step": float(saved_step),
-                "saved_attempt": float(saved_attempt),
-                "save_due": float(recovery.save_due),
-                "saving": float(recovery.is_saving),
-            }
         limits = self.judge.limits(turn) if not values["expect_steps"] else Limits()
         # A clip at a thousand times the usual norm does not reduce any outlier.
         usual, clip = limits.grad_norm, outgoing.max_norm
@@ -172,42 +133,6 @@ class StepController:
             skips=self.judge.facts.is_skipped(outgoing.step),
             values=values,
         )
-
-    def contribute(self, outgoing: OutgoingStep) -> dict[str, Tensor | float]:
-        """Return this rank's values of the features' slots, without waiting for the device."""
-        step, recovery = outgoing.step, self.recovery
-        values = self.features.contribute(outgoing)
-        values["snapshot_missed"] = float(recovery is not None and recovery.missed(step))
-        measured = {
-            "nonfinite_state": self.nonfinite_state(step),
-            "replicas": self.replicas_word(step, outgoing.max_norm, outgoing.turn),
-        }
-        return values | {name: value for name, value in measured.items() if value is not None}
-
-    def nonfinite_state(self, step: int) -> Tensor | None:
-        """Return the number of this rank's non-finite tensors, if ``step`` includes a check.
-
-        On the device, and without waiting for it.
-        """
-        if self.recovery is not None:
-            return self.recovery.flag(step)
-        if self.state_check is not None:
-            with self.faults.fail_open("state_check"):
-                return self.state_check.flag(step)
-        return None
-
-    def replicas_word(
-        self, step: int, max_norm: MaxNorm | None, turn: int
-    ) -> Tensor | float | None:
-        """Return the value by which this rank is compared in ``step``; None: no comparison."""
-        replicas, recovery = self.replicas, self.recovery
-        if replicas is None or (recovery is not None and recovery.missed(step)):
-            return None
-        with self.faults.fail_open("replicas"):
-            snapshot = None if recovery is None else recovery.fingerprint(step)
-            order = NO_ORDER if self.data_order is None else self.data_order()
-            return replicas.word(step, max_norm=max_norm, turn=turn, order=order, snapshot=snapshot)
-        return None
 
     def acknowledge(self, ack: CommandAck, *, step: int) -> None:
         """Report the outcome of a command; rank 0 writes it for all."""
@@ -255,36 +180,22 @@ class StepController:
             self._begun.add(measured.turn)
             if not reduced.has_gradients and not record.failed_ranks:
                 raise no_gradients(name)  # known on all ranks
-        self.features.complete(returned)
         if measured.step == self.run.first_step:
             self.first_record = record
             if self.starts_again and not measured.step:
                 self._tell_second_start()
         if self.restart_check is not None and (text := self.restart_check.add(record)):
-            self.warn("weights_not_restored", text, step=measured.step)
+            self.run.warn("weights_not_restored", text, step=measured.step)
         self.run.first_step = -1
         # Data sent with the step is handled before its judgement: the escalation policy chooses
         # among checkpoints, and runs the probe, as all ranks know them at this step.
-        difference = None
-        if self.replicas is not None:
-            difference = self._compare(self.replicas, reduced, record, at=now_step + 1)
-            record = _with_difference(record, difference)
-        if self.recovery is not None:
-            differ = () if self.replicas is None else self.replicas.unresolved
-            if difference is not None:
-                differ = difference.vote.apart or differ
-            self.recovery.returned(
-                reduced,
-                step=measured.step,
-                attempt=self.attempt,
-                differ=differ,
-                is_shared=difference is None or difference.kind in ("state", "settings"),
-            )
+        self.features.complete(returned)
         self.features.on_reduced(returned)
+        record = returned.record
         judgement = self.judge.judge(
             record,
             decided_at_step=now_step,
-            checkpoints=() if self.recovery is None else self.recovery.refs(),
+            checkpoints=returned.checkpoints,
             command=returned.command,
             now_attempt_id=returned.next_attempt,
             probe=returned.probe,
@@ -293,30 +204,20 @@ class StepController:
         )
         if name:
             judgement = of_turn(judgement, name)
-        if record.nonfinite_state or record.snapshots_missed:
-            if self.state_check is not None:
-                self.state_check.every = self.state_check.AGAIN
-            judgement = self._name_what_is_bad(record, reduced, judgement)
-            self._tell_unprotected(judgement)
-        if self.replicas is not None:
-            judgement = self._name_replicas(self.replicas, difference, record, judgement)
         judgement = self.features.annotate(returned, judgement)
         if record.failed_ranks:
             judgement = self._name_unguarded(record, judgement)
-        self.last_step, self.judged = measured.step, (record, reduced)
+        self.run.last_step, self.judged = measured.step, (record, reduced)
         self.probe_parameters = bool(record.nonfinite_ranks) or any(
             f.kind == "nonfinite" for f in judgement.findings
         )
-        returned.record = record
         self.features.on_judged(returned, judgement)
         returned.columns = self.log.write(
             measured, record, reduced, derived, samples, judgement, name
         )
         self.features.on_row_written(returned)
         self.log.write_readings(measured, judgement)
-        if self.recovery is not None:
-            with self.times.checkpoint():
-                self.recovery.promote(measured.step, self.judge.last_unhealthy_step)
+        self.features.on_step_done(returned)
         return judgement
 
     def _tell_second_start(self) -> None:
@@ -330,132 +231,24 @@ class StepController:
             "monitor.state_dict() in it and call monitor.load_state_dict(state) before the first "
             "step; for a new training set another VITALS_RUN_ID"
         )
-        self.warn("starts_again", text + self.features.on_second_start(), step=0)
+        self.run.warn("starts_again", text + self.features.on_second_start(), step=0)
 
     def _name_unguarded(self, record: StepRecord, judgement: Judgement) -> Judgement:
         """Count an unmeasured step, and add this rank's error to a finding about it."""
-        if self.terminal is not None:
-            self.terminal.num_unguarded += 1
+        if self.run.terminal is not None:
+            self.run.terminal.num_unguarded += 1
         finding = next((f for f in judgement.findings if f.kind == "unguarded"), None)
         if finding is None or self.ranks.rank not in record.failed_ranks:
             return judgement
         error = self.faults.last.get("prepare", "unknown")
-        self._note_own("unguarded", f"the step could not be measured: {error}", record.step)
+        self.run.note_of_rank(
+            "unguarded", f"the step could not be measured: {error}", step=record.step
+        )
         named = replace(finding, reason=f"{finding.reason} ({error})")
         findings = tuple(named if f is finding else f for f in judgement.findings)
         judgement = judgement._replace(findings=findings)
-        self._tell_unprotected(judgement)
+        self.run.report_unprotected(judgement)
         return judgement
-
-    def _name_what_is_bad(
-        self, record: StepRecord, reduced: Reduced, judgement: Judgement
-    ) -> Judgement:
-        """Write this rank's non-finite tensors, or its error, for the findings about a step.
-
-        Returns the judgement with rank 0's names, because rank 0 writes the run's findings.
-        """
-        rank = self.ranks.rank
-        decision = judgement.decision
-        rolls_back = decision is not None and decision.rule == "nonfinite_state"
-        kinds = {finding.kind for finding in judgement.findings}
-        if "snapshot_missed" in kinds and rank in reduced.ranks_where("snapshot_missed"):
-            assert self.recovery is not None, "snapshots are its own"
-            text = f"rank {rank} could not take a snapshot: {self.recovery.failure}"
-            self._note_own("snapshot_missed", text, record.step)
-        is_own = rank in reduced.ranks_where("nonfinite_state")
-        if not is_own or not (rolls_back or "nonfinite_state" in kinds):
-            return judgement
-        if rolls_back or any(f.onset_step == f.step for f in judgement.findings):
-            # Once per row: it reads the complete state on the host.
-            names = self._names_of_bad()
-            self._bad_names = _shown_names(names)
-            text = f"rank {rank}: NaN or infinite: {self._bad_names}"
-            if not rolls_back and self._is_meant(names):
-                self._bad_names += _IS_MEANT
-                text += _IS_MEANT
-            self._note_own("nonfinite_state", text, record.step)
-        shown = self._bad_names
-        findings = tuple(
-            replace(f, reason=f"{f.reason} ({shown})") if f.kind == "nonfinite_state" else f
-            for f in judgement.findings
-        )
-        if decision is not None and rolls_back:
-            decision = replace(decision, reason=f"{decision.reason} ({shown})")
-        return judgement._replace(findings=findings, decision=decision)
-
-    def _compare(
-        self, replicas: Replicas, reduced: Reduced, record: StepRecord, *, at: int
-    ) -> Difference | None:
-        """Return the difference between ranks if their values differ. Collective in that case."""
-        by_words = replicas.votes(reduced.by_rank("replicas"))
-        if not by_words.apart:
-            replicas.agreed(record.step)
-            return None
-        difference = replicas.diagnose(record.step, by_words, at=at)
-        if difference.kind == "untied":
-            self.warn("replicas_not_alike", difference.text, step=record.step)
-        return difference
-
-    def _name_replicas(
-        self,
-        replicas: Replicas,
-        difference: Difference | None,
-        record: StepRecord,
-        judgement: Judgement,
-    ) -> Judgement:
-        """Return the judgement with the names of the difference and the result of the replay."""
-        findings, decision = judgement.findings, judgement.decision
-        if difference is not None:
-            findings = tuple(
-                replace(f, reason=f"{f.reason}: {difference.text}") if f.kind in _COMPARED else f
-                for f in findings
-            )
-            if decision is not None and decision.rule == "replica_corrupted":
-                decision = replace(decision, reason=f"{decision.reason} ({difference.text})")
-            judgement = judgement._replace(findings=findings, decision=decision)
-            self._tell_unprotected(judgement)
-        if (named := replicas.replayed(record.step)) is not None:
-            finding = Finding(
-                kind="replica_named",
-                level="advisory",
-                step=record.step,
-                detector="replicas",
-                reason=named.text,
-                rank=named.rank,
-                onset_step=record.step,
-                cause="replica_named",
-            )
-            judgement = judgement._replace(findings=(*judgement.findings, finding))
-        return judgement
-
-    def _tell_unprotected(self, judgement: Judgement) -> None:
-        """Report lost protection at the terminal, unless the decision is a rollback."""
-        decision = judgement.decision
-        rules = ("nonfinite_state", "replica_corrupted")
-        if self.terminal is None or (decision is not None and decision.rule in rules):
-            return
-        with self.faults.fail_open("terminal"):
-            self.terminal.unprotected(judgement.findings)
-
-    def _is_meant(self, names: Sequence[str]) -> bool:
-        """Continue snapshots if the model itself writes the values: no rollback fixed them."""
-        is_meant = False
-        if self.recovery is not None:
-            with self.faults.fail_open("state_check"):
-                is_meant = self.recovery.accept(names)
-        return is_meant
-
-    def _names_of_bad(self) -> list[str]:
-        """Return the names of this rank's non-finite tensors."""
-        with self.faults.fail_open("state_check"):
-            source = self.recovery if self.recovery is not None else self.state_check
-            return [] if source is None else source.nonfinite_names()
-        return []
-
-    def _note_own(self, code: str, text: str, step: int) -> None:
-        """Write information that only this rank has into its events."""
-        note = Note(code=code, text=text, severity="warning")
-        self.emitter.event(note, step=step, attempt=self.attempt)
 
     def _before_clip(self, reduced: Reduced, derived: Derived, measured: HostMeasurements) -> bool:
         """Return whether the norm is from before the clip; the row gets the norm after the clip."""
@@ -477,8 +270,8 @@ class StepController:
                 "max_norm=math.inf measures the norm without this message"
             )
             self._note("no_clip", text, max(self.run.first_step, 0), "info")
-            if self.terminal is not None:
-                self.terminal.hint(text)
+            if self.run.terminal is not None:
+                self.run.terminal.hint(text)
 
     # ------------------------------------------------------------------------------ actions
 
@@ -512,22 +305,15 @@ class StepController:
             self._enter(decision)
             if deed == "rollback":
                 restored = self._go_back(decision)
-        if self.terminal is not None and (decision is not None or self.terminal.in_row):
+        if self.run.terminal is not None and (decision is not None or self.run.terminal.in_row):
             self._tell_person(decision, restored)
         if judgement.order is not None:
-            self._do(judgement.order, now_step)
+            self.features.on_command(judgement.order, now_step=now_step)
         if ack is not None:
             self.acknowledge(ack, step=now_step)
         if deed == "halt" and decision is not None:
             self._halt(decision)
         return restored
-
-    def _do(self, order: Proposal, now_step: int) -> None:
-        """Start the action of a command outside the steps; on all ranks at the same step."""
-        if order.action == "checkpoint" and self.recovery is not None:
-            self.recovery.save_soon()
-            self.recovery.promote(self.last_step, self.judge.last_unhealthy_step)
-        self.features.on_command(order, now_step=now_step)
 
     def run_between_steps(self, step: int, device: torch.device) -> None:
         """Let the features work between two steps. Collective.
@@ -566,9 +352,9 @@ class StepController:
         """Report the action at the terminal; before a halt, because its error may be caught."""
         if decision is not None and restored is not None:
             decision = replace(decision, rollback_to_step=restored.step)
-        if self.terminal is not None:
+        if self.run.terminal is not None:
             with self.faults.fail_open("terminal"):
-                self.terminal.judged(decision)
+                self.run.terminal.judged(decision)
 
     def _enter(self, decision: Decision) -> None:
         """Write the entry of the decision log."""
@@ -627,8 +413,6 @@ class StepController:
         self.run.attempt = attempt.id
         self.features.on_attempt(attempt)
         self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
-        if self.replicas is not None:
-            self.replicas.rolled_back(attempt.fork_step)
         self.probe_parameters = False
 
     def start_branch(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
@@ -686,21 +470,10 @@ class StepController:
         if self.is_rank0:
             _LOG.warning("vitals: NOT GUARDED: %s", text)
 
-    def warn(self, code: str, text: str, *, step: int) -> None:
-        """Report a likely mistake once, in rank 0's log and among the run's events."""
-        if self.is_rank0:
-            _LOG.warning("vitals: %s", text)
-            self._note(code, text, step, "warning")
-
     def _note(
         self, code: str, text: str, step: int, severity: Literal["info", "warning", "error"]
     ) -> None:
         self.emitter.note(code, text, severity, step=step, attempt=self.attempt)
-
-
-def _shown_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return (", ".join(names[:_NAMED]) or "unknown") + more
 
 
 def of_turn(judgement: Judgement, name: str) -> Judgement:
@@ -713,21 +486,6 @@ def of_turn(judgement: Judgement, name: str) -> Judgement:
     if decision is not None and decision.rule != "command":
         decision = replace(decision, reason=f"{name}: {decision.reason}")
     return judgement._replace(findings=findings, decision=decision)
-
-
-def _with_difference(record: StepRecord, difference: Difference | None) -> StepRecord:
-    """Return the step with the difference that the ranks found together."""
-    if difference is None or difference.kind not in ("state", "settings"):
-        return record
-    rank = difference.vote.rank
-    if difference.kind == "settings":
-        return replace(record, settings_differ=True, replica_rank=rank)
-    return replace(
-        record,
-        replicas_differ=max(1, len(difference.vote.suspects)),
-        replica_rank=rank,
-        replayed_alike=difference.is_again,
-    )
 
 
 def _branch_of(decision: Decision, fork_step: int) -> Branch:

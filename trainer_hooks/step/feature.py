@@ -7,6 +7,7 @@ lists them; no module of this package names one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
@@ -21,18 +22,23 @@ from trainvitals.auto_clip import MaxNorm
 from trainvitals.clock import Clock
 from trainvitals.policy import Judge, Judgement, Proposal
 from trainvitals.policy.evidence import Ask, Reading
-from trainvitals.records import AttemptStarted, Command, StepRecord
+from trainvitals.policy.state import CheckpointRef
+from trainvitals.records import AttemptStarted, Command, Note, StepRecord
 from trainvitals.rows import Value
 
 if TYPE_CHECKING:
     from trainer_hooks.arguments import Arguments
-    from trainer_hooks.measures.host import HostMeasurements
+    from trainer_hooks.lifecycle.terminal import Terminal
+    from trainer_hooks.measures.host import HostMeasurements, StepClock
     from trainer_hooks.recovery.manager import RecoveryManager
     from trainer_hooks.recovery.plan_journal import PlanJournal
+    from trainer_hooks.recovery.replicas import Replicas
     from trainer_hooks.step.device import Device
     from trainer_hooks.step.emit import Emitter
     from trainvitals.io.mailbox import CommandInbox
     from trainvitals.io.rundir import RunDir
+
+_LOG = logging.getLogger("trainvitals")
 
 Feature = TypeVar("Feature", bound="StepFeature")
 
@@ -56,12 +62,45 @@ class RunContext:
     """Source of commands; only on rank 0."""
     recovery: RecoveryManager | None
     """Snapshots and checkpoints; None without them."""
+    replicas: Replicas | None
+    """Compares the ranks with each other; None if they hold nothing in common."""
     features: StepFeatures
     """The run's features; complete once all of them are built."""
+    times: StepClock
+    """Parts of the step's time."""
     attempt: int
     """Id of the current attempt."""
     first_step: int = -1
     """First step of this start, until it was judged: it must have gradients."""
+    last_step: int = -1
+    """The latest step that was judged."""
+    terminal: Terminal | None = None
+    """Messages to the user at the terminal; only on rank 0, and None if it must be quiet."""
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.ranks.rank == 0
+
+    def warn(self, code: str, text: str, *, step: int) -> None:
+        """Report a likely mistake once, in rank 0's log and among the run's events."""
+        if self.is_rank0:
+            _LOG.warning("vitals: %s", text)
+            self.emitter.note(code, text, "warning", step=step, attempt=self.attempt)
+
+    def note_of_rank(self, code: str, text: str, *, step: int) -> None:
+        """Write information that only this rank has into its events."""
+        note = Note(code=code, text=text, severity="warning")
+        self.emitter.event(note, step=step, attempt=self.attempt)
+
+    def report_unprotected(self, judgement: Judgement) -> None:
+        """Report lost protection at the terminal, unless the decision is a rollback."""
+        decision = judgement.decision
+        rules = ("nonfinite_state", "replica_corrupted")
+        if self.terminal is None or (decision is not None and decision.rule in rules):
+            return
+        with self.faults.fail_open("terminal"):
+            self.terminal.unprotected(judgement.findings)
 
 
 class OutgoingStep(NamedTuple):
@@ -95,6 +134,12 @@ class ReturnedStep:
     """Manual command that is judged with the step."""
     unavailable_commands: Mapping[str, str] = field(default_factory=dict)
     """Commands that the loop cannot carry out, with the reasons."""
+    differing_ranks: tuple[int, ...] = ()
+    """Ranks that differ where they must be equal."""
+    may_share_copies: bool = True
+    """Whether ranks may still share a copy of their state."""
+    checkpoints: Sequence[CheckpointRef] = ()
+    """Possible targets of a rollback."""
     next_attempt: int = 0
     """Id of the attempt that a rollback would start."""
     probe: Callable[[Ask], Reading] | None = None
@@ -152,6 +197,9 @@ class StepFeature:
         """Return values that are also sent if the rank could not measure the step."""
         return {}
 
+    def before_update(self) -> None:
+        """Make the coming update wait, on the device, for what still reads the state."""
+
     def complete(self, step: ReturnedStep) -> None:
         """Add to ``step.record`` what the ranks know together; may be collective, and may raise."""
 
@@ -167,6 +215,9 @@ class StepFeature:
 
     def on_row_written(self, step: ReturnedStep) -> None:
         """Report on a step after its row and its findings; also for steps of an old attempt."""
+
+    def on_step_done(self, step: ReturnedStep) -> None:
+        """Work at the end of a judged step, once everything about it is written."""
 
     def own_command(self) -> Command | None:
         """Return a command that the run orders itself; on rank 0, if no operator's is waiting."""
@@ -246,11 +297,13 @@ class StepFeatures:
         self._rank0_values = self._overriding("rank0_values")
         self._contribute = self._overriding("contribute")
         self._contribute_always = self._overriding("contribute_always")
+        self._before_update = self._overriding("before_update")
         self._complete = self._overriding("complete")
         self._on_reduced = self._overriding("on_reduced")
         self._annotate = self._overriding("annotate")
         self._on_judged = self._overriding("on_judged")
         self._on_row_written = self._overriding("on_row_written")
+        self._on_step_done = self._overriding("on_step_done")
         self._between_steps = [
             feature
             for feature in self._features
@@ -301,6 +354,11 @@ class StepFeatures:
             values.update(hook(step))
         return values
 
+    def before_update(self) -> None:
+        """Make the coming update wait on the device."""
+        for hook in self._before_update:
+            hook()
+
     def complete(self, step: ReturnedStep) -> None:
         """Complete the record of a step. Collective if ranks differ."""
         for hook in self._complete:
@@ -325,6 +383,11 @@ class StepFeatures:
     def on_row_written(self, step: ReturnedStep) -> None:
         """Report on a step after its row."""
         for hook in self._on_row_written:
+            hook(step)
+
+    def on_step_done(self, step: ReturnedStep) -> None:
+        """Work at the end of a judged step."""
+        for hook in self._on_step_done:
             hook(step)
 
     def own_command(self) -> Command | None:

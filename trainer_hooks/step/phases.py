@@ -86,7 +86,7 @@ class StepPhases:
     ) -> None:
         self._device = device
         self._controller = controller
-        self.clock = controller.times
+        self.clock = controller.run.times
         self.clock.sections = device.sections
         self._tokens_per_step = tokens_per_step
         self._micro = MicroLosses(device.optimizers)
@@ -298,7 +298,7 @@ class StepPhases:
             nonfinite_params=norms.nonfinite_parameters() if controller.probe_parameters else None,
             num_gradients=num_gradients,
             norm_before_clip=norm,
-            values=controller.contribute(outgoing),
+            values=controller.features.contribute(outgoing),
         )
 
     # ----------------------------------------------------------------------- from the exchange on
@@ -332,8 +332,7 @@ class StepPhases:
         divisor = None
         if max_norm is not None and prepared.grads and not skip_on_host:
             divisor = self._clip(verdict, prepared, max_norm)
-        if self._controller.recovery is not None:
-            self._controller.recovery.before_update()
+        self._controller.features.before_update()
         if device.sampler is not None:
             device.sampler.before_update(step)
         if device.averages is not None:

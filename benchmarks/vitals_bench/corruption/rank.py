@@ -277,7 +277,7 @@ def _healthy(kind: str, rank: int, ranks: int, steps: int) -> Healthy:
     generator = torch.Generator().manual_seed(rank)
     with watch(model, optimizer, dir=base[0], state=state) as monitor:
         hear(monitor, events)
-        compared = monitor._controller.replicas
+        compared = monitor._controller.run.replicas
         for _ in range(steps):
             backward = partial(_backward, model, generator, kind)
             monitor.step(backward(monitor.micro))
