@@ -45,10 +45,11 @@ from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import Replicas
 from trainer_hooks.recovery.state import TrainingState
 from trainer_hooks.repro.capsule import Surroundings
-from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.actions import snapshot_meta, start_branch, take_meta
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
-from trainer_hooks.step.feature import RunContext, StepFeatures
+from trainer_hooks.step.feature import StepFeatures
 from trainer_hooks.step.gradients import Models, unwrap
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
@@ -180,7 +181,7 @@ def watch(
         return cast(Monitor, off)
     return Monitor(
         made.device,
-        made.controller,
+        made.run,
         tokens_per_step=made.tokens_per_step,
         restored=made.restored,
         sums_in_buckets=unwrap(whole)[1],
@@ -193,7 +194,7 @@ class Made:
     """Parts of a guarded loop."""
 
     device: Device
-    controller: StepController
+    run: RunContext
     tokens_per_step: int | None
     restored: Restored | None
 
@@ -227,8 +228,8 @@ def set_up(given: Arguments) -> Made | None:
     with ExitStack() as undo:
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
         place = open_run(ranks, environ, given.dir, clock, faults)
-        controller = _controller(mode, given, ranks, device, place, environ, faults, clock)
-        undo.callback(controller.emitter.close)
+        run = _run_context(mode, given, ranks, device, place, environ, faults, clock)
+        undo.callback(run.emitter.close)
         info = run_info(
             name=given.run or "",
             environ=environ,
@@ -239,27 +240,25 @@ def set_up(given: Arguments) -> Made | None:
             readback_lag=device.readback.lag,
             num_params=device.norms.num_parameters,
             run_dir=str(place.run_dir.path),
-            judge=controller.judge.config,
+            judge=run.judge.config,
             total_steps=given.total_steps or 0,
-            schedule=controller.features[ScheduleFeature].name,
+            schedule=run.features[ScheduleFeature].name,
         )
-        restored = _begin(controller, place, info)
+        restored = _begin(run, place, info)
         if ranks.rank == 0:
-            controller.run.terminal = Terminal.open(info, place.run_dir.run_id, clock, environ)
-        if controller.run.terminal is not None:
-            controller.run.terminal.started(_resumed(restored))
+            run.terminal = Terminal.open(info, place.run_dir.run_id, clock, environ)
+        if run.terminal is not None:
+            run.terminal.started(_resumed(restored))
         for code, text in device.warnings:
-            controller.run.warn(code, text, step=controller.run.first_step)
+            run.warn(code, text, step=run.first_step)
         if given.on_hang == "restart" and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
             text = "on_hang='restart' ends a hung job, and torchrun does not start it again"
             hint = "torchrun --max-restarts 3 does"
-            controller.run.warn(
-                "no_max_restarts", f"{text}; {hint}", step=controller.run.first_step
-            )
+            run.warn("no_max_restarts", f"{text}; {hint}", step=run.first_step)
         if place.is_first:
-            _start_agent(controller, place, environ)
+            _start_agent(run, place, environ)
         undo.pop_all()
-    return Made(device=device, controller=controller, tokens_per_step=tokens, restored=restored)
+    return Made(device=device, run=run, tokens_per_step=tokens, restored=restored)
 
 
 def _emitter(
@@ -309,7 +308,7 @@ def _recovery(
     )
 
 
-def _controller(
+def _run_context(
     mode: Mode,
     given: Arguments,
     ranks: Ranks,
@@ -318,8 +317,8 @@ def _controller(
     environ: Mapping[str, str],
     faults: FaultCounter,
     clock: Clock,
-) -> StepController:
-    """Build the host part, with the budgets of earlier starts of the run. Collective."""
+) -> RunContext:
+    """Build the parts of the run, with the budgets of its earlier starts. Collective."""
     assert mode != "off", "an unwatched run has no host part"
     emitter = _emitter(ranks, device, place, faults, clock)
     plan = PlanJournal(
@@ -356,6 +355,7 @@ def _controller(
         device=device,
         judge=judge,
         emitter=emitter,
+        log=log,
         run_dir=place.run_dir,
         plan=plan,
         faults=faults,
@@ -366,28 +366,10 @@ def _controller(
         features=features,
         times=StepClock(clock),
         attempt=place.attempt,
-    )
-    features.build(run)
-    return StepController(
-        run=run,
-        mode=mode,
-        ranks=ranks,
-        layout=device.packer.layout,
-        judge=judge,
-        recovery=recovery,
-        emitter=emitter,
-        run_dir=place.run_dir,
-        plan=plan,
-        faults=faults,
-        clock=clock,
-        sampler=sampler,
-        features=features,
-        log=log,
-        on_hang=given.on_hang,
-        owns_clip=given.owns_clip,
-        turn_names=tuple(turn.name for turn in device.turns),
         surroundings=Surroundings(given.model, given.optimizers, device.scaler),
     )
+    features.build(run)
+    return run
 
 
 def _state(given: Arguments, device: Device) -> TrainingState | None:
@@ -404,38 +386,38 @@ def _state(given: Arguments, device: Device) -> TrainingState | None:
         return None
 
 
-def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restored | None:
+def _begin(run: RunContext, place: RunPaths, info: RunInfo) -> Restored | None:
     """Load this run's newest checkpoint, if any; say who we are; take the first snapshot."""
-    recovery = controller.recovery
+    recovery = run.recovery
     restored = recovery.resume() if recovery is not None else None
     attempt = AttemptStarted(id=place.attempt, parent=None, fork_step=0, reason="start")
     if restored is not None:
-        controller.take_meta(restored.meta, step=restored.step)
+        take_meta(run, restored.meta, step=restored.step)
         reason = f"resumed from {restored.id}"
         attempt = AttemptStarted(
             id=place.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
         )
-    controller.starts_again = restored is None and bool(controller.plan.plan.branches)
-    if controller.starts_again and controller.is_rank0:
-        controller.restart_check = _restart_check(controller, place)
-    controller.run.first_step = attempt.fork_step
-    controller.start_branch(attempt, None if restored is None else restored.meta["judge"])
-    _emit_start_events(controller, place, info, attempt)
+    run.starts_again = restored is None and bool(run.plan.plan.branches)
+    if run.starts_again and run.is_rank0:
+        run.restart_check = _restart_check(run, place)
+    run.first_step = attempt.fork_step
+    start_branch(run, attempt, None if restored is None else restored.meta["judge"])
+    _emit_start_events(run, place, info, attempt)
     if recovery is not None:
-        meta = restored.meta if restored is not None else controller.snapshot_meta(None)
+        meta = restored.meta if restored is not None else snapshot_meta(run, None)
         recovery.first(attempt.fork_step, place.attempt, meta)
-    if (replicas := controller.run.replicas) is not None:
-        drops = replicas.begin(attempt.fork_step, place.attempt, controller.emitter)
+    if (replicas := run.replicas) is not None:
+        drops = replicas.begin(attempt.fork_step, place.attempt, run.emitter)
         if drops and recovery is not None:
             recovery.compare_anew()
     return restored
 
 
-def _restart_check(controller: StepController, place: RunPaths) -> RestartCheck | None:
+def _restart_check(run: RunContext, place: RunPaths) -> RestartCheck | None:
     """Return the comparison with the earlier starts; None without losses that fall."""
     earlier = None
-    if controller.judge.config.loss_kind == "minimize":
-        with controller.faults.fail_open("earlier_losses"):
+    if run.judge.config.loss_kind == "minimize":
+        with run.faults.fail_open("earlier_losses"):
             earlier = read_earlier_losses(place.run_dir)
     return None if earlier is None else RestartCheck(earlier)
 
@@ -445,47 +427,47 @@ def _resumed(restored: Restored | None) -> str:
 
 
 def _emit_start_events(
-    controller: StepController, place: RunPaths, info: RunInfo, attempt: AttemptStarted
+    run: RunContext, place: RunPaths, info: RunInfo, attempt: AttemptStarted
 ) -> None:
-    ranks, step = controller.ranks, attempt.fork_step
+    ranks, step = run.ranks, attempt.fork_step
     started = RankStarted(
         rank=ranks.rank,
         local_rank=ranks.local_rank,
         world_size=ranks.world_size,
         pid=os.getpid(),
         node=place.node,
-        process_started_unix_ns=process_started_unix_ns(controller.clock.time_ns()),
+        process_started_unix_ns=process_started_unix_ns(run.clock.time_ns()),
     )
     events: list[Event] = [started]
     if ranks.rank == 0:
-        with controller.faults.fail_open("run.json"):
+        with run.faults.fail_open("run.json"):
             place.run_dir.write_info(info)
         events += [RunStarted(info=info), attempt]
         if info.readback_lag == 0:
             text = "an optimizer is not fused, so each step waits for the host; pass fused=True"
             events.append(Note(code="host_path", text=text))
-        if (num_groups := controller.emitter.num_groups) > MAX_GROUPS:
+        if (num_groups := run.emitter.num_groups) > MAX_GROUPS:
             text = f"{num_groups} parameter groups: the rates of the first {MAX_GROUPS} are kept"
             events.append(Note(code="many_groups", text=text))
     for event in events:
-        controller.emitter.event(event, step=step, attempt=place.attempt)
+        run.emitter.event(event, step=step, attempt=place.attempt)
 
 
-def _start_agent(controller: StepController, place: RunPaths, environ: Mapping[str, str]) -> None:
+def _start_agent(run: RunContext, place: RunPaths, environ: Mapping[str, str]) -> None:
     if environ.get("VITALS_AGENT") == "off" or place.folder is None:
         return
     missing = missing_packages()
     if missing:
         text = f"no agent: {', '.join(missing)} not installed; the journal alone is kept"
         note = Note(code="no_agent", text=text)  # of this node, whichever rank is first on it
-        controller.emitter.event(note, step=0, attempt=place.attempt)
-        if controller.run.terminal is not None:
-            controller.run.terminal.without_agent(missing)
+        run.emitter.event(note, step=0, attempt=place.attempt)
+        if run.terminal is not None:
+            run.terminal.without_agent(missing)
         return
-    with controller.faults.fail_open("agent.start"):
-        controller.agent = NodeAgent(
+    with run.faults.fail_open("agent.start"):
+        run.agent = NodeAgent(
             Starter(place, environ),
-            emitter=controller.emitter,
-            faults=controller.faults,
-            now_ns=controller.clock.monotonic_ns(),
+            emitter=run.emitter,
+            faults=run.faults,
+            now_ns=run.clock.monotonic_ns(),
         )

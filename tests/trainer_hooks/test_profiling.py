@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import trainer_hooks.features.profiling as profiling
 from tests.support.forked import TRAINING
-from tests.support.inside import controller_of, events_of, feature_of
+from tests.support.inside import events_of, feature_of, run_of
 from tests.support.watched import Loop, own_place, send_command, until  # noqa: F401
 from tests.trainer_hooks.ranks_profile import RANKS, SLOW, main
 from tests.trainer_hooks.spawned import spawned
@@ -182,7 +182,7 @@ ASKED = SignalSettings(profile_slowdowns=True)
 def test_a_slower_run_leaves_a_trace_and_says_why():
     loop = Loop(mode="guard", signals=ASKED)
     with loop.monitor as monitor:
-        controller, events = controller_of(monitor), events_of(monitor)
+        controller, events = run_of(monitor), events_of(monitor)
         folder = controller.run_dir.profiles_dir
         for step in range(14):
             if step == 4:
@@ -211,7 +211,7 @@ def test_a_trace_that_is_too_large_is_not_kept_and_that_is_counted(monkeypatch):
     monkeypatch.setattr(profiling, "MAX_BYTES", 100)
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
-        controller = controller_of(monitor)
+        controller = run_of(monitor)
         for step in range(8):
             if step == 2:
                 send_command(monitor, action="profile", argument=2.0)

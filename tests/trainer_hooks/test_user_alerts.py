@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.support.inside import controller_of, events_of, feature_of
+from tests.support.inside import events_of, feature_of, run_of
 from tests.support.watched import Loop, Own, assert_same, own_place, send_command  # noqa: F401
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features import user_alerts
@@ -268,7 +268,7 @@ def alone():
     said = events_of(loop.monitor)
     alerts = feature_of(loop.monitor, UserAlertsFeature).alerts()
     said.clear()
-    alerts.emitter = controller_of(loop.monitor).emitter
+    alerts.emitter = run_of(loop.monitor).emitter
     columns = alerts.emitter.columns
     alerts.row = lambda **values: tuple(values.get(name) for name in columns)
     alerts.begin(1, 0)

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, RunContext, StepFeature
+from trainer_hooks.step.context import RunContext
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.policy import Judgement, Proposal
 from trainvitals.records import (

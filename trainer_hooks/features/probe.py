@@ -8,7 +8,8 @@ from typing import Self
 import torch
 
 from trainer_hooks.probe.probe import LossEvaluations, Probe
-from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, RunContext, StepFeature
+from trainer_hooks.step.context import RunContext
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.policy import Judgement
 from trainvitals.policy.state import is_outlier

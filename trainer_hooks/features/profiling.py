@@ -19,7 +19,8 @@ import torch.autograd.profiler as autograd_profiler
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.feature import ReturnedStep, RunContext, StepFeature
+from trainer_hooks.step.context import RunContext
+from trainer_hooks.step.feature import ReturnedStep, StepFeature
 from trainvitals.detect.fleet.base import MergedStep, upper_median
 from trainvitals.detect.fleet.speed import ThroughputWatcher
 from trainvitals.errors import UsageError

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from trainer_hooks.recovery.replicas import NO_ORDER, Difference, Replicas
-from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, RunContext, StepFeature
+from trainer_hooks.step.context import RunContext
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.policy import Judgement
 from trainvitals.records import AttemptStarted, Finding, StepRecord

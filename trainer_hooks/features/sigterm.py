@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, RunContext, StepFeature
+from trainer_hooks.step.context import RunContext
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trainer_hooks.recovery.manager import RecoveryManager
 from trainer_hooks.recovery.state import StateCheck
-from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, RunContext, StepFeature
+from trainer_hooks.step.context import RunContext
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.policy import Judgement, Proposal
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.emit import Emitter
-from trainer_hooks.step.feature import RunContext, StepFeature
+from trainer_hooks.step.feature import StepFeature
 from trainvitals.detect.user_alerts import KIND, Rule, RuleSet, UserAlerts, WatchedRule
 from trainvitals.metrics import STEP_METRICS
 from trainvitals.records import AttemptStarted, Finding, FindingRaised, Severity

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_hooks.features import check_resumable
-from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.emit import TokenCount
 from trainvitals.errors import ConfigError, FormatError, NewerVersionError
 from trainvitals.policy import Judge, JudgeConfig
@@ -33,17 +33,17 @@ class LoopState:
     """States of the features, by key; None if the run did not use one."""
 
 
-def loop_state(controller: StepController, step: int) -> dict[str, Any]:
+def loop_state(run: RunContext, step: int) -> dict[str, Any]:
     """Return the state as JSON types."""
     return {
         _KEY: VERSION,
-        "run_id": controller.run_dir.run_id,
-        "attempt": controller.attempt,
+        "run_id": run.run_dir.run_id,
+        "attempt": run.attempt,
         "step": step,
-        "detectors": controller.judge.detector_state(),
-        "tokens_seen": controller.log.tokens.seen,
-        "tokens_trained": controller.log.tokens.trained,
-        **controller.features.resumable_state(),
+        "detectors": run.judge.detector_state(),
+        "tokens_seen": run.log.tokens.seen,
+        "tokens_trained": run.log.tokens.trained,
+        **run.features.resumable_state(),
     }
 
 

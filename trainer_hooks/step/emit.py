@@ -81,7 +81,7 @@ class _StepRow:
     """Collects a step's row: one value per column, in the schema's order."""
 
     def __init__(self, schema: Schema, *, num_groups: int, is_rank0: bool) -> None:
-        self._controller = attrgetter(*_FROM_HOST.values())
+        self._host_values = attrgetter(*_FROM_HOST.values())
         self._record = attrgetter(*_FROM_RECORD)
         self._is_rank0 = is_rank0
         self._num_groups = num_groups
@@ -99,7 +99,7 @@ class _StepRow:
         """Return the row's values; a value that no source provides is missing."""
         others = map(extra.get, self._others)
         if not self._is_rank0:
-            return self._in_order((*self._controller(measured), *others))
+            return self._in_order((*self._host_values(measured), *others))
         factor, clipped = measured.lr_factor, record.grad_norm
         limit = measured.auto_max_norm if measured.clips_automatically else measured.max_norm
         if clipped is not None and limit is not None and clipped > limit:
@@ -110,7 +110,7 @@ class _StepRow:
             clipped = None
         known = measured.learning_rates[: self._num_groups]
         rates = [None if rate is None else rate * factor for rate in known]
-        own = (*self._controller(measured), *self._record(record), factor, clipped)
+        own = (*self._host_values(measured), *self._record(record), factor, clipped)
         return self._in_order((*own, *rates, *others))
 
 

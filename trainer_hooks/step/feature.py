@@ -7,7 +7,6 @@ lists them; no module of this package names one.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
@@ -15,92 +14,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.reduce_vector import Reduced, Slots
+from trainer_hooks.step.reduce_vector import Derived, Reduced, Slots
 from trainvitals.auto_clip import MaxNorm
-from trainvitals.clock import Clock
-from trainvitals.policy import Judge, Judgement, Proposal
+from trainvitals.policy import Judgement, Proposal
 from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.state import CheckpointRef
-from trainvitals.records import AttemptStarted, Command, Note, StepRecord
+from trainvitals.records import AttemptStarted, Command, StepRecord
 from trainvitals.rows import Value
 
 if TYPE_CHECKING:
-    from trainer_hooks.arguments import Arguments
-    from trainer_hooks.lifecycle.terminal import Terminal
-    from trainer_hooks.measures.host import HostMeasurements, StepClock
-    from trainer_hooks.recovery.manager import RecoveryManager
-    from trainer_hooks.recovery.plan_journal import PlanJournal
-    from trainer_hooks.recovery.replicas import Replicas
-    from trainer_hooks.step.device import Device
-    from trainer_hooks.step.emit import Emitter
-    from trainvitals.io.mailbox import CommandInbox
-    from trainvitals.io.rundir import RunDir
-
-_LOG = logging.getLogger("trainvitals")
+    from trainer_hooks.measures.host import HostMeasurements
+    from trainer_hooks.measures.sampled import Samples
+    from trainer_hooks.step.context import RunContext
 
 Feature = TypeVar("Feature", bound="StepFeature")
-
-
-@dataclass(slots=True, kw_only=True)
-class RunContext:
-    """Parts of a run on this rank that its features share."""
-
-    mode: str
-    given: Arguments
-    """Arguments of ``watch`` or ``attach``."""
-    ranks: Ranks
-    device: Device
-    judge: Judge
-    emitter: Emitter
-    run_dir: RunDir
-    plan: PlanJournal
-    faults: FaultCounter
-    clock: Clock
-    inbox: CommandInbox | None
-    """Source of commands; only on rank 0."""
-    recovery: RecoveryManager | None
-    """Snapshots and checkpoints; None without them."""
-    replicas: Replicas | None
-    """Compares the ranks with each other; None if they hold nothing in common."""
-    features: StepFeatures
-    """The run's features; complete once all of them are built."""
-    times: StepClock
-    """Parts of the step's time."""
-    attempt: int
-    """Id of the current attempt."""
-    first_step: int = -1
-    """First step of this start, until it was judged: it must have gradients."""
-    last_step: int = -1
-    """The latest step that was judged."""
-    terminal: Terminal | None = None
-    """Messages to the user at the terminal; only on rank 0, and None if it must be quiet."""
-
-    @property
-    def is_rank0(self) -> bool:
-        """Whether this is global rank 0."""
-        return self.ranks.rank == 0
-
-    def warn(self, code: str, text: str, *, step: int) -> None:
-        """Report a likely mistake once, in rank 0's log and among the run's events."""
-        if self.is_rank0:
-            _LOG.warning("vitals: %s", text)
-            self.emitter.note(code, text, "warning", step=step, attempt=self.attempt)
-
-    def note_of_rank(self, code: str, text: str, *, step: int) -> None:
-        """Write information that only this rank has into its events."""
-        note = Note(code=code, text=text, severity="warning")
-        self.emitter.event(note, step=step, attempt=self.attempt)
-
-    def report_unprotected(self, judgement: Judgement) -> None:
-        """Report lost protection at the terminal, unless the decision is a rollback."""
-        decision = judgement.decision
-        rules = ("nonfinite_state", "replica_corrupted")
-        if self.terminal is None or (decision is not None and decision.rule in rules):
-            return
-        with self.faults.fail_open("terminal"):
-            self.terminal.unprotected(judgement.findings)
 
 
 class OutgoingStep(NamedTuple):
@@ -128,6 +55,12 @@ class ReturnedStep:
     """The step as the detectors see it; ``StepFeature.complete`` may replace it."""
     now_step: int
     """The step in whose call this happens: ``lag`` steps later."""
+    derived: Derived
+    """The device's own figures."""
+    samples: Samples | None
+    """Sampled signals; None in most steps."""
+    optimizer: str
+    """Name of the optimizer that was stepped alone; empty: all optimizers."""
     columns: Mapping[str, Value] = field(default_factory=dict)
     """Columns of this rank's row in addition to the record, once it is written."""
     command: Proposal | None = None

@@ -556,7 +556,7 @@ Note = TypeVar("Note")
 
 @dataclass(slots=True)
 class _Pending(Generic[Note]):
-    controller: Tensor
+    buffer: Tensor
     event: torch.cuda.Event | None
     note: Note
 
@@ -581,13 +581,13 @@ class AsyncCopy(Generic[Note]):
     def push(self, numbers: Tensor, note: Note) -> tuple[list[float], Note] | None:
         """Start the copy of this step's numbers; return those of ``lag`` steps ago."""
         # Empty if a Ctrl-C interrupted between taking and noting one, and training continued.
-        controller = self._free.pop() if self._free else self._buffer()
-        controller.copy_(numbers, non_blocking=True)
+        buffer = self._free.pop() if self._free else self._buffer()
+        buffer.copy_(numbers, non_blocking=True)
         event = None
         if self._cuda:
             event = torch.cuda.Event()
             event.record()
-        self._pending.append(_Pending(controller, event, note))
+        self._pending.append(_Pending(buffer, event, note))
         return self.pop() if len(self._pending) > self.lag else None
 
     def pop(self, *, patience_seconds: float | None = None) -> tuple[list[float], Note] | None:
@@ -601,8 +601,8 @@ class AsyncCopy(Generic[Note]):
         pending = self._pending.popleft()
         if pending.event is not None and not _arrived(pending.event, patience_seconds):
             return None
-        numbers: list[float] = pending.controller.tolist()
-        self._free.append(pending.controller)
+        numbers: list[float] = pending.buffer.tolist()
+        self._free.append(pending.buffer)
         return numbers, pending.note
 
 
