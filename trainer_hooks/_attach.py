@@ -250,7 +250,7 @@ class Attached(Loop):
         if first and not before_clip:
             self._say_what_is_not_judged()
         norm = None if before_clip else self._norm
-        clips_to = self._max_norm if run.owns_clip else max_norm
+        clips_to = self._max_norm if run.given.owns_clip else max_norm
         prepared = parts.prepare(
             self._step, None, None, norm=norm, first=first, max_norm=_finite(clips_to)
         )
@@ -262,7 +262,7 @@ class Attached(Loop):
         if self._probe.has_loss:
             self._probe.rehearse(self._step, parts.own_loss)
         orders = parts.orders(verdict, prepared, self._step, self._max_norm)
-        if run.owns_clip:
+        if run.given.owns_clip:
             before_clip, max_norm = False, self._max_norm
         return Judged(verdict, prepared, orders, max_norm, before_clip)
 
@@ -305,7 +305,7 @@ class Attached(Loop):
             run.report_unguarded(text, step=self._step)
 
     def _say_what_is_not_judged(self) -> None:
-        if not self._run.owns_clip and self._norm is None:
+        if not self._run.given.owns_clip and self._norm is None:
             text = (
                 "gradient-norm outliers are not judged, because the loop's own clip hides them. "
                 "Call attached.before_clip() before the clip, or pass the clip's result to "

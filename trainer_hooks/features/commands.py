@@ -89,7 +89,7 @@ class CommandsFeature(StepFeature):
                     run.plan.add(facts, expired=refusal.number)
                 event = CommandAcknowledged(ack=refusal)
                 run.emitter.of_run(event, step=step, attempt=self._run.attempt)
-        if inbox.waiting is not None and inbox.waiting.number <= run.judge.facts.last_command:
+        if inbox.waiting is not None and inbox.waiting.number <= facts.last_command:
             inbox.waiting = None
         return inbox.waiting or run.features.own_command()
 

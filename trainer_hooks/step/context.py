@@ -91,11 +91,6 @@ class RunContext:
         """Whether this is global rank 0."""
         return self.ranks.rank == 0
 
-    @property
-    def owns_clip(self) -> bool:
-        """Whether gradients are measured before any clip; otherwise the loop has a finite norm."""
-        return self.given.owns_clip
-
     def judged_step(self, step: ReturnedStep, judgement: Judgement) -> None:
         """Remember the latest judged step."""
         record = step.record

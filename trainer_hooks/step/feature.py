@@ -79,16 +79,11 @@ class ReturnedStep:
     """Reads the probe; None if it is off."""
     evaluation: float | None = None
     """Ratio of a validation loss to the previous one; None without an evaluation."""
+    step: int = field(init=False)
+    attempt: int = field(init=False)
 
-    @property
-    def step(self) -> int:
-        """Index of the step."""
-        return self.measured.step
-
-    @property
-    def attempt(self) -> int:
-        """Attempt of the step."""
-        return self.measured.attempt
+    def __post_init__(self) -> None:
+        self.step, self.attempt = self.measured.step, self.measured.attempt
 
 
 class StepFeature:
@@ -237,6 +232,7 @@ class StepFeatures:
         self._on_judged = self._overriding("on_judged")
         self._on_row_written = self._overriding("on_row_written")
         self._on_step_done = self._overriding("on_step_done")
+        self._own_command = self._overriding("own_command")
         self._between_steps = [
             feature
             for feature in self._features
@@ -270,21 +266,21 @@ class StepFeatures:
         """Return the values of all features for rank 0's slots."""
         values: dict[str, float] = {}
         for hook in self._rank0_values:
-            values.update(hook(step))
+            values |= hook(step)
         return values
 
     def contribute(self, step: OutgoingStep) -> dict[str, Tensor | float]:
         """Return this rank's values of all features, with ``contribute_always``."""
         values: dict[str, Tensor | float] = {**self.contribute_always(step)}
         for hook in self._contribute:
-            values.update(hook(step))
+            values |= hook(step)
         return values
 
     def contribute_always(self, step: OutgoingStep) -> dict[str, float]:
         """Return the values that are also sent if the preparation failed."""
         values: dict[str, float] = {}
         for hook in self._contribute_always:
-            values.update(hook(step))
+            values |= hook(step)
         return values
 
     def before_update(self) -> None:
@@ -325,8 +321,11 @@ class StepFeatures:
 
     def own_command(self) -> Command | None:
         """Return the first command that the run orders itself."""
-        commands = (feature.own_command() for feature in self._features)
-        return next((command for command in commands if command is not None), None)
+        for hook in self._own_command:
+            command: Command | None = hook()
+            if command is not None:
+                return command
+        return None
 
     def on_command(self, command: Proposal, *, now_step: int) -> None:
         """Start the action of a command."""
@@ -336,7 +335,11 @@ class StepFeatures:
     @property
     def has_pending_work(self) -> bool:
         """Whether a feature has work between two steps."""
-        return any(feature.has_pending_work for feature in self._between_steps)
+        # Not any(...): a generator costs each step more than the two properties.
+        for feature in self._between_steps:  # noqa: SIM110
+            if feature.has_pending_work:
+                return True
+        return False
 
     def run_between_steps(self, step: int, device: torch.device) -> Iterator[Judgement]:
         """Let each feature work between two steps; yields judgements to carry out at once."""

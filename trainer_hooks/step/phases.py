@@ -309,7 +309,7 @@ class StepPhases:
         if ranks.world_size > 1:
             pack = packer.pack
             self._exchange = self.clock.exchange(pack.device, lambda: ranks.reduce(pack))
-        if not self._run.owns_clip:
+        if not self._run.given.owns_clip:
             packer.undo_clip()
         row = self._rows.get(self.turn.number, self._no_row)
         verdict = judge_on_device(packer.layout, packer.pack, row)

@@ -130,6 +130,33 @@ class PackLayout:
     num_sampled: int = 0
     rank: int = 0
     fields: VectorFields = CORE_FIELDS
+    root: int = field(init=False)
+    """Position of the first of rank 0's numbers."""
+    ranks: int = field(init=False)
+    """Position of the first rank slot."""
+    is_shared: bool = field(init=False)
+    """Whether there are more ranks than slots."""
+    bits: int = field(init=False)
+    """Position of the first bit that identifies the rank of a number in a shared slot."""
+    own: int = field(init=False)
+    """Position of the first per-rank field if slots are shared."""
+    sampled: int = field(init=False)
+    """Position of the first sampled signal."""
+    size: int = field(init=False)
+    """Number of values in the vector."""
+
+    def __post_init__(self) -> None:
+        """Compute the positions once: each step uses them dozens of times."""
+        width, is_shared = len(self.fields.rank), self.num_slots < self.world_size
+        ranks = self.num_params + len(self.fields.rank0)
+        bits = ranks + self.num_slots * width
+        own = bits + is_shared * self.num_slots * width
+        sampled = own + is_shared * self.world_size * len(self.fields.exact)
+        positions = {"root": self.num_params, "ranks": ranks, "is_shared": is_shared}
+        positions |= {"bits": bits, "own": own, "sampled": sampled}
+        positions["size"] = sampled + self.num_sampled
+        for name, position in positions.items():
+            object.__setattr__(self, name, position)
 
     @classmethod
     def of(
@@ -144,41 +171,6 @@ class PackLayout:
         slots = min(world_size, max(MAX_SLOTS, -(-world_size // MAX_SHARED)))
         slot = rank * slots // world_size
         return cls(num_params, slots, slot, world_size, num_sampled, rank, fields)
-
-    @property
-    def root(self) -> int:
-        """Position of the first of rank 0's words."""
-        return self.num_params
-
-    @property
-    def ranks(self) -> int:
-        """Position of the first rank slot."""
-        return self.num_params + len(self.fields.rank0)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether there are more ranks than slots."""
-        return self.num_slots < self.world_size
-
-    @property
-    def bits(self) -> int:
-        """Position of the first bit that identifies the rank of a number in a shared slot."""
-        return self.ranks + self.num_slots * len(self.fields.rank)
-
-    @property
-    def own(self) -> int:
-        """Position of the first per-rank field if slots are shared."""
-        return self.bits + self.is_shared * self.num_slots * len(self.fields.rank)
-
-    @property
-    def sampled(self) -> int:
-        """Position of the first sampled signal."""
-        return self.own + self.is_shared * self.world_size * len(self.fields.exact)
-
-    @property
-    def size(self) -> int:
-        """Number of values in the pack."""
-        return self.sampled + self.num_sampled
 
     def mine(self, field: str) -> int:
         """Position of this rank's ``field``."""
@@ -236,7 +228,10 @@ class Rank0Values:
         if self.skips:
             limits = (-math.inf, -math.inf, math.inf)
         core, values = (*limits, float(self.clips)), self.values
-        return [*core, *[values.get(name, 0.0) for name in fields.rank0[len(core) :]]]
+        return [
+            *core,
+            *[values.get(name, 0.0) for name in fields.rank0[len(core) :]],
+        ]
 
 
 class ReduceVector:
@@ -251,7 +246,9 @@ class ReduceVector:
         """The part of the pack for sampled signals; empty if none are enabled."""
         self._position = {name: layout.mine(name) for name in layout.fields.rank}
         self._mine = {name: self.pack[position] for name, position in self._position.items()}
-        self._exact = [name for name in layout.fields.exact if name in self._position]
+        is_shared = layout.is_shared
+        self._exact = [n for n in layout.fields.exact if is_shared and n in self._position]
+        """Fields that are written twice: in the shared slot, and in this rank's own place."""
         self._rest = self.pack[layout.num_params :]
         pinned = device.type == "cuda"
         # Three host buffers in rotation: copies of the last steps may still be in flight.
@@ -285,7 +282,7 @@ class ReduceVector:
                 tensors[name] = value
                 continue
             words[position[name] - base] = value
-            if layout.is_shared and name in self._exact:
+            if name in self._exact:
                 words[layout.mine_exact(name) - base] = value
         if root is not None:
             words[: len(layout.fields.rank0)] = root.words(layout.fields)

@@ -160,7 +160,7 @@ def _is_before_clip(
     run: RunContext, reduced: Reduced, derived: Derived, measured: HostMeasurements
 ) -> bool:
     """Return whether the norm is from before the clip; the row gets the norm after the clip."""
-    if run.owns_clip or measured.before_clip:
+    if run.given.owns_clip or measured.before_clip:
         return True
     is_given = reduced.total("norm_before_clip") != 0
     after = reduced.of_slot("norm_before_clip")
