@@ -27,6 +27,7 @@ from trainer_hooks.arguments import (
 )
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features import FEATURES, vector_fields
+from trainer_hooks.features.first_steps import FirstStepsFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.guard.declared import Declared
 from trainer_hooks.guard.schedules import SchedulerEvery
@@ -397,9 +398,9 @@ def _begin(run: RunContext, place: RunPaths, info: RunInfo) -> Restored | None:
         attempt = AttemptStarted(
             id=place.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
         )
-    run.starts_again = restored is None and bool(run.plan.plan.branches)
-    if run.starts_again and run.is_rank0:
-        run.restart_check = _restart_check(run, place)
+    if restored is None and run.plan.plan.branches:
+        check = _restart_check(run, place) if run.is_rank0 else None
+        run.features[FirstStepsFeature].expect_again(check)
     run.first_step = attempt.fork_step
     start_branch(run, attempt, None if restored is None else restored.meta["judge"])
     _emit_start_events(run, place, info, attempt)

@@ -15,6 +15,7 @@ from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
 from trainer_hooks.data.loader import Position
 from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
+from trainer_hooks.features.first_steps import FirstStepsFeature
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.sigterm import SigtermFeature
@@ -58,6 +59,7 @@ class Monitor(Loop):
         first_step = 0 if restored is None else restored.step
         super().__init__(device, run, tokens_per_step=tokens_per_step, first_step=first_step)
         waited, lag = self._parts.clock.waited_for_data, device.readback.lag
+        self._first_steps = run.features[FirstStepsFeature]
         self._probe = run.features[ProbeFeature].probe
         self._schedules: Schedules | None = None
         if device.schedulers:
@@ -481,8 +483,7 @@ class Monitor(Loop):
         while ready is not None or (ready := self._parts.waited_for()) is not None:
             judgement = judge_returned(self._run, *ready, now_step=attempted)
             self._feed.judged(ready[1].step, judgement)
-            if (record := self._run.first_record) is not None:
-                self._run.first_record = None
+            if (record := self._first_steps.pop_first_record()) is not None:
                 norm = math.nan if record.grad_norm is None else record.grad_norm
                 self._look_for_scaler(norm, record.loss)
             decision = judgement.decision or decision

@@ -26,7 +26,7 @@ def contribution(loss, **given):
     values = {
         name: value if isinstance(value, torch.Tensor) else float(value)
         for name, value in given.items()
-        if name not in _CORE
+        if name not in _CORE and value is not None
     }
     core = {name: value for name, value in given.items() if name in _CORE}
     return RankContribution(loss=loss, values=values, **core)

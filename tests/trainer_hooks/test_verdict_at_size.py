@@ -177,12 +177,12 @@ def test_a_count_of_what_is_wrong_names_its_rank_and_is_counted_once_a_rank(worl
 @pytest.mark.parametrize("world_size", SIZES)
 def test_one_replica_that_differs_is_named_whoever_it_is(world_size):
     everyone = [range(world_size)]
-    assert vote(reduced_with(world_size, {})[2].words(), everyone) == Vote()
+    assert vote(reduced_with(world_size, {})[2].by_rank("replicas"), everyone) == Vote()
     for rank in ranks_of(world_size):
         for word in (WORD - 1, one(WORD - 1)):
-            words = reduced_with(world_size, {rank: {"replicas": word}})[2].words()
+            words = reduced_with(world_size, {rank: {"replicas": word}})[2].by_rank("replicas")
             assert vote(words, everyone).rank == rank
-        silent = reduced_with(world_size, {rank: {"replicas": None}})[2].words()
+        silent = reduced_with(world_size, {rank: {"replicas": None}})[2].by_rank("replicas")
         assert vote(silent, everyone) == Vote()
 
 

@@ -11,6 +11,7 @@ from trainer_hooks.features.auto_clip import AutoClipFeature
 from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.expected_change import ExpectedChangeFeature
+from trainer_hooks.features.first_steps import FirstStepsFeature
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.profiling import ProfilingFeature
 from trainer_hooks.features.replicas import ReplicasFeature
@@ -22,6 +23,7 @@ from trainer_hooks.step.feature import StepFeature
 from trainer_hooks.step.reduce_vector import VectorFields
 
 FEATURES: list[type[StepFeature]] = [
+    FirstStepsFeature,
     ProfilingFeature,
     CommandsFeature,
     AttemptsFeature,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent
-from trainer_hooks.lifecycle.earlier_losses import RestartCheck
 from trainer_hooks.lifecycle.terminal import Terminal
 from trainer_hooks.measures.host import StepClock
 from trainer_hooks.ranks import Ranks
@@ -70,16 +69,8 @@ class RunContext:
     """Error of the halt that ended training."""
     checks_parameters: bool = False
     """Whether the next step reports if parameters are finite: only after a bad step."""
-    turns_begun: set[int] = field(default_factory=set)
-    """Turns that have had a step."""
-    first_record: StepRecord | None = None
-    """Record of the first step, until it was checked."""
     judged: tuple[StepRecord, Reduced] | None = None
     """The latest step that was judged."""
-    starts_again: bool = False
-    """Whether the run was started before, and this start found no state to continue from."""
-    restart_check: RestartCheck | None = None
-    """Compares the first losses with the earlier starts of the run; only on rank 0."""
     surroundings: Surroundings | None = None
     """Information about model and optimizers for the repro capsule of a bad step."""
     agent: NodeAgent | None = None

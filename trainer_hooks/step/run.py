@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import ReturnedStep
-from trainer_hooks.step.gradients import no_gradients
 from trainer_hooks.step.reduce_vector import NUM_FIGURES, Derived, Reduced, step_record
 from trainvitals.policy import Judgement
 from trainvitals.records import StepRecord
@@ -38,7 +37,6 @@ def judge_returned(
     if step.attempt != run.attempt:
         _write(run, step, Judgement())
         return Judgement()
-    _check_first_steps(run, step)
     # Data sent with the step is handled before its judgement: the escalation policy chooses
     # among checkpoints, and runs the probe, as all ranks know them at this step.
     run.features.complete(step)
@@ -108,36 +106,6 @@ def _write(run: RunContext, step: ReturnedStep, judgement: Judgement) -> None:
     )
     run.features.on_row_written(step)
     run.log.write_readings(step.measured, judgement)
-
-
-def _check_first_steps(run: RunContext, step: ReturnedStep) -> None:
-    """Refuse a first step without gradients; warn a run that started again without its state."""
-    is_first, turn = step.step == run.first_step, step.measured.turn
-    if is_first or (step.optimizer and turn not in run.turns_begun):
-        run.turns_begun.add(turn)
-        if not step.reduced.has_gradients and not step.record.failed_ranks:
-            raise no_gradients(step.optimizer)  # known on all ranks
-    if is_first:
-        run.first_record = step.record
-        if run.starts_again and not step.step:
-            _report_second_start(run)
-    if run.restart_check is not None and (text := run.restart_check.add(step.record)):
-        run.warn("weights_not_restored", text, step=step.step)
-    run.first_step = -1
-
-
-def _report_second_start(run: RunContext) -> None:
-    """Warn a loop that resumes from its own checkpoint without our state: step starts at 0.
-
-    Its rates are not compared with the declared schedule, which would start at step 0 too.
-    """
-    text = (
-        f"run {run.run_dir.run_id} was started before, and this start counts from step 0, "
-        "with new limits. If the loop loaded a checkpoint of its own, keep "
-        "monitor.state_dict() in it and call monitor.load_state_dict(state) before the first "
-        "step; for a new training set another VITALS_RUN_ID"
-    )
-    run.warn("starts_again", text + run.features.on_second_start(), step=0)
 
 
 def _name_unguarded(run: RunContext, record: StepRecord, judgement: Judgement) -> Judgement:
