@@ -18,7 +18,7 @@ USUAL := not slow and not nightly
 FAST := $(USUAL) and not dist and not servers and not browser
 PYTEST = $(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS = -n $(NUM_WORKERS) --dist loadfile --no-loadscope-reorder
-CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks tests
+CODE := trainvitals trainer_hooks agent collector dashboard deploy plugins benchmarks tests
 ARGS ?=
 BASE ?= main
 NUM_WORKERS ?= 4
@@ -97,7 +97,7 @@ lint: $(STAMP) ## ruff, mypy, import contracts, undeclared packages, and the pro
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.house.prose
-	$(BIN)/deptry trainvitals trainer_hooks agent/vitals_agent collector/vitals_collector dashboard/vitals_dashboard deploy/vitals_deploy
+	$(BIN)/deptry trainvitals trainer_hooks agent/vitals_agent collector/vitals_collector dashboard/vitals_dashboard deploy/vitals_deploy plugins/vitals_plugins
 
 bench: $(STAMP) ## what Vitals costs on this machine, beside others; writes docs/benchmarks.md
 	$(BIN)/python -m vitals_bench --page docs/benchmarks.md $(ARGS)

@@ -6,7 +6,8 @@ import typer
 
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.errors import UsageError
-from trainvitals.training_plan import (
+from trainvitals.units import humanize
+from vitals_plugins.lab.plan.training_plan import (
     GPUS,
     SOURCES,
     PlanInput,
@@ -16,8 +17,7 @@ from trainvitals.training_plan import (
     plan,
     shape_of,
 )
-from trainvitals.training_plan import batch as batch_of
-from trainvitals.units import humanize
+from vitals_plugins.lab.plan.training_plan import batch as batch_of
 
 _TYPES = get_args(TrainingType)
 

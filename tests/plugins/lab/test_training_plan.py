@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.cli import vitals
 from trainvitals.errors import UsageError
-from trainvitals.training_plan import (
+from vitals_plugins.lab.plan.training_plan import (
     STRATEGIES,
     PlanInput,
     Shape,
