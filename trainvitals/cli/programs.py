@@ -38,7 +38,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("sql", "token", "mirror", "audit"),
     ),
     "dashboard": ("dashboard",),
-    "checkpoints": ("checkpoints", "repro", "landscape"),
+    "checkpoints": ("checkpoints", "repro"),
+    "landscape": ("landscape",),
     "deploy": ("deploy",),
 }
 """Command names by who brings them, for the message where that program cannot be loaded."""
@@ -65,7 +66,13 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 }
 """Modules behind the base install and each extra, held against pyproject.toml by a test."""
 
-EXTRAS = {"deploy": "grafana", "demo": "all", "up": "dashboard", "checkpoints": "torch"}
+EXTRAS = {
+    "deploy": "grafana",
+    "demo": "all",
+    "up": "dashboard",
+    "checkpoints": "torch",
+    "landscape": "torch",
+}
 """The extra a program needs, where it is not called as the program."""
 
 HOUSE = frozenset(

@@ -13,15 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 import typer
 
-from trainer_hooks.landscape.picture import picture
-from trainer_hooks.landscape.words import (
-    landscape_sentences,
-    line_facts,
-    middle_lines,
-    num_nonfinite,
-    path_facts,
-    path_sentences,
-)
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints.find import RUNS, find_checkpoints
 from trainer_hooks.repro.entry import CONTRACT, Built, build
@@ -30,11 +21,20 @@ from trainvitals.errors import FormatError, MissingDependencyError, StorageError
 from trainvitals.io.private import replace_file
 from trainvitals.jsonable import to_json
 from trainvitals.printable import name_type
+from vitals_plugins.lab.landscape.picture import picture
+from vitals_plugins.lab.landscape.words import (
+    landscape_sentences,
+    line_facts,
+    middle_lines,
+    num_nonfinite,
+    path_facts,
+    path_sentences,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from trainer_hooks.landscape.surface import Losses
+    from vitals_plugins.lab.landscape.surface import Losses
 
 _MOST_POINTS = 101
 _WITH_LOADER = CONTRACT.replace("(model, loss_of)", "(model, loss_of, loader)") + (
@@ -185,8 +185,13 @@ def _measured(
         raise MissingDependencyError(
             "a loss landscape needs torch", hint="pip install 'trainvitals[torch]'"
         ) from None
-    from trainer_hooks.landscape.surface import losses_along, random_directions, surface, towards
-    from trainer_hooks.landscape.surface import values as values_of
+    from vitals_plugins.lab.landscape.surface import (
+        losses_along,
+        random_directions,
+        surface,
+        towards,
+    )
+    from vitals_plugins.lab.landscape.surface import values as values_of
 
     checkpoint, entry, step, to, directory = scene
     torch.manual_seed(seed)

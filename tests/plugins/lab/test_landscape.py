@@ -12,19 +12,19 @@ from torch.utils.data import DataLoader
 
 from tests.trainer_hooks import bad_steps
 from tests.trainer_hooks.bad_steps import train
-from trainer_hooks.landscape.picture import picture
-from trainer_hooks.landscape.surface import (
+from trainer_hooks.recovery.checkpoints.manifest import is_id, parse_id
+from trainer_hooks.repro.play import slots
+from trainvitals.cli import main
+from trainvitals.errors import UsageError
+from vitals_plugins.lab.landscape.picture import picture
+from vitals_plugins.lab.landscape.surface import (
     losses_along,
     random_directions,
     surface,
     towards,
     values,
 )
-from trainer_hooks.landscape.words import landscape_sentences, line_facts, path_facts
-from trainer_hooks.recovery.checkpoints.manifest import is_id, parse_id
-from trainer_hooks.repro.play import slots
-from trainvitals.cli import main
-from trainvitals.errors import UsageError
+from vitals_plugins.lab.landscape.words import landscape_sentences, line_facts, path_facts
 
 PLACES = [(i - 10) / 10 for i in range(21)]
 

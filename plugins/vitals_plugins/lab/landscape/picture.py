@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 from trainvitals.printable import printable
 
 if TYPE_CHECKING:
-    from trainer_hooks.landscape.surface import Losses
+    from vitals_plugins.lab.landscape.surface import Losses
 
 _SIZE, _LEFT, _TOP, _BELOW, _RIGHT = 420, 80, 60, 56, 110
 _LOG_FROM = 20.0

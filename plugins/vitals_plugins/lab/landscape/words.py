@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from trainer_hooks.landscape.surface import Losses
+    from vitals_plugins.lab.landscape.surface import Losses
 
 _EQUAL = 1e-6
 """Of the loss in the middle: what is lower by less is lower by rounding."""
