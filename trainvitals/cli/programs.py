@@ -38,7 +38,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("sql", "token", "mirror", "audit"),
     ),
     "dashboard": ("dashboard",),
-    "checkpoints": ("checkpoints", "repro"),
+    "checkpoints": ("checkpoints",),
+    "repro": ("repro",),
     "landscape": ("landscape",),
     "deploy": ("deploy",),
 }
@@ -72,6 +73,7 @@ EXTRAS = {
     "up": "dashboard",
     "checkpoints": "torch",
     "landscape": "torch",
+    "repro": "torch",
 }
 """The extra a program needs, where it is not called as the program."""
 

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.trainer_hooks import bad_steps
-from tests.trainer_hooks.bad_steps import train
+from tests.plugins.lab import bad_steps
+from tests.plugins.lab.bad_steps import train
 from trainer_hooks.recovery.checkpoints.manifest import is_id, parse_id
-from trainer_hooks.repro.play import slots
 from trainvitals.cli import main
 from trainvitals.errors import UsageError
 from vitals_plugins.lab.landscape.picture import picture
@@ -25,6 +24,7 @@ from vitals_plugins.lab.landscape.surface import (
     values,
 )
 from vitals_plugins.lab.landscape.words import landscape_sentences, line_facts, path_facts
+from vitals_plugins.lab.repro.play import slots
 
 PLACES = [(i - 10) / 10 for i in range(21)]
 

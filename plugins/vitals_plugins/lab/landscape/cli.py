@@ -15,7 +15,6 @@ import typer
 
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints.find import RUNS, find_checkpoints
-from trainer_hooks.repro.entry import CONTRACT, Built, build
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.errors import FormatError, MissingDependencyError, StorageError, UsageError
 from trainvitals.io.private import replace_file
@@ -30,6 +29,7 @@ from vitals_plugins.lab.landscape.words import (
     path_facts,
     path_sentences,
 )
+from vitals_plugins.lab.repro.entry import CONTRACT, Built, build
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -309,7 +309,7 @@ def _load(checkpoint: str, step: int, directory: Path, model: nn.Module) -> str:
             raise UsageError(f"--step needs a run, and {checkpoint} is a file")
         _load_file(path, model)
         return path.name
-    from trainer_hooks.repro.weights import read_into
+    from vitals_plugins.lab.repro.weights import read_into
 
     found = find_checkpoints(checkpoint, directory)
     entries = [entry for entry in found.entries() if entry.state in ("verified", "healthy")]

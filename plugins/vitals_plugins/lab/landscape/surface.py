@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
-from trainer_hooks.repro.play import LossOf, Scene, copied, kind_of, slots
 from trainvitals.errors import UsageError
+from vitals_plugins.lab.repro.play import LossOf, Scene, copied, kind_of, slots
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = get_args(Mode)

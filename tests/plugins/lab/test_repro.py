@@ -18,21 +18,21 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trainer_hooks
+from tests.plugins.lab import bad_steps
+from tests.plugins.lab.bad_steps import BAD, ROWS, train
 from tests.support.watched import until
-from tests.trainer_hooks import bad_steps
-from tests.trainer_hooks.bad_steps import BAD, ROWS, train
 from trainer_hooks.data import files
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.recovery.rng import capture_now, restore_rng
 from trainer_hooks.repro import capsule as capsules
-from trainer_hooks.repro import verdict as verdicts
 from trainer_hooks.repro.capsule import Content, read, rows_in, take_rows, write
-from trainer_hooks.repro.play import Limits, Scene, Trace
-from trainer_hooks.repro.weights import Weights, load
 from trainvitals.cli import main
 from trainvitals.errors import FormatError, InsecurePathError, TrainingHalted
 from trainvitals.io.capsules import CapsuleFile, find_capsules, verdict_on
 from trainvitals.io.rundir import RunDir
+from vitals_plugins.lab.repro import verdict as verdicts
+from vitals_plugins.lab.repro.play import Limits, Scene, Trace
+from vitals_plugins.lab.repro.weights import Weights, load
 
 ROOT = Path(__file__).parents[2]
 ENTRY = f"{bad_steps.__name__}:build"
@@ -518,7 +518,7 @@ def test_a_folder_in_place_of_a_capsule_is_said(tmp_path):
 
 ARGUMENTS = """
 import argparse, sys
-from tests.trainer_hooks.bad_steps import build as made
+from tests.plugins.lab.bad_steps import build as made
 def build():
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, default=0.1)
@@ -665,7 +665,7 @@ def a_run(tmp_path_factory):
 
 
 ENTRIES = {
-    "good": "from tests.trainer_hooks.bad_steps import build",
+    "good": "from tests.plugins.lab.bad_steps import build",
     "raises": "def build():\n    raise ValueError('no GPU here')",
     "one": "import torch\ndef build():\n    return torch.nn.Linear(1, 1)",
     "swapped": "import torch\ndef build():\n    return print, torch.nn.Linear(1, 1)",

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer_hooks.repro.entry import CONTRACT, build
 from trainvitals.cli.output import ReportFormat, write_json
 from trainvitals.cli.resume import find_fitting
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.capsules import CapsuleFile, find_capsules
 from trainvitals.io.rundir import RunDir
 from trainvitals.printable import printable
+from vitals_plugins.lab.repro.entry import CONTRACT, build
 
 if TYPE_CHECKING:
     from trainer_hooks.repro.capsule import Capsule
-    from trainer_hooks.repro.verdict import Verdict
+    from vitals_plugins.lab.repro.verdict import Verdict
 
 _Run = Annotated[
     str,
@@ -73,8 +73,8 @@ def repro(
             "playing a step needs torch", hint="pip install 'trainvitals[torch]'"
         ) from None
     from trainer_hooks.repro.capsule import read
-    from trainer_hooks.repro.verdict import PlayError, judge, keep
-    from trainer_hooks.repro.weights import load
+    from vitals_plugins.lab.repro.verdict import PlayError, judge, keep
+    from vitals_plugins.lab.repro.weights import load
 
     capsule = read(file)
     built = build(entry)

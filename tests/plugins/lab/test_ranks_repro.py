@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer_hooks.bad_steps import build
-from tests.trainer_hooks.ranks_playing import FLIP_STEP, FLIPPED, NAN_STEP, main
+from tests.plugins.lab.bad_steps import build
+from tests.plugins.lab.ranks_playing import FLIP_STEP, FLIPPED, NAN_STEP, main
 from tests.trainer_hooks.spawned import spawned
 from trainer_hooks.repro.capsule import read
-from trainer_hooks.repro.verdict import judge
-from trainer_hooks.repro.weights import load
 from trainvitals.io.capsules import find_capsules
 from trainvitals.io.rundir import RunDir
+from vitals_plugins.lab.repro.verdict import judge
+from vitals_plugins.lab.repro.weights import load
 
 pytestmark = pytest.mark.dist
 

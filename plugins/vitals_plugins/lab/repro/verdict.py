@@ -25,10 +25,10 @@ from trainer_hooks.repro.capsule import (
     tensors_in,
     versions,
 )
-from trainer_hooks.repro.play import Limits, LossOf, Origin, Played, Scene, Trace
-from trainer_hooks.repro.weights import Weights
 from trainvitals.io.capsules import VERDICT
 from trainvitals.io.private import replace_file
+from vitals_plugins.lab.repro.play import Limits, LossOf, Origin, Played, Scene, Trace
+from vitals_plugins.lab.repro.weights import Weights
 
 Cause = Literal["data", "arithmetic", "optimizer_state", "hardware", "not_reproduced"]
 IN_WORDS: dict[Cause, str] = {

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
+from tests.plugins.lab.bad_steps import ROWS, build, dataset
 from tests.support.watched import run_directory
-from tests.trainer_hooks.bad_steps import ROWS, build, dataset
 from trainer_hooks.recovery import replicas
 
 EVERY, NAN_STEP, FLIP_STEP, STEPS = 5, 4, 12, 30
