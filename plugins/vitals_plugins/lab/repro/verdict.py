@@ -14,7 +14,6 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from trainer_hooks import selftest
 from trainer_hooks.repro.capsule import (
     Autocast,
     Capsule,
@@ -27,6 +26,7 @@ from trainer_hooks.repro.capsule import (
 )
 from trainvitals.io.capsules import VERDICT
 from trainvitals.io.private import replace_file
+from vitals_plugins.lab import selftest
 from vitals_plugins.lab.repro.play import Limits, LossOf, Origin, Played, Scene, Trace
 from vitals_plugins.lab.repro.weights import Weights
 

@@ -1,4 +1,4 @@
-"""Tries every device of this node: ``python -m trainer_hooks.burn_in SECONDS``.
+"""Tries every device of this node: ``python -m vitals_plugins.lab.burn_in.program SECONDS``.
 
 ``vitals doctor --burn-in`` runs it as a process of its own, so that whatever a broken device does
 to it (a crash, a hang) is seen from outside. After each kernel it prints what is known so far as
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_hooks.recovery.memory import host_memory_left
-from trainer_hooks.selftest import LARGEST, WrongAnswer, all_reduce, gemm, memory
+from vitals_plugins.lab.selftest import LARGEST, WrongAnswer, all_reduce, gemm, memory
 
 MAX_BYTES = 4 << 30
 """Memory that is tried at most: of the host, and of each GPU."""

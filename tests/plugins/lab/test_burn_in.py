@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from trainvitals.cli import burn_in, main
+from trainvitals.cli import main
 from trainvitals.cli.doctor import Check
 from trainvitals.identity import new_run_id
 from trainvitals.io.discovery import announce_run
 from trainvitals.io.heartbeat import HeartbeatWriter
 from trainvitals.io.private import ensure_private_dir, private_base
 from trainvitals.records import Heartbeat
+from vitals_plugins.lab.burn_in import runner as burn_in
 
 RUN = new_run_id(1)
 CHECK = {"name": "cpu 0", "status": "ok", "text": "gemm float32 3x"}

@@ -22,7 +22,7 @@ START_SECONDS = 60.0
 """In which torch must be loaded and the devices found; the time that was asked for follows."""
 GRACE_SECONDS = 10.0
 _FRESH_NS = 10_000_000_000
-_PROGRAM = (sys.executable, "-m", "trainer_hooks.burn_in")
+_PROGRAM = (sys.executable, "-m", "vitals_plugins.lab.burn_in.program")
 
 
 def running_here(environ: Mapping[str, str]) -> list[str]:

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from trainer_hooks import burn_in
-from trainer_hooks.burn_in import Device, find_devices, kernels_for, try_devices
-from trainer_hooks.selftest import (
+from vitals_plugins.lab.burn_in import program as burn_in
+from vitals_plugins.lab.burn_in.program import Device, find_devices, kernels_for, try_devices
+from vitals_plugins.lab.selftest import (
     INNER,
     LARGEST,
     NUM_SUMMED,
