@@ -22,6 +22,7 @@ from trainvitals import __version__
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UnauthorizedError, UsageError, VitalsError
 from trainvitals.io.control_key import make_control_key
+from trainvitals.plugins import load_plugin
 from trainvitals.views import Problem
 from trainvitals.wire import IngestReply
 from vitals_collector.alerts.ack_links import AckLinks
@@ -45,7 +46,6 @@ from vitals_collector.api.exposition import StoreCollector, metrics_router
 from vitals_collector.api.ingest_route import COMMIT_SECONDS, IngestApp
 from vitals_collector.api.otlp import otlp_router
 from vitals_collector.api.questions import answers, document, question_router, takes
-from vitals_collector.api.remote_write import remote_writer
 from vitals_collector.cluster.leases import UPKEEP, Lease
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.folder import FolderIngest
@@ -130,13 +130,15 @@ def create_app(
         upkeep = _upkeep(store, settings, clock, lease)
         goodput = GoodputCache(price=settings.gpu_hour_price)
         reader = GoodputReader(store, goodput)
-        writer = remote_writer(
-            settings.notifiers.remote_write,
-            _exposed(store, acting, clock, settings, reader),
-            store.counters,
-            clock=clock,
-            leads=lambda: acting.lease.epoch() is not None,
-        )
+        writer: _Part | None = None
+        if settings.notifiers.remote_write:
+            writer = load_plugin("remote-write")(
+                settings.notifiers.remote_write,
+                _exposed(store, acting, clock, settings, reader),
+                store.counters,
+                clock=clock,
+                leads=lambda: acting.lease.epoch() is not None,
+            )
         owners = _owners(store, settings, clock, place)
         known_tokens = KnownTokens(store, clock=clock)
         # What acts ends while the runs are still owned: what it has in hand is stored.

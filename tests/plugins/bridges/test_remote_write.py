@@ -24,11 +24,11 @@ from tests.support.served import Served
 from trainvitals.errors import ConfigError, MissingDependencyError
 from trainvitals.records import RunInfo, RunStarted
 from vitals_collector.alerts.receivers import NotifierSettings
-from vitals_collector.api import remote_write
 from vitals_collector.api.app import CollectorSettings
-from vitals_collector.api.remote_write import MAX_WAITING, RemoteWriter, remote_writer
 from vitals_collector.importers.protobuf import fields
 from vitals_collector.storage.store import IngestCounters
+from vitals_plugins.bridges import remote_write
+from vitals_plugins.bridges.remote_write import MAX_WAITING, RemoteWriter, remote_writer
 
 URL = "http://store.example.org/api/v1/write"
 

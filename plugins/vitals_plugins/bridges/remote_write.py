@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from trainvitals.clock import Clock
 from trainvitals.errors import ConfigError, MissingDependencyError
 from vitals_collector.alerts.notifiers import AsyncPinnedTransport, check_url, redacted
+from vitals_collector.api.exposition import OUTCOMES
 from vitals_collector.importers.protobuf import varint
 from vitals_collector.storage.store import IngestCounters
 
@@ -35,7 +36,6 @@ _TIMEOUT_SECONDS = 10.0
 _PUSH_TIMEOUT_SECONDS = 30.0
 """For a push as a whole: an answer that comes byte by byte must not hold up all others."""
 _CLOSE_SECONDS = 3.0
-OUTCOMES = ("delivered", "retried", "failed", "dropped")
 _HEADERS = {
     "Content-Type": "application/x-protobuf",
     "Content-Encoding": "snappy",
