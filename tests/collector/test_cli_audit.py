@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.plugins.bridges.wandb_files import call, framed
 from tests.support.control import run_cli
-from tests.support.wandb_files import call, framed
 from vitals_collector.importers import ColumnChoice
 from vitals_collector.report import audit as auditing
 

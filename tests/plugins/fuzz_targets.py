@@ -11,13 +11,13 @@ import msgspec
 
 from tests.collector.rows import RUN
 from tests.fuzz.target import Target
-from tests.support.otlp import encoded, gauge, point, request
-from tests.support.wandb_files import call, framed
-from vitals_collector.api.otlp import decode
+from tests.plugins.bridges.otlp_requests import encoded, gauge, point, request
+from tests.plugins.bridges.wandb_files import call, framed
 from vitals_collector.importers import ColumnChoice, read_history
 from vitals_collector.mirrors.follow import Cursor
 from vitals_collector.mirrors.worker import Saved, StateFile
 from vitals_collector.mirrors.worker import Target as MirrorTarget
+from vitals_plugins.bridges.otlp import decode
 
 
 def read_log(name: str, folder: Path, raw: bytes) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -30,6 +30,7 @@ from vitals_collector.alerts.receivers import NotifierSettings
 from vitals_collector.alerts.worker import build_notifiers
 from vitals_collector.api.ack_page import ack_router
 from vitals_collector.api.auth import (
+    OTLP_PATH,
     Gate,
     GatedApi,
     access_config,
@@ -44,7 +45,6 @@ from vitals_collector.api.control import control_router
 from vitals_collector.api.discovery import discovery_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
 from vitals_collector.api.ingest_route import COMMIT_SECONDS, IngestApp
-from vitals_collector.api.otlp import otlp_router
 from vitals_collector.api.questions import answers, document, question_router, takes
 from vitals_collector.cluster.leases import UPKEEP, Lease
 from vitals_collector.cluster.owners import RunOwners
@@ -156,7 +156,7 @@ def create_app(
         _add_routers(
             app,
             _ingest_router(store, ingest_app),
-            otlp_router(store, ingest_app, clock=clock),
+            _otlp_router(store, ingest_app, clock),
             ack_router(links, acting.inbox),
         )
         _answer_errors(app, store)
@@ -339,6 +339,20 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
             text = "the store has no disk space left; reading still works"
             return reply({"status": text}, 503)
         return reply({"status": "ok"})
+
+    return router
+
+
+def _otlp_router(store: Store, ingest_app: IngestApp, clock: Clock) -> APIRouter:
+    """Return the route of the plugin, or one that responds that it is not installed."""
+    try:
+        return cast(APIRouter, load_plugin("otlp")(store, ingest_app, clock=clock))
+    except UsageError as error:
+        router, missing = APIRouter(), error
+
+    @router.post(OTLP_PATH, dependencies=[Depends(require("ingest"))], include_in_schema=False)
+    def refuse_metrics() -> Response:
+        raise missing
 
     return router
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.wandb_files import call, field, framed
+from tests.plugins.bridges.wandb_files import call, field, framed
 from trainvitals.errors import FormatError, UsageError
 from vitals_collector.importers import ColumnChoice, History, read_history
 from vitals_collector.importers.wandb_file import (

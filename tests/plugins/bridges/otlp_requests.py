@@ -3,7 +3,7 @@
 import struct
 
 from tests.collector.rows import RUN, START
-from tests.support.wandb_files import field
+from tests.plugins.bridges.wandb_files import field
 
 TIME = START + 5_000_000_000
 

@@ -10,15 +10,15 @@ import pytest
 
 from tests.collector.lookback import troubled_run
 from tests.collector.rows import OTHER_RUN, RUN
-from tests.support.otlp import encoded, gauge, point, request
+from tests.plugins.bridges.otlp_requests import encoded, gauge, point, request
 from tests.support.served import Served
 from tests.support.tokens import token as make_token
 from trainvitals.errors import FormatError
 from trainvitals.views import CurveQuestion, RunQuestion
-from vitals_collector.api import otlp
-from vitals_collector.api.otlp import MAX_NAMES, PROTOBUF, decode
 from vitals_collector.live import run_status
 from vitals_collector.queries.open import Reader
+from vitals_plugins.bridges import otlp
+from vitals_plugins.bridges.otlp import MAX_NAMES, PROTOBUF, decode
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "otlp.md"
 
