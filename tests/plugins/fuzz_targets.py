@@ -14,9 +14,9 @@ from tests.fuzz.target import Target
 from tests.plugins.bridges.otlp_requests import encoded, gauge, point, request
 from tests.plugins.bridges.wandb_files import call, framed
 from vitals_collector.importers import ColumnChoice, read_history
-from vitals_collector.mirrors.follow import Cursor
-from vitals_collector.mirrors.worker import Saved, StateFile
-from vitals_collector.mirrors.worker import Target as MirrorTarget
+from vitals_plugins.bridges.mirrors.follow import Cursor
+from vitals_plugins.bridges.mirrors.worker import Saved, StateFile
+from vitals_plugins.bridges.mirrors.worker import Target as MirrorTarget
 from vitals_plugins.bridges.otlp import decode
 
 

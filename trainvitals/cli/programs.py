@@ -35,11 +35,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "collector": (
         *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
         *("goodput", "forecast", "replay", "alerts", "command", "stacks", "store", "export"),
-        *("sql", "token", "mirror", "audit"),
+        *("sql", "token", "audit"),
     ),
     "dashboard": ("dashboard",),
     "checkpoints": ("checkpoints",),
     "repro": ("repro",),
+    "mirror": ("mirror",),
     "landscape": ("landscape",),
     "deploy": ("deploy",),
 }
@@ -74,6 +75,7 @@ EXTRAS = {
     "checkpoints": "torch",
     "landscape": "torch",
     "repro": "torch",
+    "mirror": "collector",
 }
 """The extra a program needs, where it is not called as the program."""
 

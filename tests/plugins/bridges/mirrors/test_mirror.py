@@ -13,19 +13,20 @@ from typing import Any
 
 import pytest
 
-from tests.collector.mirrors.scene import FORK, SECRET, Scene, same
 from tests.collector.rows import RUN
+from tests.plugins.bridges.mirrors.scene import FORK, SECRET, Scene, same
 from tests.support.served import Served
 from trainvitals.errors import FormatError, MissingDependencyError, UsageError
 from trainvitals.records import NamesDefined
-from vitals_collector.cli.mirror import MAX_POLL_SECONDS, Pause
 from vitals_collector.ingest.folder import FolderIngest
-from vitals_collector.mirrors import supervise as supervising
-from vitals_collector.mirrors import trackers
-from vitals_collector.mirrors.follow import ATTEMPT, Cursor, Entry, Follower, Fork, Note, Row
-from vitals_collector.mirrors.supervise import HELD, USAGE, supervise
-from vitals_collector.mirrors.trackers import open_tracker
-from vitals_collector.mirrors.worker import (
+from vitals_collector.queries.open import Opened, open_folder
+from vitals_plugins.bridges.mirrors import supervise as supervising
+from vitals_plugins.bridges.mirrors import trackers
+from vitals_plugins.bridges.mirrors.cli import MAX_POLL_SECONDS, Pause
+from vitals_plugins.bridges.mirrors.follow import ATTEMPT, Cursor, Entry, Follower, Fork, Note, Row
+from vitals_plugins.bridges.mirrors.supervise import HELD, USAGE, supervise
+from vitals_plugins.bridges.mirrors.trackers import open_tracker
+from vitals_plugins.bridges.mirrors.worker import (
     About,
     HeldError,
     StateFile,
@@ -33,7 +34,6 @@ from vitals_collector.mirrors.worker import (
     mirror,
     state_folder,
 )
-from vitals_collector.queries.open import Opened, open_folder
 
 TARGET = Target("tensorboard", "/tb")
 

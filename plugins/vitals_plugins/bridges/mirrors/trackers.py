@@ -4,7 +4,7 @@ import os
 from importlib import import_module
 from typing import Any
 
-from vitals_collector.mirrors.worker import About, Target, Tracker
+from vitals_plugins.bridges.mirrors.worker import About, Target, Tracker
 
 _CLASSES = {
     "tensorboard": "TensorBoard",
@@ -33,6 +33,6 @@ def open_tracker(target: Target, about: About, kept: dict[str, Any], unclean: bo
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    module = import_module(f"vitals_collector.mirrors.to_{target.kind}")
+    module = import_module(f"vitals_plugins.bridges.mirrors.to_{target.kind}")
     tracker: Tracker = getattr(module, _CLASSES[target.kind])(target, about, kept, unclean)
     return tracker

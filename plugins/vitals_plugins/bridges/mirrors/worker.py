@@ -24,8 +24,8 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.printable import printable
 from trainvitals.redaction import redact
 from trainvitals.views import RunDetail, RunState, RunSummary
-from vitals_collector.mirrors.follow import Cursor, Entry, Follower
 from vitals_collector.queries.open import Opened
+from vitals_plugins.bridges.mirrors.follow import Cursor, Entry, Follower
 
 KINDS = ("tensorboard", "wandb", "mlflow", "trackio", "otlp")
 FOLDER = "mirrors"

@@ -19,8 +19,8 @@ from typing import Any
 from trainvitals.errors import MissingDependencyError, StorageError
 from trainvitals.views import RunState
 from vitals_collector.importers.wandb_file import logged_rows
-from vitals_collector.mirrors.follow import ATTEMPT, Entry, Fork, Note, Row
-from vitals_collector.mirrors.worker import About, Target
+from vitals_plugins.bridges.mirrors.follow import ATTEMPT, Entry, Fork, Note, Row
+from vitals_plugins.bridges.mirrors.worker import About, Target
 
 STEP = "vitals/step"
 NOTE = "vitals/note"

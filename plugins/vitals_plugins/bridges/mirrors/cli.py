@@ -20,7 +20,7 @@ from vitals_collector.cli.follow import Ending, opened_run, run_dir_of, run_of
 from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, as_folder
 
 if TYPE_CHECKING:
-    from vitals_collector.mirrors.worker import Target
+    from vitals_plugins.bridges.mirrors.worker import Target
 
 POLL_SECONDS, MAX_POLL_SECONDS = 2.0, 10.0
 CPU_SHARE = 0.1
@@ -53,7 +53,7 @@ def mirror(
     Each tracker has its own process. One that fails is restarted and continues with the next row.
     None affects the training. Ends with the run, and exits 1 if a tracker could not be written.
     """
-    from vitals_collector.mirrors.worker import Target
+    from vitals_plugins.bridges.mirrors.worker import Target
 
     if not to:
         raise UsageError(
@@ -64,7 +64,7 @@ def mirror(
     if worker >= 0:
         _work(run, targets[0], folder, collector, token_file, worker)
         return
-    from vitals_collector.mirrors.supervise import supervise
+    from vitals_plugins.bridges.mirrors.supervise import supervise
 
     where = _where(run, folder, collector, token_file)
     exit_codes = supervise(
@@ -102,9 +102,9 @@ def _work(
     pipe: int,
 ) -> None:
     """Be the process of one target."""
-    from vitals_collector.mirrors import supervise
-    from vitals_collector.mirrors.trackers import open_tracker
-    from vitals_collector.mirrors.worker import (
+    from vitals_plugins.bridges.mirrors import supervise
+    from vitals_plugins.bridges.mirrors.trackers import open_tracker
+    from vitals_plugins.bridges.mirrors.worker import (
         HeldError,
         StateFile,
         Tracker,

@@ -14,8 +14,8 @@ from typing import Any
 
 from trainvitals.errors import MissingDependencyError
 from trainvitals.views import RunState
-from vitals_collector.mirrors.follow import Entry, Note, Row
-from vitals_collector.mirrors.worker import About, Target
+from vitals_plugins.bridges.mirrors.follow import Entry, Note, Row
+from vitals_plugins.bridges.mirrors.worker import About, Target
 
 _RUN_TAG = "vitals.run_id"
 _METRICS_AT_ONCE, _OTHERS_AT_ONCE = 1_000, 100

@@ -11,8 +11,8 @@ from typing import Any
 
 from trainvitals.errors import MissingDependencyError
 from trainvitals.views import RunState
-from vitals_collector.mirrors.follow import Entry, Row
-from vitals_collector.mirrors.worker import About, Target
+from vitals_plugins.bridges.mirrors.follow import Entry, Row
+from vitals_plugins.bridges.mirrors.worker import About, Target
 
 _LEVELS = {"info": "info", "warning": "warn", "error": "error"}
 

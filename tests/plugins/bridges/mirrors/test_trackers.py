@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector.mirrors.scene import FORK, HOSTILE, SECRET, Scene, same
 from tests.collector.rows import RUN
+from tests.plugins.bridges.mirrors.scene import FORK, HOSTILE, SECRET, Scene, same
 from vitals_collector.importers.wandb_file import _records
 
 pytestmark = pytest.mark.integrations
@@ -258,7 +258,7 @@ def test_decisions_are_told_where_the_tracker_tells_such(place: Place, tmp_path:
 
 DYING = """
 import os, sys
-from vitals_collector.mirrors import worker
+from vitals_plugins.bridges.mirrors import worker
 
 save = worker.StateFile.save
 
@@ -390,8 +390,8 @@ def wait_for(find):
 
 def test_a_real_tracker_whose_server_never_answers_is_ended_and_told(tmp_path: Path):
     pytest.importorskip("mlflow", reason="needs mlflow")
-    from vitals_collector.mirrors.supervise import supervise
-    from vitals_collector.mirrors.worker import Target
+    from vitals_plugins.bridges.mirrors.supervise import supervise
+    from vitals_plugins.bridges.mirrors.worker import Target
 
     scene = Scene(tmp_path / "runs")
     scene.whole()

@@ -11,8 +11,8 @@ from typing import Any
 from trainvitals.errors import MissingDependencyError, TransportError
 from trainvitals.metrics import STEP_METRICS
 from trainvitals.views import RunState
-from vitals_collector.mirrors.follow import ATTEMPT, Entry, Row
-from vitals_collector.mirrors.worker import About, Target
+from vitals_plugins.bridges.mirrors.follow import ATTEMPT, Entry, Row
+from vitals_plugins.bridges.mirrors.worker import About, Target
 
 _POINTS_AT_ONCE = 10_000
 _NOT_ALLOWED = re.compile(r"[^A-Za-z0-9_.\-/]")

@@ -20,8 +20,8 @@ from trainvitals.errors import MissingDependencyError
 from trainvitals.io.private import sync_folder
 from trainvitals.printable import escape_markdown
 from trainvitals.views import RunState
-from vitals_collector.mirrors.follow import Entry, Fork, Row
-from vitals_collector.mirrors.worker import About, Target
+from vitals_plugins.bridges.mirrors.follow import Entry, Fork, Row
+from vitals_plugins.bridges.mirrors.worker import About, Target
 
 ROLLED_BACK = "rolled_back"
 _NOTES = "vitals/decisions"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vitals_collector.mirrors.worker import Target
+from vitals_plugins.bridges.mirrors.worker import Target
 
 HANG_SECONDS = 180.0
 """Without a sign of life for so long a tracker hangs; W&B itself gives a login 90 s."""
