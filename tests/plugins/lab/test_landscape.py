@@ -368,7 +368,7 @@ def test_what_the_entry_lacks_is_said(ask, tmp_path, monkeypatch, name):
     returned, text = ENTRIES[name]
     path = tmp_path / "entry_of_test.py"
     path.write_text(
-        "from tests.trainer_hooks import bad_steps\n\n\ndef build():\n"
+        "from tests.plugins.lab import bad_steps\n\n\ndef build():\n"
         f"    built = bad_steps.build()\n    return {returned}\n"
     )
     code, _, err = ask("first.pt", entry=f"{path}:build")

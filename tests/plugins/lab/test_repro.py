@@ -671,7 +671,7 @@ ENTRIES = {
     "swapped": "import torch\ndef build():\n    return print, torch.nn.Linear(1, 1)",
     "other model": "import torch\ndef build():\n    m = torch.nn.Linear(3, 3)\n    "
     "return m, lambda batch: m(batch['x']).sum()",
-    "two numbers": "from tests.trainer_hooks import bad_steps\ndef build():\n    "
+    "two numbers": "from tests.plugins.lab import bad_steps\ndef build():\n    "
     "m, _ = bad_steps.build()\n    return m, lambda batch: m(batch['x'])",
     "broken": "import no_such_module_of_anybody",
 }
