@@ -82,7 +82,7 @@ test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose
 	$(OLDEST)/bin/python -m pytest tests/trainer_hooks -W "ignore:TypedStorage" -W "ignore:The epoch parameter" $(ARGS)
 
 test-integrations: $(INTEGRATIONS)/.$(PINS) ## adapters, each really trained with, and trackers, each read back (PINS=oldest: the oldest versions)
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/plugins/bridges/mirrors/test_trackers.py tests/collector/histories tests/plugins/bridges/test_otlp.py tests/collector/test_cli_audit.py -W default $(ARGS)
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/plugins/bridges/mirrors/test_trackers.py tests/plugins/bridges/histories tests/plugins/bridges/test_otlp.py tests/plugins/bridges/test_cli_audit.py -W default $(ARGS)
 
 # Where a checker cannot be had, its tests are skipped with the reason.
 test-deploy: $(STAMP) ## all that compose would start, as plain processes, and a run through it; each file by its checker (6 minutes)

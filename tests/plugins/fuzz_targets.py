@@ -13,7 +13,7 @@ from tests.collector.rows import RUN
 from tests.fuzz.target import Target
 from tests.plugins.bridges.otlp_requests import encoded, gauge, point, request
 from tests.plugins.bridges.wandb_files import call, framed
-from vitals_collector.importers import ColumnChoice, read_history
+from vitals_plugins.bridges.importers import ColumnChoice, read_history
 from vitals_plugins.bridges.mirrors.follow import Cursor
 from vitals_plugins.bridges.mirrors.worker import Saved, StateFile
 from vitals_plugins.bridges.mirrors.worker import Target as MirrorTarget

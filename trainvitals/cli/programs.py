@@ -35,12 +35,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "collector": (
         *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
         *("goodput", "forecast", "replay", "alerts", "command", "stacks", "store", "export"),
-        *("sql", "token", "audit"),
+        *("sql", "token"),
     ),
     "dashboard": ("dashboard",),
     "checkpoints": ("checkpoints",),
     "repro": ("repro",),
     "mirror": ("mirror",),
+    "audit": ("audit",),
     "landscape": ("landscape",),
     "deploy": ("deploy",),
 }
@@ -76,6 +77,7 @@ EXTRAS = {
     "landscape": "torch",
     "repro": "torch",
     "mirror": "collector",
+    "audit": "collector",
 }
 """The extra a program needs, where it is not called as the program."""
 

@@ -28,12 +28,12 @@ from trainvitals.wire import BatchHeader, encode_batch
 from vitals_collector.api.auth import OTLP_PATH, PROTOBUF, principal_of, require
 from vitals_collector.api.ingest_route import IngestApp
 from vitals_collector.api.questions import answers, takes
-from vitals_collector.importers.protobuf import double, fields, signed, varint
 from vitals_collector.live.run_status import GUEST
 from vitals_collector.queries.ledger import run_row
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.storage.store import Store
 from vitals_collector.storage.tokens import Principal
+from vitals_plugins.bridges.importers.protobuf import double, fields, signed, varint
 
 MAX_NAMES = 500
 """Series of one service and run: a label with a value of its own in each point is no series."""

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fuzz.target import refused
 from tests.plugins.fuzz_targets import TARGETS, wandb_file
-from vitals_collector.importers import files
+from vitals_plugins.bridges.importers import files
 
 
 @pytest.mark.parametrize(

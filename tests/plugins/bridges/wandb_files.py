@@ -4,7 +4,7 @@ import json
 import struct
 import zlib
 
-from vitals_collector.importers.wandb_file import (
+from vitals_plugins.bridges.importers.wandb_file import (
     BLOCK,
     FIRST,
     FRAME,

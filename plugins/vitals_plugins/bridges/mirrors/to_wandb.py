@@ -18,7 +18,7 @@ from typing import Any
 
 from trainvitals.errors import MissingDependencyError, StorageError
 from trainvitals.views import RunState
-from vitals_collector.importers.wandb_file import logged_rows
+from vitals_plugins.bridges.importers.wandb_file import logged_rows
 from vitals_plugins.bridges.mirrors.follow import ATTEMPT, Entry, Fork, Note, Row
 from vitals_plugins.bridges.mirrors.worker import About, Target
 

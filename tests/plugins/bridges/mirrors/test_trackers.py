@@ -19,7 +19,7 @@ import pytest
 
 from tests.collector.rows import RUN
 from tests.plugins.bridges.mirrors.scene import FORK, HOSTILE, SECRET, Scene, same
-from vitals_collector.importers.wandb_file import _records
+from vitals_plugins.bridges.importers.wandb_file import _records
 
 pytestmark = pytest.mark.integrations
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import FormatError, UsageError
-from vitals_collector.importers import ColumnChoice, History, read_history
+from vitals_plugins.bridges.importers import ColumnChoice, History, read_history
 
 TAB = "\t"
 PRINTED = {

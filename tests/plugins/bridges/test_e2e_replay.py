@@ -11,10 +11,10 @@ from trainvitals.cli.main import main
 from trainvitals.judged_log import JudgedStep, document, judge_history
 from trainvitals.testing.faults import FaultPlan
 from trainvitals.views import FindingsQuestion
-from vitals_collector.importers import ColumnChoice, read_history
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.report.replay import Replay, replay
 from vitals_collector.storage.store import open_store
+from vitals_plugins.bridges.importers import ColumnChoice, read_history
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

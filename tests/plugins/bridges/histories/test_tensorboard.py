@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import MissingDependencyError, UsageError
-from vitals_collector.importers import ColumnChoice, read_history
+from vitals_plugins.bridges.importers import ColumnChoice, read_history
 
 EVENTS = "events.out.tfevents.1700000000.host.1.0"
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trainvitals.judged_log import CHECKPOINT_EVERY, LAG, Cadence, cadence_of, overflows_of
 from trainvitals.policy import JudgeConfig, Mode
-from vitals_collector.importers import History
+from vitals_plugins.bridges.importers.columns import History
 
 _BLOCK = 32
 """Steps of one of the blocks that ``[drift] warm_up`` counts."""

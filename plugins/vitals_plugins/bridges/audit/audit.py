@@ -18,9 +18,9 @@ from trainvitals.judged_log import Cadence, JudgedStep, LoggedStep
 from trainvitals.records import SEVERITY_WORDS, Severity
 from trainvitals.units import humanize_seconds
 from trainvitals.views import NonFiniteMark, SeriesReply
-from vitals_collector.importers import History
 from vitals_collector.report.curves import Curve, CurveMark
 from vitals_collector.report.postmortem.blocks import Block, Heading, Plot, Table, Words
+from vitals_plugins.bridges.importers import History
 
 NEAR_ROWS = 20
 """Findings of one kind at most this many records apart are one alarm."""

@@ -5,9 +5,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainvitals.errors import FormatError
-from vitals_collector.importers.columns import KNOWN, ColumnChoice, History, Rows, choose, plain
-from vitals_collector.importers.columns import take as take_row
-from vitals_collector.importers.files import lines_of, open_text, reading
+from vitals_plugins.bridges.importers.columns import (
+    KNOWN,
+    ColumnChoice,
+    History,
+    Rows,
+    choose,
+    plain,
+)
+from vitals_plugins.bridges.importers.columns import take as take_row
+from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
 
 _NUMBER = "line number"
 """In the place of a step, where the log has none."""

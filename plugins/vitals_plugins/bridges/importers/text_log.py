@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainvitals.errors import FormatError
-from vitals_collector.importers.columns import ColumnChoice, History, Rows, choose
-from vitals_collector.importers.columns import take as take_row
-from vitals_collector.importers.files import lines_of, open_text, reading
+from vitals_plugins.bridges.importers.columns import ColumnChoice, History, Rows, choose
+from vitals_plugins.bridges.importers.columns import take as take_row
+from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
 
 _NUMBER = r"([-+]?(?:\d[\d,]*(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|[Nn][Aa][Nn]|[Ii]nf(?:inity)?))"
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")

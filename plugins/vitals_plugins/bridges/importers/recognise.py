@@ -6,16 +6,14 @@ from functools import partial
 from pathlib import Path
 
 from trainvitals.errors import FormatError, UsageError
-from trainvitals.identity import check_run_id
-from trainvitals.io.rundir import RunDir
-from vitals_collector.importers.columns import ColumnChoice, History
-from vitals_collector.importers.csv_file import may_be_table, read_csv
-from vitals_collector.importers.files import head
-from vitals_collector.importers.json_lines import has_metrics, is_json_lines, read_json_lines
-from vitals_collector.importers.tensorboard_dir import FIRST_EVENT, read_tensorboard
-from vitals_collector.importers.text_log import form_of, read_text_log, unknown_text
-from vitals_collector.importers.trainer_state import read_trainer_state
-from vitals_collector.importers.wandb_file import HEAD, read_wandb
+from vitals_plugins.bridges.importers.columns import ColumnChoice, History
+from vitals_plugins.bridges.importers.csv_file import may_be_table, read_csv
+from vitals_plugins.bridges.importers.files import head
+from vitals_plugins.bridges.importers.json_lines import has_metrics, is_json_lines, read_json_lines
+from vitals_plugins.bridges.importers.tensorboard_dir import FIRST_EVENT, read_tensorboard
+from vitals_plugins.bridges.importers.text_log import form_of, read_text_log, unknown_text
+from vitals_plugins.bridges.importers.trainer_state import read_trainer_state
+from vitals_plugins.bridges.importers.wandb_file import HEAD, read_wandb
 
 LOOKED_FOR = (
     "a CSV file with a header, Trainer's trainer_state.json, JSON Lines, the output of a training, "
@@ -28,15 +26,6 @@ _DEPTH = 2
 """Folders below the given one that are searched: ``wandb/offline-run-*/`` is the deepest."""
 
 ReadLog = Callable[[ColumnChoice], History]
-
-
-def holds_runs(folder: Path) -> bool:
-    """Say whether the folder is a run directory, or one that holds run directories."""
-    try:
-        check_run_id(folder.absolute().name)
-    except UsageError:
-        return bool(RunDir.find_all(folder))
-    return True
 
 
 def read_history(path: Path, column_options: ColumnChoice) -> History:

@@ -9,8 +9,8 @@ import pytest
 
 from tests.plugins.bridges.wandb_files import call, field, framed
 from trainvitals.errors import FormatError, UsageError
-from vitals_collector.importers import ColumnChoice, History, read_history
-from vitals_collector.importers.wandb_file import (
+from vitals_plugins.bridges.importers import ColumnChoice, History, read_history
+from vitals_plugins.bridges.importers.wandb_file import (
     BLOCK,
 )
 

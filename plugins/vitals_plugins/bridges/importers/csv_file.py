@@ -8,8 +8,15 @@ from pathlib import Path
 
 from trainvitals.errors import FormatError, UsageError
 from trainvitals.judged_log import LoggedStep
-from vitals_collector.importers.columns import KNOWN, ColumnChoice, History, Rows, choose, plain
-from vitals_collector.importers.files import lines_of, open_text, reading
+from vitals_plugins.bridges.importers.columns import (
+    KNOWN,
+    ColumnChoice,
+    History,
+    Rows,
+    choose,
+    plain,
+)
+from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
 
 SEPARATORS = ",\t;|"
 

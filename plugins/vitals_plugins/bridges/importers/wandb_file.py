@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainvitals.errors import FormatError
-from vitals_collector.importers.columns import (
+from vitals_plugins.bridges.importers.columns import (
     KNOWN,
     ColumnChoice,
     History,
@@ -22,8 +22,8 @@ from vitals_collector.importers.columns import (
     plain,
     take,
 )
-from vitals_collector.importers.files import read_whole, reading
-from vitals_collector.importers.protobuf import double, fields, signed, zigzag
+from vitals_plugins.bridges.importers.files import read_whole, reading
+from vitals_plugins.bridges.importers.protobuf import double, fields, signed, zigzag
 
 HEAD = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
 BLOCK = 32_768

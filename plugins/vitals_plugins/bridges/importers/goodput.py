@@ -6,7 +6,7 @@ import numpy as np
 
 from trainvitals.errors import UsageError
 from trainvitals.goodput import BUCKETS, Floats, Goodput, Ints, Launch, Mask, StepTimes, goodput
-from vitals_collector.importers.columns import History
+from vitals_plugins.bridges.importers.columns import History
 
 _OWN = 2.0
 """Up to this multiple of the usual time a step may have taken its time for itself."""

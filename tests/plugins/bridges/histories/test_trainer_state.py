@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import FormatError, UsageError
-from vitals_collector.importers import ColumnChoice, read_history
+from vitals_plugins.bridges.importers import ColumnChoice, read_history
 
 LOG = [
     {"epoch": 0.1, "grad_norm": 1.5, "learning_rate": 5e-5, "loss": 3.25, "step": 10},

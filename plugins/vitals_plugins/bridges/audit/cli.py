@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trainvitals.errors import UsageError
+from trainvitals.io.rundir import holds_runs
 from trainvitals.printable import printable
 from vitals_collector.cli.replay import (
     Config,
@@ -73,11 +74,11 @@ def audit(
     The detectors and the policy of a live run judge the log. The output lists its assumptions.
     """
     from trainvitals.judged_log import cadence_of, judge_history
-    from vitals_collector.importers import ColumnChoice, holds_runs, read_history
-    from vitals_collector.report.assumptions import about, assumptions, lacking
-    from vitals_collector.report.audit import audit as gather
-    from vitals_collector.report.audit import tell
     from vitals_collector.report.postmortem import markdown, page
+    from vitals_plugins.bridges.audit.audit import audit as gather
+    from vitals_plugins.bridges.audit.audit import tell
+    from vitals_plugins.bridges.importers import ColumnChoice, read_history
+    from vitals_plugins.bridges.importers.assumptions import about, assumptions, lacking
 
     if not log.exists():
         raise UsageError(

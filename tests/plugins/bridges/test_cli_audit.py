@@ -10,8 +10,8 @@ import pytest
 
 from tests.plugins.bridges.wandb_files import call, framed
 from tests.support.control import run_cli
-from vitals_collector.importers import ColumnChoice
-from vitals_collector.report import audit as auditing
+from vitals_plugins.bridges.audit import audit as auditing
+from vitals_plugins.bridges.importers import ColumnChoice
 
 HOSTILE = '<img src=x onerror="alert(1)">&|`x`'
 
@@ -249,8 +249,8 @@ def test_no_option_of_the_columns_is_missing():
     """What `replay` can be told of a log's columns `audit` can be told, too."""
     from inspect import signature
 
-    from vitals_collector.cli.audit import audit
     from vitals_collector.cli.replay import replay
+    from vitals_plugins.bridges.audit.cli import audit
 
     told_of_time_alone = {"time", "evaluation_seconds"}
     names = ColumnChoice.__dataclass_fields__.keys() - told_of_time_alone

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainvitals.errors import FormatError
-from vitals_collector.importers.columns import ColumnChoice, History, Rows, choose, take
-from vitals_collector.importers.files import read_whole, reading
+from vitals_plugins.bridges.importers.columns import ColumnChoice, History, Rows, choose, take
+from vitals_plugins.bridges.importers.files import read_whole, reading
 
 
 def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:

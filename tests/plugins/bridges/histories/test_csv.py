@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import FormatError, StorageError, UsageError, VitalsError
-from vitals_collector.importers import ColumnChoice, History, read_history
+from vitals_plugins.bridges.importers import ColumnChoice, History, read_history
 
 
 def read(tmp_path: Path, content: str | bytes, **wanted: str) -> History:
@@ -135,7 +135,7 @@ def test_what_cannot_be_read_is_said_in_words(tmp_path, content, error, words):
 
 
 def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("vitals_collector.importers.files.MIN_UNPACKED_BYTES", 1 << 16)
+    monkeypatch.setattr("vitals_plugins.bridges.importers.files.MIN_UNPACKED_BYTES", 1 << 16)
     rows = "".join(f"{step},1.0\n" for step in range(100))
     read(tmp_path, gzip.compress(b"step,loss\n" + rows.encode()))
     bomb = gzip.compress(b"step,loss\n" + b"1,1.0\n" * 100_000)

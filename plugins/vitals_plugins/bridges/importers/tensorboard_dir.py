@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainvitals.errors import FormatError, MissingDependencyError, UsageError
-from vitals_collector.importers.columns import ColumnChoice, History, Rows, choose, take
-from vitals_collector.importers.files import reading
+from vitals_plugins.bridges.importers.columns import ColumnChoice, History, Rows, choose, take
+from vitals_plugins.bridges.importers.files import reading
 
 FIRST_EVENT = b"brain.Event:"
 """In the first event of every event file; what is before it is TFRecord's frame and a time."""
