@@ -18,7 +18,7 @@ USUAL := not slow and not nightly
 FAST := $(USUAL) and not dist and not servers and not browser
 PYTEST = $(CHECKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS = -n $(NUM_WORKERS) --dist loadfile --no-loadscope-reorder
-CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks tests
+CODE := trainvitals trainer_hooks agent collector dashboard deploy plugins benchmarks tests
 ARGS ?=
 BASE ?= main
 NUM_WORKERS ?= 4
@@ -82,7 +82,7 @@ test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose
 	$(OLDEST)/bin/python -m pytest tests/trainer_hooks -W "ignore:TypedStorage" -W "ignore:The epoch parameter" $(ARGS)
 
 test-integrations: $(INTEGRATIONS)/.$(PINS) ## adapters, each really trained with, and trackers, each read back (PINS=oldest: the oldest versions)
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/collector/histories tests/collector/test_otlp.py tests/collector/test_cli_audit.py -W default $(ARGS)
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/plugins/bridges/mirrors/test_trackers.py tests/plugins/bridges/histories tests/plugins/bridges/test_otlp.py tests/plugins/bridges/test_cli_audit.py -W default $(ARGS)
 
 # Where a checker cannot be had, its tests are skipped with the reason.
 test-deploy: $(STAMP) ## all that compose would start, as plain processes, and a run through it; each file by its checker (6 minutes)
@@ -97,7 +97,7 @@ lint: $(STAMP) ## ruff, mypy, import contracts, undeclared packages, and the pro
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.house.prose
-	$(BIN)/deptry trainvitals trainer_hooks agent/vitals_agent collector/vitals_collector dashboard/vitals_dashboard deploy/vitals_deploy
+	$(BIN)/deptry trainvitals trainer_hooks agent/vitals_agent collector/vitals_collector dashboard/vitals_dashboard deploy/vitals_deploy plugins/vitals_plugins
 
 bench: $(STAMP) ## what Vitals costs on this machine, beside others; writes docs/benchmarks.md
 	$(BIN)/python -m vitals_bench --page docs/benchmarks.md $(ARGS)

@@ -5,16 +5,13 @@ and no other, and it returns in bounded time and memory.
 """
 
 import contextlib
-import gzip
 import hashlib
 import io
-import json
 import shutil
 import struct
 import tempfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +22,7 @@ from tests.agent.builders import identity
 from tests.collector.alerting import Place
 from tests.collector.rows import OTHER_RUN, RUN, START, STEPS, Writer, seqs_stored
 from tests.fuzz.mutation import sealed
-from tests.support.otlp import encoded, gauge, point, request
-from tests.support.wandb_files import call, framed
+from tests.fuzz.target import Target
 from trainer_hooks.lifecycle.run_paths import read_earlier_plan
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainvitals.cli.main import main
@@ -66,33 +62,11 @@ from trainvitals.wire import decode_batch, split_batches
 from vitals_agent.collector_endpoint import finder
 from vitals_agent.state_dir import AgentStateDir
 from vitals_collector.alerts.receivers import load_notifier_settings
-from vitals_collector.api.otlp import decode
-from vitals_collector.importers import ColumnChoice, read_history
 from vitals_collector.ingest.ingest import store_bodies
-from vitals_collector.mirrors.follow import Cursor
-from vitals_collector.mirrors.worker import Saved, StateFile
-from vitals_collector.mirrors.worker import Target as MirrorTarget
 from vitals_collector.queries.open import open_folder
 from vitals_collector.storage.store import open_store
 
 NODE = "node-XY"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One decoder, or one way in."""
-
-    name: str
-    samples: Callable[[], list[bytes]]
-    read: Callable[[Path, bytes], object]
-    reseal: Callable[[bytes], bytes] | None = None
-    """Makes checksums hold again, so that what lies behind them is reached."""
-    weight: int = 20
-    """Examples of the short run; fewer where one takes long."""
-    is_traced: bool = True
-    """Whether the memory is looked at: it makes whole commands several times as slow."""
-    is_partial: bool = False
-    """Whether its samples lack what a sound one has beside them, and are refused for that."""
 
 
 # ------------------------------------------------------------------------------ wire and events
@@ -406,33 +380,6 @@ def read_manifest(folder: Path, raw: bytes) -> None:
     manifests.check(checkpoint)
 
 
-# ---------------------------------------------------------------------------- files of other people
-
-
-def read_log(name: str, folder: Path, raw: bytes) -> None:
-    (folder / name).write_bytes(raw)
-    read_history(folder / name, ColumnChoice())
-
-
-def csv_file() -> bytes:
-    return b"step,loss,grad_norm\n" + b"".join(b"%d,%d.5,1e-3\n" % (i, i) for i in range(5))
-
-
-def trainer_state() -> bytes:
-    log = [{"step": i, "loss": 1.5, "grad_norm": 0.5, "epoch": 0.1} for i in range(4)]
-    return json.dumps({"log_history": log, "logging_steps": 1}).encode()
-
-
-def wandb_file() -> bytes:
-    return framed([call({"train/loss": 0.5 * i, "lr": 1e-3}, step=i) for i in range(4)])
-
-
-def tensorboard_file() -> bytes:
-    """An event file of scalars, framed as TensorBoard frames it, by its published format."""
-    version = b"\x09" + struct.pack("<d", 1.7e9) + b"\x1a\x0dbrain.Event:2"
-    return struct.pack("<QI", len(version), 0) + version + struct.pack("<I", 0)
-
-
 # ------------------------------------------------------------------------------ settings, addresses
 
 
@@ -457,26 +404,6 @@ def read_addresses(folder: Path, raw: bytes) -> None:
     finder(str(folder), None, {})()
 
 
-def otlp_request():
-    return request(gauge("depth", point(1.5, step=3, disk="a"), point(2)))
-
-
-OTLP = json.dumps(otlp_request()).encode()
-MIRROR = msgspec.json.encode(
-    Saved(target="wandb", run_id=RUN, cursor=Cursor(attempts={1: 7}, scalars={"x": {1: 3}}))
-)
-
-
-def read_otlp(is_json: bool, _folder: Path, raw: bytes) -> None:
-    decode(raw, is_json=is_json)
-
-
-def read_mirror_state(folder: Path, raw: bytes) -> None:
-    state = StateFile(folder, RUN, MirrorTarget("wandb", ""))
-    state.path.write_bytes(raw)
-    state.load()
-
-
 def read_agent_file(folder: Path, raw: bytes) -> None:
     """Start an agent where one runs already; the error names that one as its file tells."""
     first, second = AgentStateDir(folder), AgentStateDir(folder)
@@ -493,10 +420,6 @@ def read_token_file(folder: Path, raw: bytes) -> None:
     path.write_bytes(raw)
     path.chmod(0o600)
     read_tokens(path)
-
-
-def gzipped(raw: bytes) -> bytes:
-    return gzip.compress(raw, mtime=0)
 
 
 COLLECTOR = Collector()
@@ -537,10 +460,12 @@ def of_run(name: str, sample: bytes, read: Callable[[RunDir], object]) -> Target
     return Target(name=name, samples=lambda: [sample], read=partial(read_in_run_dir, name, read))
 
 
-def of_log(name: str, sample: Callable[[], bytes]) -> Target:
-    """Return the target that is one file of another logger."""
-    return Target(name=name, samples=lambda: [sample()], read=partial(read_log, name))
-
+try:
+    from tests.plugins.fuzz_targets import TARGETS as OF_PLUGINS
+except ModuleNotFoundError as missing:
+    if missing.name != "tests.plugins":
+        raise
+    OF_PLUGINS = []  # plugins and their tests were removed
 
 TARGETS = [
     Target(name="wire", samples=batches, read=read_wire, reseal=sealed, weight=200),
@@ -586,16 +511,6 @@ TARGETS = [
     of_run("command.key", b"0123456789abcdef" * 4, RunDir.command_key),
     of_run("commands/5.json", msgspec.json.encode(_command()), RunDir.take_commands),
     of_run("data/rank-0.jsonl", SAMPLES, lambda run_dir: list(samples_of(run_dir.path, 3))),
-    of_log("log.csv", csv_file),
-    of_log("log.csv.gz", lambda: gzipped(csv_file())),
-    of_log("trainer_state.json", trainer_state),
-    of_log("run-x.wandb", wandb_file),
-    Target(
-        name="tensorboard",
-        samples=lambda: [tensorboard_file()],
-        read=partial(read_log, "events.out.tfevents.1.host.1.0"),
-        is_partial=True,
-    ),
     Target(name="settings", samples=lambda: [SETTINGS], read=read_toml),
     Target(name="receivers", samples=lambda: [RECEIVERS], read=read_receivers),
     Target(name="address", samples=lambda: [ADDRESS], read=read_addresses),
@@ -606,7 +521,5 @@ TARGETS = [
         is_partial=True,
     ),
     Target(name="tokens", samples=lambda: [TOKENS], read=read_token_file),
-    Target(name="otlp", samples=lambda: [encoded(otlp_request())], read=partial(read_otlp, False)),
-    Target(name="otlp-json", samples=lambda: [OTLP], read=partial(read_otlp, True)),
-    Target(name="mirror", samples=lambda: [MIRROR], read=read_mirror_state),
+    *OF_PLUGINS,
 ]

@@ -4,11 +4,9 @@ The short run is the same at every run; the long one (`make fuzz`) is another on
 says by which seed a failure comes again.
 """
 
-import gzip
 import random
 import shutil
 import time
-import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -19,46 +17,23 @@ from hypothesis import strategies as st
 
 from tests.collector.rows import STEPS, Writer
 from tests.fuzz.mutation import mutated, sealed
-from tests.fuzz.targets import TARGETS, Target, wandb_file
+from tests.fuzz.target import Target, refused
+from tests.fuzz.targets import TARGETS
 from trainvitals.catalog import ROW_COLUMNS
-from trainvitals.errors import FormatError, VitalsError
+from trainvitals.errors import FormatError
 from trainvitals.identity import Identity
 from trainvitals.records import EVENT_SCHEMA
 from trainvitals.rows import STREAMS, Schema
 from trainvitals.wire import MAGIC, PREFIX
-from vitals_collector.importers import files
 
 LONG_SECONDS = 600.0
 """Of the long run, shared by all targets."""
-MOST_SECONDS = 30.0
-"""Of CPU, for one input of some kilobytes: far above what a slow machine needs."""
-MOST_BYTES = 32 << 20
 
 
 def example(target: Target, seed: int) -> bytes:
     rng = random.Random(seed)
     raw = mutated(rng.choice(target.samples()), rng)
     return target.reseal(raw) if target.reseal is not None and rng.random() < 0.7 else raw
-
-
-def refused(target: Target, raw: bytes, folder: Path) -> bool:
-    """Have the bytes read; fail where that raises, takes long or takes much memory."""
-    folder.mkdir()
-    if target.is_traced:
-        tracemalloc.start()
-    before, began = tracemalloc.get_traced_memory()[0], time.process_time()
-    try:
-        target.read(folder, raw)
-    except VitalsError:
-        is_refused = True
-    else:
-        is_refused = False
-    finally:
-        num_bytes = tracemalloc.get_traced_memory()[1] - before
-        tracemalloc.stop()
-    assert time.process_time() - began < MOST_SECONDS
-    assert num_bytes < MOST_BYTES
-    return is_refused
 
 
 def try_seed(target: Target, seed: int, folder: Path) -> bool:
@@ -184,23 +159,6 @@ def test_a_spool_made_up_of_claims_is_given_up_in_time(magic: bytes, tmp_path: P
 def test_a_line_without_an_end_takes_bounded_memory(tmp_path: Path):
     (target,) = (target for target in TARGETS if target.name == "data/rank-0.jsonl")
     refused(target, b'{"step":3,' + b" " * (40 << 20), tmp_path / "now")
-
-
-@pytest.mark.parametrize(
-    ("name", "begin"),
-    [
-        ("log.csv.gz", b"step,loss\n1,"),
-        ("trainer_state.json", b'{"log_history": ['),
-        ("run-x.wandb", wandb_file()),
-    ],
-)
-def test_what_grows_out_of_a_small_file_is_bounded(
-    name: str, begin: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setattr(files, "MAX_BYTES", 8 << 20)
-    (target,) = (target for target in TARGETS if target.name == name)
-    bomb = gzip.compress(begin + bytes(80 << 20), 1)
-    assert refused(target, bomb, tmp_path / "now")
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from vitals_collector.api.app import CollectorSettings
 from vitals_collector.storage.store import open_data_store
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy")
+SHIPPED = ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy", "plugins")
 BACKGROUND = frozenset({"vitals-engine", "vitals-upkeep", "vitals-lease"})
 """Threads of a collector that work beside its requests."""
 VAGUE = frozenset({"gone", "found", "one", "said", "known", "wanted", "some", "told"})

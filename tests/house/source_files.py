@@ -14,6 +14,7 @@ FOLDERS = (
     "collector",
     "dashboard",
     "deploy",
+    "plugins",
     "docs",
     "benchmarks",
 )

@@ -22,7 +22,7 @@ def sources():
         # Started under torchrun, by its file's name.
         ("tests/trainer_hooks/ranks_ema.py", "tests/trainer_hooks/test_ranks_ema.py"),
         # Through a command of `vitals`.
-        ("trainer_hooks/repro/cli.py", "tests/trainer_hooks/test_checkpoint_cli.py"),
+        ("plugins/vitals_plugins/lab/plan/cli.py", "tests/plugins/lab/test_training_plan.py"),
         # Through a name that `trainvitals` looks up.
         ("trainer_hooks/monitor.py", "tests/e2e/test_user_alerts.py"),
         ("docs/guides/alerts.md", "tests/trainvitals/test_user_alerts.py"),

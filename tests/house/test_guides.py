@@ -179,7 +179,7 @@ def test_a_setting_that_is_named_is_read_somewhere(page):
     }
     code = "".join(
         path.read_text()
-        for room in ("trainvitals", "trainer_hooks", "agent", "collector", "deploy")
+        for room in ("trainvitals", "trainer_hooks", "agent", "collector", "deploy", "plugins")
         for path in (ROOT / room).rglob("*.py")
     )
     named = set(re.findall(r"VITALS_\w+", page.read_text()))

@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 
 import trainer_hooks
@@ -24,6 +26,24 @@ NEVER_IN_A_RANK = {
     "httpx",
     "cryptography",
 }
+
+MAX_EXCEPTIONS = 29
+"""Exceptions in the contract of ``trainer_hooks``. Lower it with each one that is removed."""
+TWO_WAY = {
+    "callbacks, recovery",
+    "callbacks, step",
+    "data, guard",
+    "data, step",
+    "guard, measures",
+    "guard, recovery",
+    "guard, step",
+    "lifecycle, step",
+    "measures, step",
+    "probe, step",
+    "recovery, step",
+    "repro, step",
+}
+"""Pairs of directories of ``trainer_hooks`` that import each other. Add none."""
 
 
 def modules_after(*imports: str) -> set[str]:
@@ -83,3 +103,20 @@ def test_without_torch_the_one_name_says_what_to_install():
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ModuleNotFoundError: trainvitals.watch needs torch, which is not")
     assert last.endswith("pip install 'trainvitals[torch]'")
+
+
+def test_the_contract_of_the_hooks_excepts_no_more_imports():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (contract,) = (c for c in settings["contracts"] if c.get("containers") == ["trainer_hooks"])
+    own = [line for line in contract["ignore_imports"] if line.startswith("trainer_hooks.")]
+    assert MAX_EXCEPTIONS == len(own)
+
+
+def test_no_further_directories_of_the_hooks_import_each_other():
+    graph = grimp.build_graph("trainer_hooks", cache_dir=str(ROOT / ".import_linter_cache"))
+    edges = {
+        (importer.split(".")[1], imported.split(".")[1])
+        for importer in graph.modules - {"trainer_hooks"}
+        for imported in graph.find_modules_directly_imported_by(importer) - {"trainer_hooks"}
+    }
+    assert TWO_WAY == {f"{a}, {b}" for a, b in edges if a < b and (b, a) in edges}

@@ -212,7 +212,8 @@ def test_every_page_is_two_clicks_from_the_readme():
 NAMED_IN = [
     *ROOT.glob("*.md"),
     *ROOT.glob("docs/**/*.md"),
-    *(p for room in ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy")
+    *(p for room in ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy",
+                     "plugins")
       for p in (ROOT / room).rglob("*.py")),
 ]  # fmt: skip
 

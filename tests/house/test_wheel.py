@@ -27,6 +27,7 @@ PACKAGES = {
     "vitals_collector",
     "vitals_dashboard",
     "vitals_deploy",
+    "vitals_plugins",
 }
 
 
@@ -52,7 +53,7 @@ def test_it_takes_only_our_distinctive_names(wheel):
 
 
 def test_it_holds_every_file_of_ours_and_no_rubbish(wheel):
-    rooms = ("agent", "collector", "dashboard", "deploy")
+    rooms = ("agent", "collector", "dashboard", "deploy", "plugins")
     roots = (ROOT, *(ROOT / room for room in rooms))
     ours = {
         str(path.relative_to(root))

@@ -19,7 +19,7 @@ from coverage import CoverageData
 from tests.mutants.draw import FOLDERS, Mutant
 
 USUAL = "not slow and not nightly"
-PACKAGES = ("agent", "collector", "dashboard", "deploy", "benchmarks")
+PACKAGES = ("agent", "collector", "dashboard", "deploy", "plugins", "benchmarks")
 TEST_SECONDS = 60
 """Limit of one test: a loop without an end counts as noticed."""
 

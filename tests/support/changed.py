@@ -27,6 +27,7 @@ PACKAGES = {
     "vitals_collector": "collector/vitals_collector",
     "vitals_dashboard": "dashboard/vitals_dashboard",
     "vitals_deploy": "deploy/vitals_deploy",
+    "vitals_plugins": "plugins/vitals_plugins",
     "vitals_bench": "benchmarks/vitals_bench",
     "tests": "tests",
 }

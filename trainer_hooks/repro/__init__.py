@@ -1,1 +1,1 @@
-"""A bad step kept in a file, and played again: ``vitals repro``."""
+"""Files of bad steps, which `vitals repro` runs again."""

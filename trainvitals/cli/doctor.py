@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import typer
 
 from trainvitals import __version__
 from trainvitals.cli.programs import PACKAGES, install
 from trainvitals.errors import UsageError, VitalsError
+from trainvitals.plugins import load_plugin
 
 Status = Literal["ok", "info", "note", "fail"]
 """``info`` is no fault: something optional that is not installed. A ``note`` is a fault that
@@ -243,12 +244,11 @@ def register(app: typer.Typer) -> None:
 
 
 def _burn_in(seconds: int, yes: bool) -> tuple[list[Check], bool]:
-    from trainvitals.cli import burn_in  # it needs the checks of this module
-
+    burn_in = load_plugin("burn-in")
     runs = burn_in.running_here(os.environ)
     if runs and not yes:
         raise UsageError(
             f"{', '.join(runs)} trains on this node; a burn-in takes CPU, GPU and memory from it",
             hint="wait until it has ended, or add --yes",
         )
-    return burn_in.burn_in(seconds, os.environ)
+    return cast(tuple[list[Check], bool], burn_in.burn_in(seconds, os.environ))

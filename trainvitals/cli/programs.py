@@ -12,10 +12,18 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 import typer
+from typer.models import CommandInfo
 
 from trainvitals.errors import MissingDependencyError, UsageError, VitalsError
 
 GROUP = "trainvitals.commands"
+
+ORDER = (
+    *("demo", "up", "run", "doctor", "resume", "plan", "agent", "repro", "landscape"),
+    *("collector", "runs", "show", "goodput", "forecast", "query", "export", "postmortem", "why"),
+    *("tail", "mirror", "command", "stacks", "replay", "audit", "sql", "dashboard"),
+)
+"""Order of commands in the help, after which others follow; groups come last."""
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "demo": ("demo",),
@@ -27,15 +35,19 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "collector": (
         *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
         *("goodput", "forecast", "replay", "alerts", "command", "stacks", "store", "export"),
-        *("sql", "token", "mirror", "audit"),
+        *("sql", "token"),
     ),
     "dashboard": ("dashboard",),
-    "checkpoints": ("checkpoints", "repro", "landscape"),
+    "checkpoints": ("checkpoints",),
+    "repro": ("repro",),
+    "mirror": ("mirror",),
+    "audit": ("audit",),
+    "landscape": ("landscape",),
     "deploy": ("deploy",),
 }
 """Command names by who brings them, for the message where that program cannot be loaded."""
 
-OWN = ("demo", "up", "doctor", "resume", "plan")
+OWN = ("demo", "up", "doctor", "resume")
 """Modules of `trainvitals.cli` with a `register` of their own."""
 
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -57,7 +69,16 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 }
 """Modules behind the base install and each extra, held against pyproject.toml by a test."""
 
-EXTRAS = {"deploy": "grafana", "demo": "all", "up": "dashboard", "checkpoints": "torch"}
+EXTRAS = {
+    "deploy": "grafana",
+    "demo": "all",
+    "up": "dashboard",
+    "checkpoints": "torch",
+    "landscape": "torch",
+    "repro": "torch",
+    "mirror": "collector",
+    "audit": "collector",
+}
 """The extra a program needs, where it is not called as the program."""
 
 HOUSE = frozenset(
@@ -68,6 +89,7 @@ HOUSE = frozenset(
         "vitals_collector",
         "vitals_dashboard",
         "vitals_deploy",
+        "vitals_plugins",
     }
 )
 
@@ -107,7 +129,13 @@ def register_all(
     points = entry_points(group=GROUP) if programs is None else programs
     for point in sorted(points, key=lambda point: point.name):
         _register(app, point.name, point.load, owners)
+    app.registered_commands.sort(key=_place)
     return owners
+
+
+def _place(command: CommandInfo) -> int:
+    name = _name(command)
+    return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
 def _own(name: str) -> Callable[[typer.Typer], None]:
@@ -142,11 +170,12 @@ def _register(
 
 def _names(app: typer.Typer) -> set[str]:
     groups = {group.name for group in app.registered_groups}
-    commands = {
-        info.name or typer.main.get_command_name(getattr(info.callback, "__name__", ""))
-        for info in app.registered_commands
-    }
+    commands = {_name(command) for command in app.registered_commands}
     return {name for name in groups | commands if isinstance(name, str)}
+
+
+def _name(command: CommandInfo) -> str:
+    return command.name or typer.main.get_command_name(getattr(command.callback, "__name__", ""))
 
 
 def _add_placeholder(app: typer.Typer, command: str, failure: VitalsError) -> None:

@@ -482,3 +482,12 @@ def _end_of_lines(fd: int) -> int:
             return start + newline + 1
         end = start
     return 0
+
+
+def holds_runs(folder: Path) -> bool:
+    """Return whether the folder is a run directory, or one that holds run directories."""
+    try:
+        check_run_id(folder.absolute().name)
+    except UsageError:
+        return bool(RunDir.find_all(folder))
+    return True

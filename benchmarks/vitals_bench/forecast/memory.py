@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from trainvitals.training_plan import Memory, Shape, Strategy, TrainingType, memory
 from vitals_bench.rows import Cell, Grid, Row, at_most
+from vitals_plugins.lab.plan.training_plan import Memory, Shape, Strategy, TrainingType, memory
 
 _LIMIT = 0.10
 _NUM_RANKS = 4

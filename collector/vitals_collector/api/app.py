@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -22,6 +22,7 @@ from trainvitals import __version__
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UnauthorizedError, UsageError, VitalsError
 from trainvitals.io.control_key import make_control_key
+from trainvitals.plugins import load_plugin
 from trainvitals.views import Problem
 from trainvitals.wire import IngestReply
 from vitals_collector.alerts.ack_links import AckLinks
@@ -29,6 +30,7 @@ from vitals_collector.alerts.receivers import NotifierSettings
 from vitals_collector.alerts.worker import build_notifiers
 from vitals_collector.api.ack_page import ack_router
 from vitals_collector.api.auth import (
+    OTLP_PATH,
     Gate,
     GatedApi,
     access_config,
@@ -43,9 +45,7 @@ from vitals_collector.api.control import control_router
 from vitals_collector.api.discovery import discovery_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
 from vitals_collector.api.ingest_route import COMMIT_SECONDS, IngestApp
-from vitals_collector.api.otlp import otlp_router
 from vitals_collector.api.questions import answers, document, question_router, takes
-from vitals_collector.api.remote_write import remote_writer
 from vitals_collector.cluster.leases import UPKEEP, Lease
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.folder import FolderIngest
@@ -130,13 +130,15 @@ def create_app(
         upkeep = _upkeep(store, settings, clock, lease)
         goodput = GoodputCache(price=settings.gpu_hour_price)
         reader = GoodputReader(store, goodput)
-        writer = remote_writer(
-            settings.notifiers.remote_write,
-            _exposed(store, acting, clock, settings, reader),
-            store.counters,
-            clock=clock,
-            leads=lambda: acting.lease.epoch() is not None,
-        )
+        writer: _Part | None = None
+        if settings.notifiers.remote_write:
+            writer = load_plugin("remote-write")(
+                settings.notifiers.remote_write,
+                _exposed(store, acting, clock, settings, reader),
+                store.counters,
+                clock=clock,
+                leads=lambda: acting.lease.epoch() is not None,
+            )
         owners = _owners(store, settings, clock, place)
         known_tokens = KnownTokens(store, clock=clock)
         # What acts ends while the runs are still owned: what it has in hand is stored.
@@ -154,7 +156,7 @@ def create_app(
         _add_routers(
             app,
             _ingest_router(store, ingest_app),
-            otlp_router(store, ingest_app, clock=clock),
+            _otlp_router(store, ingest_app, clock),
             ack_router(links, acting.inbox),
         )
         _answer_errors(app, store)
@@ -337,6 +339,20 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
             text = "the store has no disk space left; reading still works"
             return reply({"status": text}, 503)
         return reply({"status": "ok"})
+
+    return router
+
+
+def _otlp_router(store: Store, ingest_app: IngestApp, clock: Clock) -> APIRouter:
+    """Return the route of the plugin, or one that responds that it is not installed."""
+    try:
+        return cast(APIRouter, load_plugin("otlp")(store, ingest_app, clock=clock))
+    except UsageError as error:
+        router, missing = APIRouter(), error
+
+    @router.post(OTLP_PATH, dependencies=[Depends(require("ingest"))], include_in_schema=False)
+    def refuse_metrics() -> Response:
+        raise missing
 
     return router
 

@@ -28,7 +28,6 @@ from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.alerts.silences import silences_now
 from vitals_collector.api.auth import FOREIGN_NAME, NO_SCOPE, require, unlimited
 from vitals_collector.api.ingest_route import BUSY
-from vitals_collector.api.remote_write import OUTCOMES
 from vitals_collector.live import overview
 from vitals_collector.live.engine import Acting
 from vitals_collector.live.run_status import Liveness
@@ -62,6 +61,8 @@ TOLD_AFTER_END_SECONDS = 86_400.0
 death of this process resolves nothing."""
 _REJECTIONS = [(code,) for code in sorted(_codes(VitalsError) | {BUSY, FULL, LOCKED})]
 _REFUSALS = [(code,) for code in (UnauthorizedError.code, FOREIGN_NAME, NO_SCOPE, LIMITED, ENDED)]
+OUTCOMES = ("delivered", "retried", "failed", "dropped")
+"""Of messages to receivers, and of pushes by remote write."""
 MAX_LABEL = 80
 MAX_CAUSES, OTHER_CAUSES = 32, "others"
 """Of one alert in one run, each told by itself; what more there is, is told as one: names may be

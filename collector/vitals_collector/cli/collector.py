@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainvitals.errors import UsageError
-from vitals_collector.cli import audit, control, read, replay, sql, store, token
+from vitals_collector.cli import control, read, replay, sql, store, token
 from vitals_collector.cli.store import CapGigabytes, LostAfter, data_dir
 
 if TYPE_CHECKING:
@@ -119,7 +119,6 @@ def register(app: typer.Typer) -> None:
     read.register(app)
     control.register(app)
     replay.register(app)
-    audit.register(app)
     store.register(app)
     token.register(app)
     sql.register(app)

@@ -9,6 +9,8 @@ import typer
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.goodput import BUCKETS, Bucket, Goodput
+from trainvitals.io.rundir import holds_runs
+from trainvitals.plugins import load_plugin
 from trainvitals.units import humanize_seconds
 from trainvitals.views import GoodputQuestion, GoodputView, RunsQuestion
 from vitals_collector.cli.opening import (
@@ -71,14 +73,12 @@ def show_goodput(
         _show_all(folder, collector, token_file, form)
         return
     if run and folder is None and _is_log(Path(run)):
-        from vitals_collector.importers import ColumnChoice, read_history
-        from vitals_collector.importers.goodput import log_goodput
-
-        choice = ColumnChoice(
+        importers = load_plugin("importers")
+        choice = importers.ColumnChoice(
             step=step, time=time, step_seconds=step_seconds, data_seconds=data_seconds
         )
-        history = read_history(Path(run), choice)
-        _write(_of_log(history.source, log_goodput(history)), form)
+        history = importers.read_history(Path(run), choice)
+        _write(_of_log(history.source, importers.log_goodput(history)), form)
         return
     if run and folder is None and Path(run).name != run and not Path(run).exists():
         raise UsageError(
@@ -99,8 +99,6 @@ def _refuse(named: Sequence[str], why: str = "--all shows each run by what it re
 
 def _is_log(path: Path) -> bool:
     """Say whether this is a file, or a folder that holds no runs of ours."""
-    from vitals_collector.importers import holds_runs
-
     return path.is_file() or (path.is_dir() and not holds_runs(path))
 
 

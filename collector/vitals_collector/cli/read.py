@@ -23,7 +23,7 @@ from trainvitals.views import (
     StepQuestion,
     VerdictQuestion,
 )
-from vitals_collector.cli import export, forecast, goodput, mirror, postmortem, query, show
+from vitals_collector.cli import export, forecast, goodput, postmortem, query, show
 from vitals_collector.cli.follow import follow as show_progress
 from vitals_collector.cli.opening import (
     Collector,
@@ -63,7 +63,6 @@ def register(app: typer.Typer) -> None:
     postmortem.register(app)
     app.command("why", epilog="Example: vitals why my-run 31219")(why)
     app.command("tail", epilog="Example: vitals tail my-run --follow")(tail)
-    mirror.register(app)
 
 
 def list_runs(

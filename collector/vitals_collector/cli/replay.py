@@ -17,15 +17,15 @@ from trainvitals.cli.output import Format, ReportFormat, write_json, write_rows
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.lookup import DEFAULT_DIR
+from trainvitals.io.rundir import holds_runs
 from trainvitals.io.setting_paths import default_data_dir
+from trainvitals.plugins import load_plugin
 from trainvitals.printable import printable
 
 if TYPE_CHECKING:
     from trainvitals.judged_log import JudgedStep
     from trainvitals.policy import JudgeConfig
     from trainvitals.records import Decision, StateRead
-    from vitals_collector.importers import History
-    from vitals_collector.report.assumptions import Assumed
 
 _EPISODE_ROWS = 20
 """Findings of a kind that lie no further apart are one line of the table."""
@@ -135,33 +135,33 @@ def replay(
 
     Exits 1 if a decision differs from the one that the run recorded.
     """
-    from vitals_collector.importers import ColumnChoice, holds_runs, read_history
-
     if plot is not None and plot.suffix != ".svg":
         raise UsageError(f"--plot is {plot}; the picture is SVG, so the name must end in .svg")
-    column_options = ColumnChoice(
-        step=step,
-        loss=loss,
-        grad_norm=grad_norm,
-        lr=lr,
-        loss_scale=loss_scale,
-        step_seconds=step_seconds,
-        tokens_per_second=tokens_per_second,
-        data_seconds=data_seconds,
-    )
+    columns = {
+        "step": step,
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "loss_scale": loss_scale,
+        "step_seconds": step_seconds,
+        "tokens_per_second": tokens_per_second,
+        "data_seconds": data_seconds,
+    }
     is_path = bool(run) and folder is None and data is None and _is_path(Path(run))
     if is_path and not (Path(run).is_dir() and holds_runs(Path(run))):
+        importers = load_plugin("importers")
+        history = importers.read_history(Path(run), importers.ColumnChoice(**columns))
         assumed = assume(mode, config, loss_kind, no_clip=no_clip, expect=expect)
-        _replay_history(read_history(Path(run), column_options), assumed, plot, form)
+        _replay_history(history, assumed, plot, form)
         return
-    given = {
+    given: dict[str, object] = {
         "--mode": mode,
         "--loss-kind": loss_kind,
         "--no-clip": no_clip or None,
         "--expect": expect,
     }
-    named = [option for option, value in given.items() if value is not None]
-    _refuse_for_runs([*named, *column_options.named()])
+    given |= {f"--{name.replace('_', '-')}": value for name, value in columns.items()}
+    _refuse_for_runs([option for option, value in given.items() if value is not None])
     if is_path:
         folder, run = Path(run), ""
     _replay_run(run, folder, data, config, plot, form)
@@ -195,11 +195,9 @@ def assume(
     *,
     no_clip: bool,
     expect: Sequence[int] | None,
-) -> "Assumed":
+) -> Any:
     """Return what a log is judged by, from the options."""
-    from vitals_collector.report.assumptions import Assumed
-
-    return Assumed(
+    return load_plugin("importers").Assumed(
         mode=(mode or ModeName.HEAL).value,
         config=msgspec.structs.replace(
             _settings(config), loss_kind=(loss_kind or LossKindName.MINIMIZE).value
@@ -275,14 +273,13 @@ def folder_here() -> Path | None:
 # --------------------------------------------------------------------------------------- a log
 
 
-def _replay_history(
-    history: "History", assumed: "Assumed", plot: Path | None, form: ReportFormat
-) -> None:
+def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportFormat) -> None:
     from trainvitals.judged_log import document, judge_history
-    from vitals_collector.report.assumptions import about, assumptions
     from vitals_collector.report.drawing import Drawing
 
-    for words in (about(history), *assumptions(history, assumed), *history.notes):
+    importers = load_plugin("importers")
+    assumptions = importers.assumptions(history, assumed)
+    for words in (importers.about(history), *assumptions, *history.notes):
         _say(printable(words))
     drawing = None if plot is None else Drawing(len(history.steps), Path(history.source).name)
     judged_steps = []

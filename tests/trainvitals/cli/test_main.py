@@ -126,6 +126,7 @@ def test_the_table_of_commands_is_what_the_programs_register():
     for command, program in owners.items():
         found.setdefault(program, set()).add(command)
     assert {program: set(names) for program, names in programs.COMMANDS.items()} == found
+    assert set(programs.ORDER) <= owners.keys()
 
 
 def test_python_dash_m_is_the_same_program():

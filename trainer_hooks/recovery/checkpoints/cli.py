@@ -12,13 +12,11 @@ from typing import Annotated, Literal, cast
 import msgspec
 import typer
 
-from trainer_hooks.landscape.cli import register as register_landscape
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints.find import RUNS, find_checkpoints, newest_of
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import IndexEntry
 from trainer_hooks.recovery.checkpoints.manifest import Manifest
-from trainer_hooks.repro.cli import register as register_repro
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.errors import (
@@ -47,7 +45,7 @@ _LATER = "a running job of this run picks it up at its next start"
 
 
 def register(app: typer.Typer) -> None:
-    """Add the ``checkpoints`` commands, and ``repro`` and ``landscape``, which load one."""
+    """Add the ``checkpoints`` commands."""
     arguments = "my-run step-00000120-1763712486000123"
     commands: Commands = {
         "list": (show, "vitals checkpoints list my-run --format json"),
@@ -60,8 +58,6 @@ def register(app: typer.Typer) -> None:
     }
     about = "Show a run's checkpoints; verify, promote or quarantine one."
     add_group(app, "checkpoints", commands, about=about, example="vitals checkpoints list my-run")
-    register_repro(app)
-    register_landscape(app)
 
 
 # ------------------------------------------------------------------------------------- commands

@@ -1,0 +1,1 @@
+"""Connections to other tools: their logs, trackers, OpenTelemetry and Prometheus remote write."""

@@ -1,0 +1,650 @@
+"""What Vitals would have done in a run that it never watched, judged from the log that is there.
+
+Findings and decisions are those of ``judge_history``: the product's own detectors and policy. Here
+they are gathered into alarms, and each is held against what the log says of the time afterwards:
+whether the loss came back by itself, somebody started again from an earlier step, or neither.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from trainvitals.alerting import alerts_for_decision, alerts_for_finding
+from trainvitals.detect.registry import KINDS as FINDING_KINDS
+from trainvitals.judged_log import Cadence, JudgedStep, LoggedStep
+from trainvitals.records import SEVERITY_WORDS, Severity
+from trainvitals.units import humanize_seconds
+from trainvitals.views import NonFiniteMark, SeriesReply
+from vitals_collector.report.curves import Curve, CurveMark
+from vitals_collector.report.postmortem.blocks import Block, Heading, Plot, Table, Words
+from vitals_plugins.bridges.importers import History
+
+NEAR_ROWS = 20
+"""Findings of one kind at most this many records apart are one alarm."""
+REFERENCE_ROWS, RECOVERY_ROWS = 50, 10
+"""Records before an onset whose median is where the loss was, and in a row that must be there
+again."""
+TOLERANCE = 0.05
+"""Share of that median by which it may be higher, at least."""
+_COLLAPSED = "collapse"
+_SLOW = frozenset({"divergence", "lost_progress", "plateau"})
+"""Kinds of findings about the level of the loss: the same rise is reported again while it lasts."""
+PROMPT_ROWS = 100
+"""Records within which a loss that came back by itself makes an action look unnecessary."""
+MAX_LINES = 200
+_GRAVITY = ("page", "notify", "log")
+_ACTIONS = {
+    "halt": "stop the run",
+    "rollback": "roll back",
+    "accept_level": "accept the new level",
+    "skip_step": "skip",
+}
+"""What is done, the gravest first."""
+
+Ending = Literal["recovered", "restarted", "not recovered", "log ends", "unknown"]
+
+
+@dataclass(slots=True)
+class Alarm:
+    """Findings and decisions that lie close together."""
+
+    domain: str
+    first_row: int
+    last_row: int
+    """Places in the log."""
+    first_step: int
+    last_step: int
+    onset_step: int
+    kinds: dict[str, None] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
+    """What was said, and at which step first."""
+    actions: dict[str, int] = field(default_factory=dict)
+    """What would have been done, and how often, up to the first time that the run is rolled back or
+    stopped: from then on it would have been another run."""
+    further: dict[str, int] = field(default_factory=dict)
+    """What would follow, had that changed nothing."""
+    is_flat: bool = False
+    """Whether it began as a loss that never falls: it ends otherwise."""
+    severity: Severity = "log"
+    acted_step: int | None = None
+    """At which step it would have been rolled back or stopped, or paged for."""
+    has_acted: bool = False
+    """Whether it would have been rolled back or stopped: the first time counts."""
+    rollback_to: int | None = None
+    ending: Ending = "unknown"
+    end_step: int = 0
+    """Where it recovered, was restarted from, or the log ends."""
+    end_rows: int = 0
+    """Records from the onset to there."""
+    back_to: int | None = None
+    """The step from which somebody started again."""
+
+    @property
+    def action(self) -> str:
+        """The gravest action; "" for none."""
+        return next((name for name in _ACTIONS if name in self.actions), "")
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it would have disturbed somebody, or undone work, for what passed by itself."""
+        disturbs = self.severity == "page" or self.action in ("rollback", "halt")
+        return disturbs and self.ending == "recovered" and self.end_rows <= PROMPT_ROWS
+
+    @property
+    def lost_steps(self) -> int | None:
+        """Steps that the run as it was spent in vain; None where the log does not tell."""
+        if self.ending in ("unknown", "log ends"):
+            return None
+        begin = self.onset_step if self.back_to is None else min(self.back_to, self.onset_step)
+        return max(0, self.end_step - begin)
+
+    @property
+    def cost_steps(self) -> int:
+        """Steps that what Vitals would have done costs."""
+        if self.action == "rollback" and self.rollback_to is not None:
+            return max(0, (self.acted_step or self.onset_step) - self.rollback_to)
+        if self.action == "halt":
+            return max(0, (self.acted_step or self.onset_step) - self.onset_step)
+        return self.actions.get("skip_step", 0)
+
+    @property
+    def saved_steps(self) -> int:
+        """Steps that would not have been spent in vain, had Vitals done what it would have done."""
+        if self.action not in ("rollback", "halt") or self.is_wrong or self.lost_steps is None:
+            return 0
+        return max(0, self.lost_steps - self.cost_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Everything that is said of a log."""
+
+    history: History
+    cadence: Cadence
+    alarms: Sequence[Alarm]
+    marks: Sequence[CurveMark]
+    step_seconds: float | None
+    """The usual time of a step; None where the log does not tell."""
+    gpus: int
+    assumptions: Sequence[str]
+    lacking: Sequence[str]
+    """What so short a log says nothing about, and what that needs."""
+
+
+def audit(
+    history: History,
+    judged_steps: Iterable[JudgedStep],
+    cadence: Cadence,
+    *,
+    loss_kind: str,
+    gpus: int,
+    assumptions: Sequence[str],
+    lacking: Sequence[str] = (),
+) -> Audit:
+    """Gather alarms, and hold each against the rest of the log.
+
+    Args:
+        history: the log.
+        judged_steps: what ``judge_history`` said of each of its records.
+        cadence: how its steps follow each other.
+        loss_kind: what its loss is good for.
+        gpus: how many it ran on; 0: not known.
+        assumptions: what had to be assumed, in words.
+        lacking: what the log is too short for, in words.
+    """
+    alarms: list[Alarm] = []
+    marks: list[CurveMark] = []
+    places = {logged.row: place for place, logged in enumerate(history.steps)}
+    for judged in judged_steps:
+        _take(judged, places[judged.row], alarms, marks, loss_kind)
+    restarts = sorted(cadence.restarts)
+    before: _Trouble | None = None
+    for alarm in alarms:
+        before = _judge_ending(alarm, history.steps, restarts, before) or before
+    return Audit(
+        history=history,
+        cadence=cadence,
+        alarms=alarms,
+        marks=marks,
+        step_seconds=_step_seconds(history.steps),
+        gpus=gpus,
+        assumptions=assumptions,
+        lacking=lacking,
+    )
+
+
+def _take(
+    judged: JudgedStep, place: int, alarms: list[Alarm], marks: list[CurveMark], loss_kind: str
+) -> None:
+    """Add what was said of a record to the alarms."""
+    made = judged.judgement.decision
+    for finding in judged.judgement.findings:
+        kind = FINDING_KINDS.get(finding.kind)
+        domain = "numbers" if kind is None else kind.domain
+        alarm = _alarm_at(place, domain, alarms, finding.step, finding.onset_step)
+        if not alarm.kinds:
+            alarm.is_flat = (finding.kind, finding.detector) == ("plateau", "loss_progress")
+        alarm.kinds[finding.kind] = None
+        alarm.onset_step = min(alarm.onset_step, finding.onset_step, finding.step)
+        _note(alarm, place, finding.step, finding.reason)
+        for raised in alerts_for_finding(finding, run_id="", loss_kind=loss_kind):
+            _worsen(alarm, raised.severity, finding.step)
+    if made is None or made.action == "continue":
+        return
+    alarm = _alarm_at(place, "numbers", alarms, made.step, made.step)
+    _note(alarm, place, made.step, made.reason)
+    counts = alarm.further if alarm.has_acted else alarm.actions
+    counts[made.action] = counts.get(made.action, 0) + 1
+    for raised in alerts_for_decision(made, run_id=""):
+        _worsen(alarm, raised.severity, made.step)
+    if alarm.has_acted:
+        return
+    if made.action in ("rollback", "halt"):
+        alarm.has_acted, alarm.acted_step = True, made.step
+        alarm.rollback_to = made.rollback_to_step if made.action == "rollback" else None
+    kind_of_mark = made.action if made.acted else "observed"
+    words = f"step {made.step}: {made.action}: {made.reason}"
+    marks.append(CurveMark(step=made.step, kind=kind_of_mark, words=words))
+
+
+def _alarm_at(place: int, domain: str, alarms: list[Alarm], step: int, onset_step: int) -> Alarm:
+    """Return the alarm that goes on at this record, or a new one."""
+    for alarm in reversed(alarms[-8:]):
+        if alarm.domain == domain and place - alarm.last_row <= NEAR_ROWS:
+            return alarm
+    alarm = Alarm(
+        domain=domain,
+        first_row=place,
+        last_row=place,
+        first_step=step,
+        last_step=step,
+        onset_step=min(onset_step, step),
+    )
+    alarms.append(alarm)
+    return alarm
+
+
+def _note(alarm: Alarm, place: int, step: int, reason: str) -> None:
+    alarm.last_row = place
+    alarm.first_step, alarm.last_step = min(alarm.first_step, step), max(alarm.last_step, step)
+    if len(alarm.reasons) < MAX_LINES:
+        alarm.reasons.setdefault(reason, step)
+
+
+def _worsen(alarm: Alarm, severity: Severity, step: int) -> None:
+    if not alarm.has_acted and _GRAVITY.index(severity) < _GRAVITY.index(alarm.severity):
+        alarm.severity = severity
+        if severity == "page" and alarm.acted_step is None:
+            alarm.acted_step = step
+
+
+# ---------------------------------------------------------------------------- what came afterwards
+
+
+class _Trouble(NamedTuple):
+    """A stretch of the log in which the loss was not where it had been."""
+
+    onset: int
+    end: int
+    """First and last place."""
+    is_back: Callable[[LoggedStep], bool]
+
+
+def _judge_ending(
+    alarm: Alarm,
+    log: Sequence[LoggedStep],
+    restarts: Sequence[int],
+    before: _Trouble | None,
+) -> _Trouble | None:
+    """Set how an alarm ended, from the log after it, and return the trouble it reported.
+
+    The reference loss comes from before the onset: when a detector reports a slow rise, the records
+    just before the report are part of the rise. The duration also counts from the onset. A rise
+    that is reported again keeps the onset of the first report.
+    """
+    restart = next((place for place in restarts if place > alarm.first_row), None)
+    stop = len(log) if restart is None else restart
+    onset = _place_of_onset(alarm, log, restarts)
+    is_back = _returns(alarm, log, onset)
+    if before is not None and before.onset < onset <= before.end and _SLOW & alarm.kinds.keys():
+        onset, is_back = before.onset, before.is_back
+    if alarm.domain != "numbers" or is_back is None:
+        alarm.end_step = log[stop - 1].step
+        return None
+    at = _recovered(log, min(alarm.last_row + 1, stop), stop, is_back)
+    if at is not None:
+        alarm.ending = "recovered"
+    elif restart is not None:
+        alarm.ending, alarm.back_to, at = "restarted", log[restart].step, stop - 1
+    else:
+        alarm.ending, at = _at_the_end(alarm, log, onset, is_back), stop - 1
+    alarm.end_step, alarm.end_rows = log[at].step, at - onset
+    return None if alarm.is_flat else _Trouble(onset, at, is_back)
+
+
+def _place_of_onset(alarm: Alarm, log: Sequence[LoggedStep], restarts: Sequence[int]) -> int:
+    """Return the place of the first record of the trouble, within the same start of the run."""
+    begin = max((place for place in restarts if place <= alarm.first_row), default=0)
+    place = alarm.first_row
+    while place > begin and alarm.onset_step <= log[place - 1].step:
+        place -= 1
+    return place
+
+
+def _returns(
+    alarm: Alarm, log: Sequence[LoggedStep], onset: int
+) -> Callable[[LoggedStep], bool] | None:
+    """Return what says of a record that the trouble is over; None if the log cannot tell."""
+    before = log[max(0, onset - REFERENCE_ROWS) : onset]
+    if alarm.is_flat:
+        # A loss that did not fall has no level from before: it ends as the loss falls.
+        before = log[onset : alarm.last_row + 1][-REFERENCE_ROWS:]
+    if (band := _band(before)) is not None:
+        low, high = band
+        if alarm.is_flat:
+            return lambda logged: _loss(logged) < low
+        if _COLLAPSED in alarm.kinds:
+            return lambda logged: _loss(logged) >= low
+        return lambda logged: _loss(logged) <= high and _is_finite(logged)
+    if alarm.is_flat:
+        return None
+    # From the first records on. That it stays non-finite needs nothing to compare with.
+    lasts = not any(_is_finite(logged) for logged in log[onset:])
+    return (lambda _: False) if lasts else None
+
+
+def _at_the_end(
+    alarm: Alarm,
+    log: Sequence[LoggedStep],
+    onset: int,
+    is_back: Callable[[LoggedStep], bool],
+) -> Ending:
+    """Return how trouble ended that is not over by the log's end.
+
+    Where it lasted from the onset to the end that is an answer. Only after a few records since the
+    onset, or since the loss came back, nobody knows.
+    """
+    if not _is_finite(log[-1]):
+        return "not recovered"
+    num_since = len(log) - 1 - alarm.last_row if is_back(log[-1]) else len(log) - onset
+    return "log ends" if num_since <= RECOVERY_ROWS else "not recovered"
+
+
+def _band(before: Sequence[LoggedStep]) -> tuple[float, float] | None:
+    """Return between what the loss counts as the same; None where there was too little before."""
+    losses = [_loss(logged) for logged in before if math.isfinite(_loss(logged))]
+    if len(losses) < RECOVERY_ROWS:
+        return None
+    median = statistics.median(losses)
+    spread = 1.4826 * statistics.median([abs(loss - median) for loss in losses])
+    reach = max(3.0 * spread, TOLERANCE * abs(median))
+    return median - reach, median + reach
+
+
+def _recovered(
+    log: Sequence[LoggedStep], start: int, stop: int, is_back: Callable[[LoggedStep], bool]
+) -> int | None:
+    """Return the first record of ten in a row of which all but two, at most, are back."""
+    away = 0
+    for place in range(start, stop):
+        away += not is_back(log[place])
+        begin = place - RECOVERY_ROWS + 1
+        if begin > start:
+            away -= not is_back(log[begin - 1])
+        if begin >= start and away <= 2 and is_back(log[place]) and is_back(log[begin]):
+            return begin
+    return None
+
+
+def _is_finite(logged: LoggedStep) -> bool:
+    """Say whether nothing of a record is NaN or infinite: Trainer logs a NaN loss as 0."""
+    norm = logged.grad_norm
+    return math.isfinite(_loss(logged)) and (norm is None or math.isfinite(norm))
+
+
+def _loss(logged: LoggedStep) -> float:
+    return math.nan if logged.loss is None else logged.loss
+
+
+def _step_seconds(log: Sequence[LoggedStep]) -> float | None:
+    """Return the usual time of a step, as it was logged or by the times of the records."""
+    logged = [record.step_seconds for record in log if record.step_seconds is not None]
+    if logged:
+        return statistics.median(logged)
+    pairs = itertools.pairwise(log)
+    between = [
+        (b.time_seconds - a.time_seconds) / (b.step - a.step)
+        for a, b in pairs
+        if a.time_seconds is not None and b.time_seconds is not None and b.step > a.step
+    ]
+    usual = statistics.median(between) if between else 0.0
+    return usual if usual > 0.0 else None
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+
+def tell(made: Audit, title: str) -> list[Block]:
+    """Return what is said of a log as blocks."""
+    return [
+        Heading(1, f"Audit of {title}"),
+        Words(_in_short(made)),
+        *_alarm_blocks(made),
+        *_plots(made),
+        *_saved(made),
+        Heading(2, "What was assumed"),
+        *(Words(words) for words in made.assumptions),
+        Heading(2, "What this log cannot tell"),
+        *(Words(words) for words in _limits(made)),
+    ]
+
+
+def _in_short(made: Audit) -> str:
+    log, alarms = made.history.steps, made.alarms
+    words = f"{_num(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
+    skips = sum(alarm.actions.get("skip_step", 0) for alarm in alarms)
+    backs = sum(alarm.actions.get("rollback", 0) for alarm in alarms)
+    halts = sum(alarm.actions.get("halt", 0) for alarm in alarms)
+    pages = sum(alarm.severity == "page" for alarm in alarms)
+    wrong = sum(alarm.is_wrong for alarm in alarms)
+    if not alarms:
+        words += "Vitals would have done nothing, and told nothing."
+        lacking = ", ".join(made.lacking)
+        return f"{words} That says nothing of {lacking}." if lacking else words
+    words += f"Vitals would have skipped {_num(skips, 'update')}, rolled back {_times(backs)}, "
+    words += f"stopped the run {_times(halts)}, and paged {_times(pages)}, in "
+    words += f"{_num(len(alarms), 'alarm')}. "
+    words += f"{_num(wrong, 'alarm')} {'looks' if wrong == 1 else 'look'} wrong. " if wrong else ""
+    saved = sum(alarm.saved_steps for alarm in alarms)
+    return words + (f"It would have saved about {_duration(made, saved)}." if saved else "")
+
+
+def _alarm_blocks(made: Audit) -> list[Block]:
+    if not made.alarms:
+        return []
+    order = sorted(made.alarms, key=lambda alarm: (_GRAVITY.index(alarm.severity), alarm.first_row))
+    shown = sorted(order[:MAX_LINES], key=lambda alarm: alarm.first_row)
+    blocks: list[Block] = [
+        Heading(2, "Alarms"),
+        Table(
+            ("steps", "what", "Vitals would", "severity", "in the log", "judgement"),
+            [
+                (
+                    _span(alarm),
+                    ", ".join(alarm.kinds) or alarm.action,
+                    _would(alarm),
+                    SEVERITY_WORDS[alarm.severity],
+                    _ended(alarm),
+                    _judgement(alarm),
+                )
+                for alarm in shown
+            ],
+        ),
+    ]
+    if len(made.alarms) > len(shown):
+        blocks.append(Words(f"{len(made.alarms) - len(shown)} lesser alarms are left out."))
+    for alarm in shown:
+        if alarm.severity == "log":
+            continue
+        blocks.append(Heading(3, f"Steps {_span(alarm)}"))
+        reasons = list(alarm.reasons.items())
+        rows = [(step, reason) for reason, step in reasons[:8]]
+        blocks.append(Table(("step", "what was seen"), rows))
+        if len(reasons) > len(rows):
+            blocks.append(Words(f"and {len(reasons) - len(rows)} more"))
+    return blocks
+
+
+def _span(alarm: Alarm) -> str:
+    first, last = alarm.first_step, alarm.last_step
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
+def _would(alarm: Alarm) -> str:
+    parts = []
+    for action, words in reversed(_ACTIONS.items()):
+        num = alarm.actions.get(action, 0)
+        if action == "skip_step" and num:
+            parts.append(f"skip {_num(num, 'update')}")
+        elif num:
+            parts.append(words + (f" to step {alarm.rollback_to}" if action == "rollback" else ""))
+    if any(action in alarm.further for action in ("rollback", "halt")):
+        backs, halts = (alarm.further.get(action, 0) for action in ("rollback", "halt"))
+        more = [f"roll back {_times(backs)} more"] * bool(backs) + ["stop the run"] * bool(halts)
+        parts.append(f"if that changed nothing: {', '.join(more)}")
+    return "; ".join(parts) or "tell"
+
+
+def _ended(alarm: Alarm) -> str:
+    match alarm.ending:
+        case "recovered" if alarm.is_flat:
+            return f"loss fell at step {alarm.end_step}"
+        case "recovered":
+            return f"loss back at step {alarm.end_step}"
+        case "restarted":
+            return f"continued to step {alarm.end_step}, then restarted from step {alarm.back_to}"
+        case "not recovered" if alarm.is_flat:
+            return f"loss did not fall by the end, step {alarm.end_step}"
+        case "not recovered":
+            return f"loss not back by the end, step {alarm.end_step}"
+        case "log ends":
+            return "the log ends too soon"
+    return "not visible in the loss"
+
+
+def _judgement(alarm: Alarm) -> str:
+    if alarm.is_wrong:
+        return "looks wrong: it passed by itself"
+    if alarm.ending in ("not recovered", "restarted"):
+        return "looks right"
+    if alarm.ending == "recovered" and alarm.end_rows > PROMPT_ROWS:
+        return "looks right: it lasted"
+    if alarm.ending == "recovered":
+        return "harmless: nothing was undone"
+    return "cannot be judged"
+
+
+def _plots(made: Audit) -> list[Block]:
+    grave = [alarm for alarm in made.alarms if alarm.severity != "log"]
+    spans = [(alarm.first_step, alarm.last_step) for alarm in grave]
+    curves = [
+        _curve(made, "loss", [logged.loss for logged in made.history.steps]),
+        _curve(made, "gradient norm", [logged.grad_norm for logged in made.history.steps]),
+    ]
+    drawn = [Plot(curve, made.marks, spans) for curve in curves if not curve.is_empty]
+    return [Heading(2, "Curves"), *drawn] if drawn else []
+
+
+def _curve(made: Audit, name: str, values: Sequence[float | None]) -> Curve:
+    """Return a curve of the log; what a restart overwrote is behind the fork."""
+    steps = [logged.step for logged in made.history.steps]
+    is_left = [False] * len(steps)
+    lowest: float = math.inf
+    for place in range(len(steps) - 1, -1, -1):
+        is_left[place] = steps[place] >= lowest
+        if place in made.cadence.restarts:
+            lowest = min(lowest, steps[place])
+    kept = [place for place, left in enumerate(is_left) if not left]
+    left = [place for place, left in enumerate(is_left) if left]
+    return Curve(
+        name=name,
+        series=_series(name, kept, steps, values),
+        discarded=_series(name, left, steps, values) if left else None,
+    )
+
+
+def _series(
+    name: str, places: Sequence[int], steps: Sequence[int], values: Sequence[float | None]
+) -> SeriesReply:
+    there = [(steps[place], values[place]) for place in places if values[place] is not None]
+    finite = [(step, value) for step, value in there if value is not None and math.isfinite(value)]
+    lost = [
+        (step, value) for step, value in there if value is not None and not math.isfinite(value)
+    ]
+    return SeriesReply(
+        run_id="",
+        metric=name,
+        source="",
+        unit="",
+        branch="lineage",
+        num_total=len(there),
+        step=tuple(step for step, _ in finite),
+        time_unix_ns=(),
+        attempt=(1,) * len(finite),
+        value=tuple(value for _, value in finite),
+        nonfinite=tuple(NonFiniteMark(step, 1, _kind(value)) for step, value in lost[:20_000]),
+        num_nonfinite=len(lost),
+    )
+
+
+def _kind(value: float) -> Literal["nan", "+inf", "-inf"]:
+    if math.isnan(value):
+        return "nan"
+    return "+inf" if value > 0 else "-inf"
+
+
+def _saved(made: Audit) -> list[Block]:
+    """Say what each action would have saved, and by which assumptions."""
+    acting = [a for a in made.alarms if a.action in ("rollback", "halt") or a.severity == "page"]
+    if not acting:
+        return []
+    rows = [
+        (
+            _span(alarm),
+            _would(alarm),
+            "not told" if alarm.lost_steps is None else alarm.lost_steps,
+            alarm.cost_steps,
+            "nothing: it passed" if alarm.is_wrong else alarm.saved_steps,
+            made.history.steps[-1].step - alarm.acted_step if alarm.acted_step is not None else "",
+        )
+        for alarm in acting[:MAX_LINES]
+    ]
+    saved = sum(alarm.saved_steps for alarm in made.alarms)
+    header = (
+        *("steps", "Vitals would", "lost as it was", "lost with Vitals", "saved"),
+        "steps from then to the log's end",
+    )
+    words = (
+        "In steps. Lost as it was: from the onset, or from the step that the run restarted from, "
+        "to where the loss recovered, the run restarted, or the log ends. Lost with Vitals: from "
+        "the checkpoint of the rollback. Assumptions: the rollback cures the problem, and no "
+        "operator acts on a page. The effect of a page depends on its reader, so it is not counted."
+    )
+    if made.step_seconds is None:
+        words += " The log has no times, so there are no hours."
+    elif not made.gpus:
+        words += " GPU-hours need --gpus, as no log says on how many it ran."
+    total = f"Saved in all: about {_duration(made, saved)}."
+    return [Heading(2, "What it would have saved"), Table(header, rows), Words(total), Words(words)]
+
+
+def _duration(made: Audit, steps: int) -> str:
+    words = _num(steps, "step")
+    if made.step_seconds is None:
+        return words
+    seconds = steps * made.step_seconds
+    words += f" ({humanize_seconds(seconds)}"
+    if made.gpus:
+        words += f", {seconds * made.gpus / 3600:,.3g} GPU-hours on {_num(made.gpus, 'GPU')}"
+    return words + ")"
+
+
+def _limits(made: Audit) -> list[str]:
+    """Say what nothing can be said about, and why."""
+    columns, words = made.history.columns, []
+    if "loss" not in columns:
+        words.append("It has no loss: spikes, divergence and recovery cannot be judged.")
+    if "grad_norm" not in columns:
+        words.append("It has no gradient norm: the gradients cannot be judged.")
+    if "lr" not in columns:
+        words.append("It has no learning rate: jumps are not detected.")
+    if made.cadence.counts_records:
+        gaps = " or ".join(f"{gap:,}" for gap in made.cadence.gaps) or "many"
+        words.append(
+            f"It was logged every {gaps} steps: an onset is known to that many steps only, what "
+            "happened between two records is not seen at all, and Vitals, which sees each step, "
+            "would have spoken sooner."
+        )
+    words.append(
+        "It has one row for all ranks: stragglers, hangs, corrupted replicas, GPUs and hosts are "
+        "not in it."
+    )
+    words.append(
+        "It has no model: the probe, by which Vitals tells a damaged model from hard data, could "
+        "not be asked, so rollbacks that need its answer are not among those above."
+    )
+    return words + list(made.history.notes)
+
+
+def _num(num: int, what: str) -> str:
+    return f"{num:,} {what}" + ("" if num == 1 else "s")
+
+
+def _times(num: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(num, f"{num:,} times")
+
+
+__all__ = ["Alarm", "Audit", "audit", "tell"]

@@ -1,0 +1,131 @@
+"""`vitals audit`: what Vitals would have done in a run that it never watched, from its log."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainvitals.errors import UsageError
+from trainvitals.io.rundir import holds_runs
+from trainvitals.printable import printable
+from vitals_collector.cli.replay import (
+    Config,
+    DataColumn,
+    Expect,
+    LossColumn,
+    LossKindOption,
+    LrColumn,
+    ModeOption,
+    NoClip,
+    NormColumn,
+    ScaleColumn,
+    SecondsColumn,
+    SpeedColumn,
+    StepColumn,
+    assume,
+)
+from vitals_collector.cli.writing import Force, write_file
+
+Log = Annotated[
+    Path,
+    typer.Argument(
+        help="A CSV file, JSON Lines, a training's output, trainer_state.json or its "
+        "checkpoint's folder, TensorBoard's or wandb's folder or file.",
+        readable=False,  # our own errors name the way out
+    ),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(help="Write one self-contained page: no scripts, no other files."),
+]
+Gpus = Annotated[
+    int, typer.Option(min=0, help="How many GPUs the run was on, for GPU-hours; 0: not known.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("audit", epilog="Example: vitals audit trainer_state.json --html audit.html")(audit)
+
+
+def audit(
+    log: Log,
+    html: Html = None,
+    force: Force = False,
+    gpus: Gpus = 0,
+    mode: ModeOption = None,
+    config: Config = None,
+    loss_kind: LossKindOption = None,
+    no_clip: NoClip = False,
+    expect: Expect = None,
+    step: StepColumn = None,
+    loss: LossColumn = None,
+    grad_norm: NormColumn = None,
+    lr: LrColumn = None,
+    loss_scale: ScaleColumn = None,
+    step_seconds: SecondsColumn = None,
+    tokens_per_second: SpeedColumn = None,
+    data_seconds: DataColumn = None,
+) -> None:
+    """Audit a log: what Vitals would have skipped, rolled back, paged; which alarms look wrong.
+
+    The detectors and the policy of a live run judge the log. The output lists its assumptions.
+    """
+    from trainvitals.judged_log import cadence_of, judge_history
+    from vitals_collector.report.postmortem import markdown, page
+    from vitals_plugins.bridges.audit.audit import audit as gather
+    from vitals_plugins.bridges.audit.audit import tell
+    from vitals_plugins.bridges.importers import ColumnChoice, read_history
+    from vitals_plugins.bridges.importers.assumptions import about, assumptions, lacking
+
+    if not log.exists():
+        raise UsageError(
+            f"there is no file or folder {log}",
+            hint="give a log; a run that Vitals watched has `vitals postmortem`",
+        )
+    if log.is_dir() and holds_runs(log):
+        raise UsageError(
+            f"{log} contains runs that Vitals watched; an audit reads logs of other tools",
+            hint="`vitals postmortem RUN` shows what was done, `vitals replay RUN` what would be",
+        )
+    columns = ColumnChoice(
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        loss_scale=loss_scale,
+        step_seconds=step_seconds,
+        tokens_per_second=tokens_per_second,
+        data_seconds=data_seconds,
+    )
+    history = read_history(log, columns)
+    assumed = assume(mode, config, loss_kind, no_clip=no_clip, expect=expect)
+    judged = judge_history(
+        history.steps,
+        config=assumed.config,
+        mode=assumed.mode,
+        clips=assumed.clips,
+        expected=assumed.expected,
+    )
+    made = gather(
+        history,
+        judged,
+        cadence_of(history.steps),
+        loss_kind=assumed.config.loss_kind,
+        gpus=gpus,
+        # Whose folder it lay in is nobody's business where the page is sent to.
+        assumptions=(about(replace(history, source=log.name)), *assumptions(history, assumed)),
+        lacking=lacking(assumed.config, len(history.steps)),
+    )
+    blocks = tell(made, printable(log.name or str(log)))
+    if html is not None:
+        write_file(html, page.write(blocks).encode(), force=force)
+        sys.stdout.write(f"{html}\n")
+        return
+    write = markdown.write_text if sys.stdout.isatty() else markdown.write
+    sys.stdout.write(write(blocks))
+
+
+__all__ = ["register"]

@@ -1,0 +1,16 @@
+"""Other people's logs, each read into the same records: CSV, Trainer, TensorBoard, wandb."""
+
+from vitals_plugins.bridges.importers.assumptions import Assumed, about, assumptions
+from vitals_plugins.bridges.importers.columns import ColumnChoice, History
+from vitals_plugins.bridges.importers.goodput import log_goodput
+from vitals_plugins.bridges.importers.recognise import read_history
+
+__all__ = [
+    "Assumed",
+    "ColumnChoice",
+    "History",
+    "about",
+    "assumptions",
+    "log_goodput",
+    "read_history",
+]

@@ -1,0 +1,132 @@
+"""What is said of a log before it is judged: what was read, and what had to be assumed."""
+
+from dataclasses import dataclass
+
+from trainvitals.judged_log import CHECKPOINT_EVERY, LAG, Cadence, cadence_of, overflows_of
+from trainvitals.policy import JudgeConfig, Mode
+from vitals_plugins.bridges.importers.columns import History
+
+_BLOCK = 32
+"""Steps of one of the blocks that ``[drift] warm_up`` counts."""
+_KINDS = {
+    "minimize": "to fall",
+    "rl": "reinforcement learning's, which may rise",
+    "adversarial": "adversarial, which may rise",
+}
+"""What is said of a loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumed:
+    """What a log does not tell of the loop that wrote it."""
+
+    mode: Mode
+    config: JudgeConfig
+    clips: bool
+    expected: tuple[int, ...]
+
+
+def assumptions(history: History, assumed: Assumed) -> list[str]:
+    """Say what a log does not tell and had to be assumed, and what is odd about it."""
+    cadence = cadence_of(history.steps)
+    return [
+        *_judged(assumed, cadence),
+        *_short(assumed.config, len(history.steps)),
+        *_odd(cadence, len(history.steps)),
+        *_overflows(len(overflows_of(history.steps))),
+    ]
+
+
+def about(history: History) -> str:
+    """Say what was read, and which column was taken for what."""
+    first, last = history.steps[0].step, history.steps[-1].step
+    columns = ", ".join(f"{role} = {name}" for role, name in history.columns.items())
+    return (
+        f"{history.source}: {history.form}, {_num(len(history.steps))}, steps {first} to {last}; "
+        f"{columns}"
+    )
+
+
+def _judged(assumed: Assumed, cadence: Cadence) -> list[str]:
+    """Say what a log does not tell and had to be assumed."""
+    unit = "records" if cadence.counts_records else "steps"
+    words = f"judged as in {assumed.mode} with a readback lag of {LAG} step, as live"
+    if assumed.mode != "guard":
+        words += f", and with a healthy checkpoint assumed every {CHECKPOINT_EVERY} {unit}"
+    kind = assumed.config.loss_kind
+    words += (
+        f"; the loop is assumed {'' if assumed.clips else 'not '}to clip, and its loss is "
+        f"{_KINDS[kind]}; a log cannot answer the probe, so rollbacks that need it are not "
+        "replayed, and the log continues unchanged whatever Vitals would have done"
+    )
+    if assumed.expected:
+        steps = ", ".join(map(str, sorted(assumed.expected)))
+        words += f"; planned changes are assumed to be announced before steps {steps}"
+    if not cadence.counts_records:
+        return [words]
+    usual = " or ".join(str(gap) for gap in cadence.gaps) or "many"
+    coarse = (
+        f"logged every {usual} steps: windows, budgets and step counts in reasons count records"
+    )
+    return [words, coarse]
+
+
+def lacking(config: JudgeConfig, num_records: int) -> list[str]:
+    """Return what so short a log says nothing about, each with what it needs."""
+    needs = (
+        ("spikes", config.detect.loss.warm_up),
+        ("steps to be skipped, unless they are not finite", config.outlier.warm_up),
+        ("a loss that never falls", config.detect.progress.learn_steps),
+        ("a slow rise", config.detect.drift.warm_up * _BLOCK),
+    )
+    has = f"has {num_records}"
+    return [f"{what} (needs {num} records, {has})" for what, num in needs if num_records < num]
+
+
+def _short(config: JudgeConfig, num_records: int) -> list[str]:
+    spikes, outliers = config.detect.loss.warm_up, config.outlier.warm_up
+    if num_records >= outliers:
+        return []
+    return [
+        f"a short log: spikes are judged once {spikes} clean records are known, steps to be "
+        f"skipped once {outliers} are, unless they are not finite"
+    ]
+
+
+def _odd(cadence: Cadence, num_records: int) -> list[str]:
+    words = []
+    if 2 * len(cadence.restarts) > num_records:
+        words.append(
+            "nearly all steps go backwards: if the newest record comes first, reverse the log"
+        )
+    elif cadence.restarts:
+        words.append(
+            f"the steps go back {_times(len(cadence.restarts))}: each is treated as a resumed run, "
+            "with the detectors as they were at that step"
+        )
+    if cadence.num_repeated:
+        words.append(f"{_num(cadence.num_repeated)} of the step before: judged too")
+    if cadence.num_out_of_order:
+        words.append(f"{_num(cadence.num_out_of_order)} out of order: judged in the log's order")
+    return words
+
+
+def _overflows(num: int) -> list[str]:
+    """Say what was taken for a loss scaler's own skips."""
+    if not num:
+        return []
+    return [
+        f"{_times(num)} the gradient norm is non-finite while the loss is finite, and finite again "
+        "soon after: treated as overflows of a loss scaler, which skips them itself"
+    ]
+
+
+def _num(records: int) -> str:
+    return f"{records} record" + ("" if records == 1 else "s")
+
+
+def _times(num: int) -> str:
+    return "once" if num == 1 else f"{num} times"
+
+
+__all__ = ["Assumed", "about", "assumptions", "lacking"]

@@ -1,0 +1,127 @@
+"""Reads a CSV file with a head: separated by commas, tabs, semicolons or bars."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from trainvitals.errors import FormatError, UsageError
+from trainvitals.judged_log import LoggedStep
+from vitals_plugins.bridges.importers.columns import (
+    KNOWN,
+    ColumnChoice,
+    History,
+    Rows,
+    choose,
+    plain,
+)
+from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
+
+SEPARATORS = ",\t;|"
+
+
+def read_csv(path: Path, column_options: ColumnChoice) -> History:
+    """Return the history; its rows are those below the head, blank lines not counted.
+
+    Raises:
+        FormatError: it is empty, or a cell is no number.
+        UsageError: no column is the step, or neither a loss nor a gradient norm.
+    """
+    with reading(path), open_text(path) as file:
+        lines = _without_nul(lines_of(path, file))
+        first = next((line for line in lines if line.strip()), "")
+        if not first:
+            raise FormatError(f"{path} is empty; a CSV file begins with the names of its columns")
+        separator = separator_of(first)
+        if is_numbers(first):
+            raise UsageError(
+                f"{path} has no header: its first line is {first.strip()[:60]!r}, which are "
+                "numbers, not the names of columns",
+                hint="add a first line with the names, such as step,loss,grad_norm",
+            )
+        try:
+            return _read(path, [first], lines, separator, column_options)
+        except csv.Error as error:
+            raise FormatError(f"{path} is not CSV: {error}") from error
+
+
+def separator_of(line: str) -> str:
+    """Return what separates the cells of a line, as far as it tells."""
+    return max(SEPARATORS, key=line.count)
+
+
+def may_be_table(lines: Sequence[str]) -> bool:
+    """Return whether the first lines of a text may be those of a table, and not of prose."""
+    separator = separator_of(lines[0])
+    head = [plain(name) for name in lines[0].split(separator)]
+    if is_numbers(lines[0]) or any(name in names for names in KNOWN.values() for name in head):
+        return True
+    if len(head) < 2 or len(lines) < 2:
+        return False
+    cells = lines[1].split(separator)
+    return len(cells) == len(head) and any(is_numbers(cell) for cell in cells)
+
+
+def is_numbers(line: str) -> bool:
+    """Return whether every cell of a line is a number, and so none the name of a column."""
+    try:
+        cells = [float(cell) for cell in line.strip().split(separator_of(line))]
+    except ValueError:
+        return False
+    return bool(cells)
+
+
+def _read(
+    path: Path, first: list[str], lines: Iterator[str], separator: str, column_options: ColumnChoice
+) -> History:
+    head = next(csv.reader(first, delimiter=separator))
+    names = [name.strip() for name in head]
+    columns = choose(names, column_options, str(path))
+    places = [names.index(columns[role]) if role in columns else -1 for role in KNOWN]
+    rows = Rows(str(path), "row")
+    row = -1
+    for cells in csv.reader(lines, delimiter=separator):
+        if not cells:
+            continue
+        row += 1
+        if cells == head:
+            rows.pass_over("that repeat the head")
+            continue
+        rows.add(row, *(_cell(cells, place) for place in places))
+    history = History(
+        source=str(path),
+        form="CSV",
+        steps=rows.steps,
+        columns=columns,
+        notes=rows.notes(),
+        evaluations=rows.evaluations,
+    )
+    return _turned(history) if _newest_first(history.steps) else history
+
+
+def _newest_first(steps: Sequence[LoggedStep]) -> bool:
+    return len(steps) > 2 and all(b.step < a.step for a, b in pairwise(steps))
+
+
+def _turned(history: History) -> History:
+    """Return the history with its last record first."""
+    return replace(
+        history,
+        steps=history.steps[::-1],
+        notes=[*history.notes, "Its newest record comes first: it was read from the end."],
+        evaluations={
+            len(history.steps) - place: seconds for place, seconds in history.evaluations.items()
+        },
+    )
+
+
+def _cell(cells: Sequence[str], place: int) -> str | None:
+    """Return the cell; None where there is no such column, or the line ends before it."""
+    return cells[place] if 0 <= place < len(cells) else None
+
+
+def _without_nul(lines: Iterator[str]) -> Iterator[str]:
+    """Leave out what a crash leaves at a file's end: blocks that were never written."""
+    for line in lines:
+        yield line.replace("\0", "") if "\0" in line else line

@@ -1,0 +1,137 @@
+"""Reads JSON Lines, one object a line: LLaMA-Factory's, OpenMMLab's, MAE's, metrics of your own."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from trainvitals.errors import FormatError
+from vitals_plugins.bridges.importers.columns import (
+    KNOWN,
+    ColumnChoice,
+    History,
+    Rows,
+    choose,
+    plain,
+)
+from vitals_plugins.bridges.importers.columns import take as take_row
+from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
+
+_NUMBER = "line number"
+"""In the place of a step, where the log has none."""
+_OF_EPOCH = frozenset({"iter", "iteration", "it"})
+"""Names of a step that may restart in each epoch, as in OpenMMLab."""
+
+
+def is_json_lines(begin: bytes) -> bool:
+    """Say whether the first line of a file is an object of its own, and another one follows."""
+    first, _, rest = begin.lstrip().partition(b"\n")
+    return rest.lstrip().startswith(b"{") and _object(first.decode(errors="replace")) is not None
+
+
+def has_metrics(begin: bytes) -> bool:
+    """Return whether a complete line of JSON Lines has a loss or a gradient norm by a usual name.
+
+    A data set in the same folder has none.
+    """
+    lines = begin.decode(errors="replace").split("\n")[:-1]
+    names = {plain(name) for line in lines for name in _object(line) or ()}
+    return is_json_lines(begin) and not names.isdisjoint((*KNOWN["loss"], *KNOWN["grad_norm"]))
+
+
+def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
+    """Return the history; its rows are the lines.
+
+    A log without a step has its epochs in that place, or the numbers of its lines.
+
+    Raises:
+        FormatError: no line is an object.
+        UsageError: no key is a loss or a gradient norm, or a name fits several.
+    """
+    with reading(path), open_text(path) as file:
+        lines = [line for line in lines_of(path, file) if line.strip("\0 \t\r\n")]
+    found = [(row, cells) for row, cells in enumerate(map(_object, lines)) if cells is not None]
+    if not found:
+        raise FormatError(f"{path} is not JSON Lines: no line is an object")
+    names = list(dict.fromkeys(name for _, cells in found for name in cells))
+    notes = []
+    if column_options.step is None and not any(plain(name) in KNOWN["step"] for name in names):
+        step = "epoch" if "epoch" in names else _NUMBER
+        notes.append(f"it has no step: the {'epoch' if step == 'epoch' else step} is in its place")
+        names = [name for name in names if plain(name) not in KNOWN["step"]]
+        # A step of that name is there for the choice, and then what is in its place.
+        columns = choose(["step", *names], column_options, str(path)) | {"step": step}
+    else:
+        columns = choose(names, column_options, str(path))
+    rows = Rows(str(path), "line")
+    epochs = _Epochs() if plain(columns["step"]) in _OF_EPOCH and "epoch" in names else None
+    for row, cells in found:
+        if cells.get("mode", "train") != "train":
+            rows.pass_over("of evaluations")
+            continue
+        if columns["step"] == _NUMBER:
+            cells[_NUMBER] = row
+        if epochs is not None:
+            cells[columns["step"]] = epochs.step(cells.get("epoch"), cells.get(columns["step"]))
+        take_row(rows, row, cells, columns)
+    if epochs is not None and epochs.num_resets:
+        notes.append("its iterations restart in each epoch: steps are numbered continuously")
+    if torn := [row for row, line in enumerate(lines) if _object(line) is None]:
+        last = torn == [len(lines) - 1]
+        notes.append(
+            "its last line is cut off"
+            if last
+            else f"{len(torn)} lines are not JSON objects, and were skipped"
+        )
+    return History(
+        source=str(path),
+        form="JSON Lines",
+        steps=rows.steps,
+        columns=columns,
+        notes=rows.notes() + notes,
+        evaluations=rows.evaluations,
+    )
+
+
+def _object(line: str) -> dict[str, object] | None:
+    """Return the object of the line, nested ones as ``outer/inner``; None if it is not one."""
+    try:
+        cells = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return dict(_flat(cells)) if isinstance(cells, dict) else None
+
+
+def _flat(cells: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in cells.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{inner}", x) for inner, x in value.items())
+        else:
+            yield name, value
+
+
+class _Epochs:
+    """Numbers iterations continuously if they restart in each epoch."""
+
+    def __init__(self) -> None:
+        self._before: dict[object, int] = {}
+        """Iterations before each epoch."""
+        self._epoch: object = None
+        self._last = 0
+        self.num_resets = 0
+
+    def step(self, epoch: object, iteration: object) -> object:
+        """Return the step of an iteration; what is no whole number is left as it is."""
+        if not isinstance(iteration, int) or isinstance(iteration, bool):
+            return iteration
+        if epoch != self._epoch:
+            before = self._before.get(self._epoch, 0)
+            is_reset = self._epoch is not None and iteration <= self._last - before
+            if epoch not in self._before:
+                self._before[epoch] = self._last if is_reset else before
+            self.num_resets += is_reset
+            self._epoch = epoch
+        self._last = self._before.get(epoch, 0) + iteration
+        return self._last
+
+
+__all__ = ["is_json_lines", "read_json_lines"]

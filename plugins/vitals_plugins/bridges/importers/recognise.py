@@ -1,0 +1,153 @@
+"""Says what a path holds, by its content, and reads it."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from trainvitals.errors import FormatError, UsageError
+from vitals_plugins.bridges.importers.columns import ColumnChoice, History
+from vitals_plugins.bridges.importers.csv_file import may_be_table, read_csv
+from vitals_plugins.bridges.importers.files import head
+from vitals_plugins.bridges.importers.json_lines import has_metrics, is_json_lines, read_json_lines
+from vitals_plugins.bridges.importers.tensorboard_dir import FIRST_EVENT, read_tensorboard
+from vitals_plugins.bridges.importers.text_log import form_of, read_text_log, unknown_text
+from vitals_plugins.bridges.importers.trainer_state import read_trainer_state
+from vitals_plugins.bridges.importers.wandb_file import HEAD, read_wandb
+
+LOOKED_FOR = (
+    "a CSV file with a header, Trainer's trainer_state.json, JSON Lines, the output of a training, "
+    "TensorBoard's event files, or wandb's run-ID.wandb"
+)
+_HEAD_BYTES = 1 << 18
+"""Of a text log: the settings that are printed first may be long."""
+TRAINER_STATE = "trainer_state.json"
+_DEPTH = 2
+"""Folders below the given one that are searched: ``wandb/offline-run-*/`` is the deepest."""
+
+ReadLog = Callable[[ColumnChoice], History]
+
+
+def read_history(path: Path, column_options: ColumnChoice) -> History:
+    """Return the log at the path: a file, or the only log in a folder.
+
+    Raises:
+        UsageError: there is none, there are several, or no column is the step or a loss.
+        FormatError: the file is damaged, or none of those that are known.
+    """
+    read = _in_folder(path) if path.is_dir() else _of_file(path)
+    history = read(column_options)
+    if not history.steps:
+        raise UsageError(
+            f"{path}: no record has a step and a loss or a gradient norm, so there is nothing to "
+            "replay"
+        )
+    return history
+
+
+def _of_file(path: Path) -> ReadLog:
+    if path.exists() and not path.is_file():
+        raise UsageError(
+            f"{path} is neither a file nor a folder; it is read twice, so a pipe does not work",
+            hint="write it into a file first",
+        )
+    begin = head(path)
+    if begin.startswith(HEAD[:4]):
+        return partial(read_wandb, path)
+    if FIRST_EVENT in begin[:64]:
+        return partial(read_tensorboard, path, [path])
+    text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"{") and is_json_lines(text if b"\n" in text else _longer(path)):
+        return partial(read_json_lines, path)
+    if _is_text(begin) and (form := form_of(_longer(path).decode(errors="replace"))) is not None:
+        return partial(read_text_log, path, form)
+    if text.startswith((b"{", b"[")) and not _TIMESTAMP.match(text):
+        return partial(read_trainer_state, path)
+    if not begin:
+        raise FormatError(f"{path} is empty; looked for {LOOKED_FOR}")
+    if _is_text(begin):
+        lines = text.decode(errors="replace").strip().splitlines()
+        if lines and not may_be_table(lines):
+            raise unknown_text(path, _longer(path).decode(errors="replace"))
+        return partial(read_csv, path)
+    raise FormatError(f"{path} begins with {begin[:8]!r}; looked for {LOOKED_FOR}")
+
+
+_TIMESTAMP = re.compile(rb"\[\d{4}-|\[[A-Za-z]")
+"""A line of a log begins so, and no JSON."""
+
+
+def _longer(path: Path) -> bytes:
+    return head(path, _HEAD_BYTES)
+
+
+def _is_text(begin: bytes) -> bool:
+    """Say whether these may be the first bytes of UTF-8 text; the last letter may be cut."""
+    try:
+        begin.decode()
+    except UnicodeDecodeError as error:
+        return error.start >= len(begin) - 4 > 0
+    return b"\0" not in begin.partition(b"\n")[0]
+
+
+# ------------------------------------------------------------------------------------ folders
+
+
+def _in_folder(folder: Path) -> ReadLog:
+    """Find the log that lies nearest; two of them at one depth are one too many."""
+    level = [folder]
+    for _ in range(_DEPTH + 1):
+        logs = [log for directory in level for log in _logs(directory)]
+        if len(logs) > 1:
+            logs = _newest_checkpoint(logs)
+        if len(logs) == 1:
+            return logs[0][1]
+        if logs:
+            names = ", ".join(str(path) for path, _ in logs[:4])
+            more = f" and {len(logs) - 4} more" if len(logs) > 4 else ""
+            raise UsageError(
+                f"{folder} holds {len(logs)} logs: {names}{more}", hint="name one of them"
+            )
+        level = [child for directory in level for child in _folders(directory)]
+    raise UsageError(
+        f"{folder} holds no log; looked for run directories of Vitals, {TRAINER_STATE}, "
+        "*tfevents*, *.wandb, *.jsonl with a loss",
+        hint="give the file itself; a CSV file is read only by its name",
+    )
+
+
+def _logs(folder: Path) -> Iterator[tuple[Path, ReadLog]]:
+    """Yield the logs right in a folder; the event files of one are one log."""
+    names = sorted(path for path in folder.iterdir() if path.is_file())
+    logs: list[tuple[Path, ReadLog]] = []
+    for path in names:
+        if path.name == TRAINER_STATE:
+            logs.append((path, partial(read_trainer_state, path)))
+        elif path.suffix == ".wandb":
+            logs.append((path, partial(read_wandb, path)))
+    events = [path for path in names if "tfevents" in path.name]
+    if events:
+        logs.append((folder, partial(read_tensorboard, folder, events)))
+    if not logs:  # of several logs of one run, the ones above have more of it
+        metrics = (path for path in names if path.suffix == ".jsonl" and has_metrics(_longer(path)))
+        logs += [(path, partial(read_json_lines, path)) for path in metrics]
+    yield from logs
+
+
+def _newest_checkpoint(logs: list[tuple[Path, ReadLog]]) -> list[tuple[Path, ReadLog]]:
+    """Return the last of Trainer's checkpoints alone, where all that was found are its own."""
+    steps = [_checkpoint_step(path) for path, _ in logs]
+    if any(step is None for step in steps):
+        return logs
+    return [max(logs, key=lambda log: _checkpoint_step(log[0]) or 0)]
+
+
+def _checkpoint_step(path: Path) -> int | None:
+    name, _, step = path.parent.name.rpartition("-")
+    is_one = path.name == TRAINER_STATE and name == "checkpoint" and step.isdecimal()
+    return int(step) if is_one else None
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders below; a link such as wandb's ``latest-run`` is not a second log."""
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())

@@ -1,0 +1,181 @@
+"""Reads what trainings print: nanoGPT, Megatron-LM, DeepSpeed, fairseq, PyTorch's examples, others.
+
+A form is known by how a line names its step. What else the line holds is found by its usual words,
+so a form needs one row here. The first form that two lines of the head have is taken.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from trainvitals.errors import FormatError
+from vitals_plugins.bridges.importers.columns import ColumnChoice, History, Rows, choose
+from vitals_plugins.bridges.importers.columns import take as take_row
+from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
+
+_NUMBER = r"([-+]?(?:\d[\d,]*(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|[Nn][Aa][Nn]|[Ii]nf(?:inity)?))"
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class _Form(NamedTuple):
+    """How one program prints a step: groups ``step``, or ``epoch``, ``batch`` and ``batches``."""
+
+    name: str
+    line: re.Pattern[str]
+
+
+_BATCH = r"\[?\s*(?P<batch>\d+)\s*/\s*(?P<batches>\d+)"
+FORMS = (
+    _Form("Megatron-LM's output", re.compile(r"\biteration\s+(?P<step>\d+)\s*/\s*\d+\s*\|")),
+    _Form("nanoGPT's output", re.compile(r"^iter (?P<step>\d+): loss ")),
+    _Form("DeepSpeed's output", re.compile(r"\bsteps: (?P<step>\d+) loss: ")),
+    _Form("fairseq's output", re.compile(r"\bnum_updates(?:=|\": \"?)(?P<step>\d+)\b")),
+    _Form("PyTorch's ImageNet output", re.compile(r"\bEpoch:? ?\[(?P<epoch>\d+)\]\s*" + _BATCH)),
+    _Form(
+        "OpenMMLab's output",
+        re.compile(r"\bEpoch\(train\)\s*\[(?P<epoch>\d+)\]" + _BATCH),
+    ),
+    _Form("OpenMMLab's output", re.compile(r"\bIter(?:\(train\))?\s*\[\s*(?P<step>\d+)/\d+\]")),
+    _Form("timm's output", re.compile(r"\bTrain:\s+(?P<epoch>\d+)\s+" + _BATCH)),
+    _Form("PyTorch's MNIST output", re.compile(r"\bTrain Epoch: (?P<epoch>\d+) " + _BATCH)),
+    _Form(
+        "PyTorch's word_language_model output",
+        re.compile(r"\| epoch\s+(?P<epoch>\d+) \|\s*(?P<batch>\d+)/\s*(?P<batches>\d+) batches"),
+    ),
+    _Form("Trainer's output", re.compile(r"^\s*(?P<record>\{'(?:loss|train_loss)': .*\})\s*$")),
+    _Form(
+        "a text log",
+        re.compile(
+            r"\b(?:global[ _]step|train[ _]step|step|steps|iteration|iter)\b\W{0,3}(?P<step>\d+)\b"
+            r".*\bloss\b",
+            re.IGNORECASE,
+        ),
+    ),
+)
+_FIELDS: dict[str, tuple[tuple[str, float], ...]] = {
+    "loss": (
+        (r"(?<![\w.])(?:lm[ _]loss|train[ _]loss|loss)(?: train)?[\"']?\s*[:=]?\s*[\"']?", 1.0),
+    ),
+    "grad_norm": ((r"(?:grad(?:ient)?[ _]?norm|gnorm)[\"']?\s*[:=]?\s*[\"']?", 1.0),),
+    "lr": ((r"(?<!\w)(?:learning[ _]rate|lr)[\"']?\s*[:=]?\s*[\"']?\[?", 1.0),),
+    "loss_scale": ((r"(?:loss|grad)[ _]scale[\"']?\s*[:=]?\s*[\"']?", 1.0),),
+    "step_seconds": (
+        (r"elapsed time per iteration \(ms\):\s*", 1e-3),
+        (r"\bms/batch\s+", 1e-3),
+        (r"\biter time \(s\):\s*", 1.0),
+        (r"(?<!\w)time:?\s+(?=[\d.]+ ?ms\b)", 1e-3),
+        (r"(?<!\w)time:?\s+(?=[\d.]+(?:[ ,(]|$))", 1.0),
+    ),
+    "tokens_per_second": ((r"(?<!\w)(?:tps|tokens/s(?:ec)?)\s*[:=]?\s*", 1.0),),
+}
+_PATTERNS = {
+    role: tuple((re.compile(words + _NUMBER, re.IGNORECASE), scale) for words, scale in found)
+    for role, found in _FIELDS.items()
+}
+_OTHERS = (
+    (re.compile(r"\[Rank 0\] step=\d+, skipped="), "DeepSpeed's own lines, which have no loss"),
+    (re.compile(r"\d(?:it/s|s/it)\b"), "a progress bar, which names no step of the training"),
+)
+"""What is known, and cannot be read."""
+MIN_LINES = 2
+
+
+def form_of(begin: str) -> _Form | None:
+    """Return the form that the first lines of a file have; None: it is none of those known."""
+    lines = list(_lines(begin.splitlines()))
+    for form in FORMS:
+        matches = (line for line in lines if form.line.search(line))
+        if sum(_loss(line) is not None for line in matches) >= MIN_LINES:
+            return form
+    return None
+
+
+def named(begin: str) -> str:
+    """Return what a text is that cannot be read; "" where nobody knows."""
+    return next((words for pattern, words in _OTHERS if pattern.search(begin)), "")
+
+
+def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> History:
+    """Return the history; its rows are the lines that report a step.
+
+    Raises:
+        UsageError: none of the lines has a loss or a gradient norm, or a column was named that is
+            not there.
+    """
+    rows = Rows(str(path), "line")
+    records: list[tuple[int, dict[str, object]]] = []
+    first_epoch: int | None = None
+    with reading(path), open_text(path) as file:
+        for row, line in enumerate(_lines(lines_of(path, file))):
+            match = form.line.search(line)
+            if match is None or _is_evaluation(line):
+                continue
+            parts = match.groupdict()
+            if parts.get("epoch") is not None:
+                epoch, batches = int(parts["epoch"]), int(parts["batches"])
+                first_epoch = epoch if first_epoch is None else first_epoch
+                step = max(0, epoch - min(1, first_epoch)) * batches + int(parts["batch"])
+            else:
+                step = len(records) + 1 if "record" in parts else int(parts["step"])
+            records.append((row, {"step": step, **_cells(line)}))
+    names = list(dict.fromkeys(name for _, cells in records for name in cells))
+    columns = choose(names, column_options, str(path))
+    for row, cells in records:
+        take_row(rows, row, cells, columns)
+    notes = rows.notes()
+    if "record" in form.line.groupindex:
+        notes.append(
+            "its lines have no step, so they are numbered; trainer_state.json in a checkpoint has "
+            "the steps"
+        )
+    return History(
+        source=str(path),
+        form=form.name,
+        steps=rows.steps,
+        columns=columns,
+        notes=notes,
+        evaluations=rows.evaluations,
+    )
+
+
+def unknown_text(path: Path, begin: str) -> FormatError:
+    """Return the message for a text that is neither a CSV file nor a log of a known form."""
+    what = named(begin)
+    known = ", ".join(dict.fromkeys(form.name for form in FORMS[:-1]))
+    return FormatError(
+        f"{path} is text, but {'is ' + what if what else 'no line names a step and a loss'}; known "
+        f"are {known}, and lines such as 'step 10: loss 2.5'",
+        hint="write a CSV file whose first line is step,loss and whose others are numbers",
+    )
+
+
+def _lines(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines without colors; a progress bar writes many on one."""
+    for line in lines:
+        for part in line.rstrip("\n").split("\r"):
+            yield _COLOR.sub("", part)
+
+
+def _is_evaluation(line: str) -> bool:
+    return bool(re.search(r"\b(?:valid|val|eval|test)\b|\bvalid_|\beval_", line.lower()[:160]))
+
+
+def _loss(line: str) -> object:
+    return _cells(line).get("loss")
+
+
+def _cells(line: str) -> dict[str, object]:
+    """Return what a line holds, by the role's name."""
+    cells: dict[str, object] = {}
+    for role, patterns in _PATTERNS.items():
+        for pattern, scale in patterns:
+            match = pattern.search(line)
+            if match is not None:
+                value = float(match[1].replace(",", ""))
+                cells[role] = value if scale == 1.0 else value * scale
+                break
+    return cells
+
+
+__all__ = ["FORMS", "form_of", "named", "read_text_log", "unknown_text"]

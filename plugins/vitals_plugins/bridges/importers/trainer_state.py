@@ -1,0 +1,71 @@
+"""Reads the log that Hugging Face's Trainer keeps in ``trainer_state.json``."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from trainvitals.errors import FormatError
+from vitals_plugins.bridges.importers.columns import ColumnChoice, History, Rows, choose, take
+from vitals_plugins.bridges.importers.files import read_whole, reading
+
+
+def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
+    """Return the history; its rows are the entries of ``log_history``.
+
+    Raises:
+        FormatError: it is not JSON, or has no ``log_history``.
+        UsageError: no entry has a step, or none a loss or a gradient norm.
+    """
+    with reading(path):
+        text = read_whole(path).decode("utf-8-sig")
+        try:
+            state = json.loads(text)  # takes NaN and Infinity, which Trainer writes
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{path} is not JSON: {error}") from error
+    log = state.get("log_history") if isinstance(state, dict) else state
+    state = state if isinstance(state, dict) else {}
+    if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
+        raise FormatError(
+            f"{path} is JSON, but has no list of objects 'log_history'",
+            hint="JSON logs that can be read: a checkpoint's trainer_state.json, a list of "
+            "objects, and JSON Lines (one object per line)",
+        )
+    names = list(dict.fromkeys(name for entry in log for name in entry))
+    columns = choose(names, column_options, str(path))
+    rows = Rows(str(path), "entry")
+    for row, entry in enumerate(log):
+        take(rows, row, entry, columns)
+    return History(
+        source=str(path),
+        form="trainer_state.json" if "log_history" in state else "JSON",
+        steps=rows.steps,
+        columns=columns,
+        notes=rows.notes() + (_habits(state) if "log_history" in state else []),
+        evaluations=rows.evaluations,
+        total_seconds=_total(log),
+    )
+
+
+def _total(log: list[dict[str, Any]]) -> float | None:
+    """Return how long the training took, as Trainer logs it at its end: of its last start."""
+    totals = [entry["train_runtime"] for entry in log if "train_runtime" in entry]
+    last = totals[-1] if totals else None
+    if not isinstance(last, int | float) or isinstance(last, bool) or not 0 < last < math.inf:
+        return None
+    return float(last)
+
+
+def _habits(state: dict[str, Any]) -> list[str]:
+    """Say what Trainer does to a loss before it is logged."""
+    every = state.get("logging_steps")
+    notes = []
+    if isinstance(every, int | float) and every > 1:
+        notes.append(
+            f"Trainer logs the mean loss of {every:g} steps, which flattens a spike of one step"
+        )
+    notes.append(
+        "Trainer excludes non-finite losses from the mean unless logging_nan_inf_filter is off; "
+        "only the gradient norm shows them"
+    )
+    return notes

@@ -1,0 +1,184 @@
+"""Reads the file that wandb writes beside a run, ``run-ID.wandb``; wandb itself is not needed.
+
+Its Python package no longer reads it (DataStore went when the writer moved to Go), so both formats
+are read here: LevelDB's log (github.com/google/leveldb, doc/log_format.md) behind a head of 7
+bytes, with a plain CRC-32, and in it the messages of wandb's ``wandb_internal.proto``, of which
+only the history matters. The numbers of a published message's fields never change.
+"""
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainvitals.errors import FormatError
+from vitals_plugins.bridges.importers.columns import (
+    KNOWN,
+    ColumnChoice,
+    History,
+    Rows,
+    choose,
+    plain,
+    take,
+)
+from vitals_plugins.bridges.importers.files import read_whole, reading
+from vitals_plugins.bridges.importers.protobuf import double, fields, signed, zigzag
+
+HEAD = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
+BLOCK = 32_768
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+_BLOCKS_AGAIN = 8
+"""Blocks that are read again: a record that began in one of them may not have ended."""
+FRAME = struct.Struct("<IHB")
+"""Before each piece of a record: checksum, length, which piece it is."""
+
+_RECORD_HISTORY, _HISTORY_ITEM, _HISTORY_STEP = 2, 1, 2
+_KEY, _NESTED_KEY, _INTEGER, _NUMBER, _TEXT, _VALUE_JSON = 1, 2, 5, 6, 7, 16
+_OWN_STEP = "_step"
+"""wandb's own count of ``log`` calls: the step where nothing better was logged."""
+
+Cells = dict[str, object]
+
+
+def read_wandb(path: Path, column_options: ColumnChoice) -> History:
+    """Return the history; its rows are the calls of ``wandb.log``, as wandb joined them.
+
+    Raises:
+        FormatError: it is not a file of wandb's.
+        UsageError: nothing that was logged is a loss or a gradient norm.
+    """
+    with reading(path):
+        raw = memoryview(read_whole(path))
+    if bytes(raw[: len(HEAD)]) != HEAD:
+        raise FormatError(
+            f"{path} begins with {bytes(raw[: len(HEAD)])!r}; a file of wandb's with {HEAD!r}"
+        )
+    notes: list[str] = []
+    names: dict[str, None] = {}
+    calls: list[Cells] = []
+    for record in _records(raw, notes):
+        for cells in _history(record):
+            names.update(dict.fromkeys(cells))
+            calls.append({name: cells[name] for name in cells if column_options.may_be(name)})
+    better = [name for name in names if name != _OWN_STEP]
+    has_better = any(plain(name) in KNOWN["step"] for name in better)
+    own_is_meant = column_options.step == _OWN_STEP or not has_better
+    columns = choose([*names] if own_is_meant else better, column_options, str(path))
+    rows = Rows(str(path), "call")
+    for row, cells in enumerate(calls):
+        take(rows, row, cells, columns)
+    return History(
+        source=str(path),
+        form="wandb",
+        steps=rows.steps,
+        columns=columns,
+        notes=rows.notes() + notes,
+        evaluations=rows.evaluations,
+    )
+
+
+def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
+    """Return the calls that stand in a file which still grows, each with its ``_step``.
+
+    Args:
+        path: the file; nothing is read of one that is not there yet.
+        at: 0, or what was returned before; the last rows of then may come again.
+
+    Returns:
+        The calls, and the place to read on from.
+    """
+    if not path.exists():
+        return [], 0
+    with reading(path), path.open("rb") as file:
+        file.seek(at)
+        raw = memoryview(file.read())
+    rows = [
+        (int(str(cells.get(_OWN_STEP, 0))), cells)
+        for record in _records(raw, [], at=0 if at else len(HEAD))
+        for cells in _history(record)
+    ]
+    return rows, max(0, (at + len(raw)) // BLOCK - _BLOCKS_AGAIN) * BLOCK
+
+
+# ---------------------------------------------------------------------------- LevelDB's log
+
+
+def _records(raw: memoryview, notes: list[str], at: int = len(HEAD)) -> Iterator[memoryview]:
+    """Yield the whole records; what a crash or a fault left is passed over and said.
+
+    From a block's begin, which is place 0, the rest of a record that began before is no record.
+    """
+    pieces, damaged = bytearray(), 0
+    whole = at > 0
+    while at + FRAME.size <= len(raw):
+        left = BLOCK - at % BLOCK
+        if left < FRAME.size:
+            at += left
+            continue
+        checksum, length, kind = FRAME.unpack_from(raw, at)
+        body = raw[at + FRAME.size : at + FRAME.size + length]
+        is_sound = len(body) == length and zlib.crc32(body, zlib.crc32(bytes([kind]))) == checksum
+        if not is_sound:  # on with the next block, as LevelDB does
+            damaged, whole = damaged + 1, False
+            at += left
+            continue
+        at += FRAME.size + length
+        if kind == FULL:
+            yield body
+        elif kind == FIRST:
+            pieces, whole = bytearray(body), True
+        elif whole:
+            pieces += body
+            if kind == LAST:
+                yield memoryview(bytes(pieces))
+    if damaged:
+        notes.append(f"{damaged} damaged sections of the file were skipped; rows are missing")
+
+
+# --------------------------------------------------------------------------- wandb's messages
+
+
+def _history(record: memoryview) -> Iterator[Cells]:
+    """Yield what one call logged, if the record is of a call."""
+    for name, history in fields(record):
+        if name != _RECORD_HISTORY or isinstance(history, int):
+            continue
+        cells: Cells = {}
+        for part, value in fields(history):
+            if isinstance(value, int):
+                continue
+            if part == _HISTORY_ITEM:
+                _read_item(value, cells)
+            elif part == _HISTORY_STEP:
+                steps = (n for place, n in fields(value) if place == 1 and isinstance(n, int))
+                cells.setdefault(_OWN_STEP, signed(next(steps, 0)))
+        yield cells
+
+
+def _read_item(item: memoryview, cells: Cells) -> None:
+    """Add one logged value by its name, nested names joined by dots; only numbers are kept."""
+    names: list[str] = []
+    value: object = None
+    for part, held in fields(item):
+        if part in (_KEY, _NESTED_KEY) and not isinstance(held, int):
+            names.append(bytes(held).decode(errors="replace"))
+        elif part == _INTEGER and isinstance(held, int):
+            value = zigzag(held)
+        elif part == _NUMBER and isinstance(held, int):
+            value = double(held)
+        elif part in (_TEXT, _VALUE_JSON) and not isinstance(held, int):
+            value = _from_json(bytes(held), is_json=part == _VALUE_JSON)
+    if names and isinstance(value, int | float) and not isinstance(value, bool):
+        cells[".".join(names)] = value
+
+
+def _from_json(raw: bytes, *, is_json: bool) -> object:
+    """Return the value; wandb writes what is not finite as a word, in quotes or not."""
+    try:
+        value = json.loads(raw) if is_json else raw.decode()
+    except (ValueError, RecursionError):  # no value that could be a number
+        return None
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    return value

@@ -1,0 +1,177 @@
+"""`vitals mirror`: a run, while it goes on, in TensorBoard, W&B, MLflow, trackio or over OTLP."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainvitals.errors import UsageError
+from trainvitals.io.client import client_of
+from trainvitals.io.lookup import find_collector
+from trainvitals.io.setting_paths import default_data_dir
+from trainvitals.printable import printable
+from trainvitals.redaction import redact_text
+from vitals_collector.cli.follow import Ending, opened_run, run_dir_of, run_of
+from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, as_folder
+
+if TYPE_CHECKING:
+    from vitals_plugins.bridges.mirrors.worker import Target
+
+POLL_SECONDS, MAX_POLL_SECONDS = 2.0, 10.0
+CPU_SHARE = 0.1
+"""Of a core; a look that takes longer, as over a long run's folder, is followed by a pause."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    example = "Example: vitals mirror my-run --to tensorboard:tb --to wandb:my-project"
+    app.command("mirror", epilog=example)(mirror)
+
+
+def mirror(
+    run: Run = "",
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRACKER",
+            help="tensorboard:DIR, wandb[:[ENTITY/]PROJECT], mlflow:URI, trackio[:PROJECT] or "
+            "otlp:URL; repeatable.",
+        ),
+    ] = None,
+    folder: Dir = None,
+    collector: Collector = "",
+    token_file: TokenFile = None,
+    worker: Annotated[int, typer.Option(hidden=True)] = -1,
+) -> None:
+    """Mirror a running or finished run to trackers: steps, scalars, decisions.
+
+    Each tracker has its own process. One that fails is restarted and continues with the next row.
+    None affects the training. Ends with the run, and exits 1 if a tracker could not be written.
+    """
+    from vitals_plugins.bridges.mirrors.worker import Target
+
+    if not to:
+        raise UsageError(
+            "--to is missing: to which tracker?",
+            hint="for example --to tensorboard:tb; repeat it for several",
+        )
+    targets = list(dict.fromkeys(Target.parse(text) for text in to))
+    if worker >= 0:
+        _work(run, targets[0], folder, collector, token_file, worker)
+        return
+    from vitals_plugins.bridges.mirrors.supervise import supervise
+
+    where = _where(run, folder, collector, token_file)
+    exit_codes = supervise(
+        targets,
+        lambda target, pipe: [
+            *(sys.executable, "-m", "trainvitals", "mirror", *where),
+            *("--to", str(target), "--worker", str(pipe)),
+        ],
+        say=_say,
+    )
+    if any(exit_codes.values()):
+        raise typer.Exit(1)
+
+
+def _where(
+    run: str, folder: Path | None, collector: str, token_file: Path | None
+) -> tuple[str, ...]:
+    """Return the arguments that name the run for good, once there is one: not the newest."""
+    folder, run = as_folder(run, folder)
+    address = None if folder is not None else find_collector(collector, token_file)
+    if address is None:
+        return (str(run_dir_of(run, folder).path),)
+    with client_of(address) as client:
+        run_id = run_of(client, address, run)
+    tokens = () if token_file is None else ("--token-file", str(token_file))
+    return (run_id, "--collector", collector or address.url, *tokens)
+
+
+def _work(
+    run: str,
+    target: "Target",
+    folder: Path | None,
+    collector: str,
+    token_file: Path | None,
+    pipe: int,
+) -> None:
+    """Be the process of one target."""
+    from vitals_plugins.bridges.mirrors import supervise
+    from vitals_plugins.bridges.mirrors.trackers import open_tracker
+    from vitals_plugins.bridges.mirrors.worker import (
+        HeldError,
+        StateFile,
+        Tracker,
+        mirror,
+        state_folder,
+    )
+
+    ending, pause = Ending(), Pause()
+
+    def open_it(*what: Any) -> Tracker:
+        tracker = open_tracker(*what)
+        pause.begin()  # what opening it took is no look's
+        return tracker
+
+    os.set_blocking(pipe, False)
+    os.set_inheritable(pipe, False)  # else what a tracker starts holds it open
+    with opened_run(run, folder, collector, token_file) as (opened, run_id):
+        states = state_folder(opened.folder, default_data_dir(os.environ), run_id)
+        try:
+            mirror(
+                opened,
+                run_id,
+                target,
+                StateFile(states, run_id, target),
+                open_it,
+                is_over=lambda summary: ending.reached(summary, time.time_ns()),
+                alive=lambda num_rows: _alive(pipe, num_rows),
+                sleep=pause.sleep,
+                say=lambda text: _say(f"{target}: {text}"),
+            )
+        except HeldError as error:
+            _say(f"{target}: {error.text}")
+            raise typer.Exit(supervise.HELD) from None
+
+
+def _alive(pipe: int, num_rows: int) -> None:
+    """Show that this process goes on. Where nobody reads it any more this raises, and ends it."""
+    with contextlib.suppress(BlockingIOError):  # enough of it lies there
+        os.write(pipe, b"+" if num_rows else b".")
+
+
+class Pause:
+    """Waits between two looks: long after a look that took long."""
+
+    def __init__(
+        self,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        cpu_seconds: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._sleep, self._cpu_seconds = sleep, cpu_seconds
+        self._began = cpu_seconds()
+
+    def begin(self) -> None:
+        """Begin a look."""
+        self._began = self._cpu_seconds()
+
+    def sleep(self) -> None:
+        """End a look, wait, and begin the next."""
+        took = self._cpu_seconds() - self._began
+        self._sleep(min(max(took / CPU_SHARE, POLL_SECONDS), MAX_POLL_SECONDS))
+        self.begin()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"mirror to {redact_text(printable(text))}\n")
+    sys.stderr.flush()
+
+
+__all__ = ["register"]

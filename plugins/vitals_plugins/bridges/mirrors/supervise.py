@@ -1,0 +1,159 @@
+"""Starts a process for each target, and the next one where it failed or hangs.
+
+A process shows that it goes on by a byte on a pipe after each call of the tracker's. One that shows
+nothing for long is ended with all that it started, and so is what is left of one that failed: what
+a tracker started must not write on beside the next. This process loads no tracker.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vitals_plugins.bridges.mirrors.worker import Target
+
+HANG_SECONDS = 180.0
+"""Without a sign of life for so long a tracker hangs; W&B itself gives a login 90 s."""
+START_SECONDS = 900.0
+"""More until the first sign: a long run's folder is read, and the tracker opened."""
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 300.0
+STOP_SECONDS = 5.0
+HELD, USAGE = 3, 2
+"""Exit codes after which another try would help nothing: another process mirrors the run to this
+target, or what was asked for cannot be done."""
+
+CommandOf = Callable[[Target, int], Sequence[str]]
+"""Gives the command of a target's process, which is to write to the pipe of that number."""
+
+
+class _Child:
+    """One target's process, or the pause before the next."""
+
+    def __init__(self, target: Target, command_of: CommandOf, say: Callable[[str], None]) -> None:
+        self.target = target
+        self._command_of, self._say = command_of, say
+        self._process: subprocess.Popen[bytes] | None = None
+        self.pipe = -1
+        self._seen = 0.0
+        self._num_failures = 0
+        self._due = 0.0
+        self.exit_code: int | None = None
+        """How it ended for good; None while it goes on."""
+
+    def look(self, now: float, hang_seconds: float, start_seconds: float) -> None:
+        """Start it where it is due, end it where it hangs."""
+        if self._process is None:
+            if now >= self._due:
+                self._start(now, start_seconds)
+        elif now - self._seen > hang_seconds:
+            self._failed(f"shows no sign of life for {hang_seconds:g} s", now)
+
+    def _start(self, now: float, start_seconds: float) -> None:
+        self.pipe, theirs = os.pipe()
+        self._process = subprocess.Popen(
+            self._command_of(self.target, theirs),
+            pass_fds=[theirs],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._seen = now + start_seconds
+
+    def read(self, now: float) -> None:
+        """Take its signs of life, or its end."""
+        assert self._process is not None
+        signs = os.read(self.pipe, 65_536)
+        if signs:
+            self._seen = now
+            if b"+" in signs:
+                self._num_failures = 0
+            return
+        # The pipe is closed as it ends; whatever it started may have kept it open until now.
+        code = self._process.wait()
+        if code in (0, HELD, USAGE):
+            self.exit_code = code
+            self._clear()
+        else:
+            how = f"exit code {code}, its message is above" if code > 0 else f"signal {-code}"
+            self._failed(f"failed ({how})", now)
+
+    def _failed(self, why: str, now: float) -> None:
+        self._clear()
+        pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(self._num_failures, 20))
+        self._num_failures += 1
+        self._due = now + pause
+        self._say(
+            f"{self.target}: {why}; the training is not affected. Next try in {pause:g} s, from "
+            "where it was"
+        )
+
+    def _clear(self) -> None:
+        """End what is left of it, what is in a session of its own (W&B's writer) too."""
+        assert self._process is not None
+        below = _below(self._process.pid)
+        for end, pid in ((os.killpg, self._process.pid), *((os.kill, pid) for pid in below)):
+            with contextlib.suppress(ProcessLookupError):
+                end(pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self.pipe)
+        self._process, self.pipe = None, -1
+
+    def stop(self) -> None:
+        """Let it end, and end it where it does not."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        self._clear()
+
+
+def supervise(
+    targets: Sequence[Target],
+    command_of: CommandOf,
+    *,
+    say: Callable[[str], None],
+    hang_seconds: float = HANG_SECONDS,
+    start_seconds: float = START_SECONDS,
+) -> dict[Target, int]:
+    """Keep a process for each target going until all have ended for good; return how each did.
+
+    SIGTERM and Ctrl-C end them all and leave as KeyboardInterrupt.
+    """
+    children = [_Child(target, command_of, say) for target in targets]
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        while alive := [child for child in children if child.exit_code is None]:
+            now = time.monotonic()
+            for child in alive:
+                child.look(now, hang_seconds, start_seconds)
+            pipes = {child.pipe: child for child in alive if child.pipe >= 0}
+            readable, _, _ = select.select(list(pipes), [], [], min(0.5, hang_seconds / 4))
+            for pipe in readable:
+                pipes[pipe].read(time.monotonic())
+    finally:
+        for child in children:
+            child.stop()
+        signal.signal(signal.SIGTERM, before)
+    return {child.target: child.exit_code or 0 for child in children}
+
+
+def _below(pid: int) -> list[int]:
+    """Return all processes that a living one started, and those that these did."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it is gone, or this is not Linux
+        return []
+    return [each for child in children for each in (int(child), *_below(int(child)))]
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+__all__ = ["HANG_SECONDS", "HELD", "USAGE", "supervise"]

@@ -1,0 +1,143 @@
+"""A run as a run of MLflow: metrics by step, its configuration as parameters, decisions as tags.
+
+It is found again by the tag ``vitals.run_id``. A step that was trained again is there twice, as
+MLflow takes nothing back: ``vitals/attempt`` at the same step, with the same time, tells them
+apart.
+
+A server and a database leave out a value that is there already; a folder does not. So after a kill
+the history of what is to be written is read first.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from trainvitals.errors import MissingDependencyError
+from trainvitals.views import RunState
+from vitals_plugins.bridges.mirrors.follow import Entry, Note, Row
+from vitals_plugins.bridges.mirrors.worker import About, Target
+
+_RUN_TAG = "vitals.run_id"
+_METRICS_AT_ONCE, _OTHERS_AT_ONCE = 1_000, 100
+"""MLflow's own limits of one request."""
+MAX_NOTES = 500
+"""Tags of decisions; behind them only rollbacks and halts have one."""
+_NOT_ALLOWED = re.compile(r"[^\w\-. :/]", re.ASCII)
+_STATES = {"finished": "FINISHED", "failed": "FAILED", "lost": "FAILED", "halted": "FAILED"}
+
+Point = tuple[str, int, int]
+"""Name, step and time of a value."""
+
+
+class MLflow:
+    """Writes one run; see ``worker.Tracker``."""
+
+    def __init__(self, target: Target, about: About, kept: dict[str, Any], unclean: bool) -> None:
+        try:
+            from mlflow.entities import Metric, Param, RunTag
+            from mlflow.tracking import MlflowClient
+        except ImportError as error:
+            raise MissingDependencyError(
+                "mirroring to MLflow needs the package mlflow or mlflow-skinny, which is not "
+                "installed",
+                hint="pip install 'trainvitals[mlflow]'",
+            ) from error
+        self._metric, self._param, self._tag = Metric, Param, RunTag
+        self._client: Any = MlflowClient(tracking_uri=target.where)
+        self._unclean = unclean
+        self._run_id = kept.get("run_id") or self._find(about) or self._create(about)
+        self._client.update_run(self._run_id, status="RUNNING")
+        self.kept: dict[str, Any] = {"run_id": self._run_id, "num_notes": kept.get("num_notes", 0)}
+        self._describe(about)
+
+    def _experiment(self, about: About) -> str:
+        from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
+
+        name = MLFLOW_EXPERIMENT_NAME.get() or about.project or "vitals"
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        return str(self._client.create_experiment(name))
+
+    def _find(self, about: About) -> str:
+        """Return MLflow's id of the run; "" where it is not there yet."""
+        runs = self._client.search_runs(
+            [self._experiment(about)], f"tags.`{_RUN_TAG}` = '{about.run_id}'", max_results=1
+        )
+        return str(runs[0].info.run_id) if runs else ""
+
+    def _create(self, about: About) -> str:
+        run = self._client.create_run(
+            self._experiment(about),
+            start_time=about.started_unix_ns // 1_000_000,
+            run_name=about.name,
+            tags={_RUN_TAG: about.run_id},
+        )
+        return str(run.info.run_id)
+
+    def _describe(self, about: About) -> None:
+        """Log the configuration; a parameter that is there already never changes."""
+        there = self._client.get_run(self._run_id).data.params
+        params = [
+            self._param(name, str(value))
+            for name, value in ((_allowed(key), value) for key, value in about.config.items())
+            if name not in there
+        ]
+        tags = [self._tag(name, str(value)) for name, value in about.facts.items()]
+        tags += [self._tag(f"vitals.tag.{_allowed(tag)}", "true") for tag in about.tags]
+        for part in _parts(params, _OTHERS_AT_ONCE):
+            self._client.log_batch(self._run_id, params=part, synchronous=True)
+        self._log_tags(tags)
+
+    def _log_tags(self, tags: Sequence[Any]) -> None:
+        for part in _parts(tags, _OTHERS_AT_ONCE):
+            self._client.log_batch(self._run_id, tags=part, synchronous=True)
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Write the entries; each request is answered once it is stored."""
+        metrics = [
+            self._metric(_allowed(name), value, entry.time_unix_ns // 1_000_000, entry.step)
+            for entry in entries
+            if isinstance(entry, Row)
+            for name, value in entry.values.items()
+        ]
+        if self._unclean:
+            there = self._there({metric.key for metric in metrics})
+            metrics = [m for m in metrics if (m.key, m.step, m.timestamp) not in there]
+            self._unclean = False
+        for part in _parts(metrics, _METRICS_AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=part, synchronous=True)
+        self._log_tags([tag for entry in entries for tag in self._tags(entry)])
+
+    def _there(self, names: Iterable[str]) -> set[Point]:
+        return {
+            (metric.key, metric.step, metric.timestamp)
+            for name in names
+            for metric in self._client.get_metric_history(self._run_id, name)
+        }
+
+    def _tags(self, entry: Entry) -> list[Any]:
+        if isinstance(entry, Row):
+            return []
+        if not isinstance(entry, Note):
+            return [self._tag(f"vitals.attempt-{entry.attempt:04d}", entry.text)]
+        self.kept["num_notes"] += 1
+        if self.kept["num_notes"] > MAX_NOTES and entry.level == "info":
+            return []
+        return [self._tag(f"vitals.{entry.key}", entry.text)]
+
+    def close(self, state: RunState) -> None:
+        """Set the run's end."""
+        self._client.set_terminated(self._run_id, _STATES.get(state, "KILLED"))
+
+
+def _allowed(name: str) -> str:
+    """Return the name with ``_`` for each character that MLflow takes in no name."""
+    return _NOT_ALLOWED.sub("_", name).strip("/. ") or "_"
+
+
+def _parts(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+__all__ = ["MLflow"]

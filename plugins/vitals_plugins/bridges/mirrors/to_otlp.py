@@ -1,0 +1,94 @@
+"""A run as OpenTelemetry metrics, over OTLP/HTTP: a gauge of each curve, each value with its time.
+
+What is sent again after a kill has the same series and time, and a store keeps one of them. There
+are no decisions among metrics; ``vitals/skipped`` and the attribute ``attempt`` tell of them.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from trainvitals.errors import MissingDependencyError, TransportError
+from trainvitals.metrics import STEP_METRICS
+from trainvitals.views import RunState
+from vitals_plugins.bridges.mirrors.follow import ATTEMPT, Entry, Row
+from vitals_plugins.bridges.mirrors.worker import About, Target
+
+_POINTS_AT_ONCE = 10_000
+_NOT_ALLOWED = re.compile(r"[^A-Za-z0-9_.\-/]")
+_KNOWN = {f"train/{metric.column}": metric for metric in STEP_METRICS}
+
+
+class Otlp:
+    """Writes one run; see ``worker.Tracker``."""
+
+    def __init__(self, target: Target, about: About, kept: dict[str, Any], unclean: bool) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+            from opentelemetry.sdk.metrics import export
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+        except ImportError as error:
+            raise MissingDependencyError(
+                "mirroring over OTLP needs the package opentelemetry-exporter-otlp-proto-http, "
+                "which is not installed",
+                hint="pip install 'trainvitals[otlp]'",
+            ) from error
+        self.kept: dict[str, Any] = {}
+        self._where = target.where
+        self._export: Any = export
+        url = target.where.rstrip("/")
+        self._exporter = OTLPMetricExporter(
+            endpoint=url if url.endswith("/v1/metrics") else f"{url}/v1/metrics",
+            max_export_batch_size=_POINTS_AT_ONCE,
+        )
+        self._resource = Resource(
+            {"service.name": "vitals", "vitals.run_name": about.name, **about.facts}
+        )
+        self._scope = InstrumentationScope("vitals", about.facts["vitals.version"])
+        self._attributes = {"run": about.run_id, "project": about.project}
+        self._started_unix_ns = about.started_unix_ns
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Send the entries.
+
+        Raises:
+            TransportError: they were not taken.
+        """
+        points: dict[str, list[Any]] = {}
+        for row in entries:
+            if not isinstance(row, Row):
+                continue
+            attributes = {**self._attributes, "attempt": int(row.values.get(ATTEMPT, 0))}
+            for name, value in {**row.values, "train/step": float(row.step)}.items():
+                point = self._export.NumberDataPoint(
+                    attributes, self._started_unix_ns, row.time_unix_ns, value
+                )
+                points.setdefault(name, []).append(point)
+        if not points:
+            return
+        metrics = [self._metric(name, of_name) for name, of_name in points.items()]
+        scope = self._export.ScopeMetrics(self._scope, metrics, "")
+        data = self._export.MetricsData([self._export.ResourceMetrics(self._resource, [scope], "")])
+        if self._exporter.export(data) is not self._export.MetricExportResult.SUCCESS:
+            raise TransportError(f"{self._where} did not take the metrics; its answer is above")
+
+    def _metric(self, name: str, points: list[Any]) -> Any:
+        spec = _KNOWN.get(name)
+        gauge = self._export.Gauge(points)
+        if spec is not None:
+            return self._export.Metric(spec.name, spec.help, spec.unit, gauge)
+        return self._export.Metric(otlp_name(name), "", "", gauge)
+
+    def close(self, state: RunState) -> None:
+        """Close the connection."""
+        self._exporter.shutdown()
+
+
+def otlp_name(name: str) -> str:
+    """Return the name as OpenTelemetry takes it: ``val_loss`` is ``train_scalar/val_loss``."""
+    own = name.replace("/", "_") if name.startswith(("train/", "vitals/")) else ""
+    return own or f"train_scalar/{_NOT_ALLOWED.sub('_', name)}"
+
+
+__all__ = ["Otlp", "otlp_name"]

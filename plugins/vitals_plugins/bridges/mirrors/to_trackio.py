@@ -1,0 +1,84 @@
+"""A run as a run of trackio, in its local store; `trackio sync` takes that to a Space.
+
+Each row has an id of its own that trackio's store knows, so what is there already is left out. It
+is written through the store and not through ``trackio.log``, which keeps rows in memory and drops
+them where its process dies. What a rollback left behind stays: ``vitals/attempt`` tells it apart.
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from trainvitals.errors import MissingDependencyError
+from trainvitals.views import RunState
+from vitals_plugins.bridges.mirrors.follow import Entry, Row
+from vitals_plugins.bridges.mirrors.worker import About, Target
+
+_LEVELS = {"info": "info", "warning": "warn", "error": "error"}
+
+
+class Trackio:
+    """Writes one run; see ``worker.Tracker``."""
+
+    def __init__(self, target: Target, about: About, kept: dict[str, Any], unclean: bool) -> None:
+        try:
+            from trackio.sqlite_storage import SQLiteStorage
+        except ImportError as error:
+            raise MissingDependencyError(
+                "mirroring to trackio needs the package trackio, which is not installed",
+                hint="pip install 'trainvitals[trackio]'",
+            ) from error
+        self._store: Any = SQLiteStorage
+        self._about = about
+        self._project = kept.get("project") or target.where or about.project or "vitals"
+        self.kept: dict[str, Any] = {"project": self._project}
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Write the entries in two transactions: values, and what was done."""
+        about = self._about
+        rows = [entry for entry in entries if isinstance(entry, Row)]
+        notes = [entry for entry in entries if not isinstance(entry, Row)]
+        self._store.bulk_log(
+            self._project,
+            about.name,
+            [row.values for row in rows],
+            steps=[row.step for row in rows],
+            timestamps=[_time(row.time_unix_ns) for row in rows],
+            config={
+                **{name.lstrip("_"): value for name, value in about.config.items()},
+                **about.facts,
+                "_Username": None,
+                "_Created": _time(about.started_unix_ns),
+                "_Group": None,
+            },
+            log_ids=[self._id(row) for row in rows],
+            run_id=about.run_id,
+        )
+        self._store.bulk_alert(
+            self._project,
+            about.name,
+            [getattr(note, "title", f"Vitals: attempt {note.attempt}") for note in notes],
+            [note.text for note in notes],
+            [_LEVELS[getattr(note, "level", "info")] for note in notes],
+            [note.step for note in notes],
+            timestamps=[_time(note.time_unix_ns) for note in notes],
+            alert_ids=[
+                f"{about.run_id}-{getattr(note, 'key', f'attempt-{note.attempt}')}"
+                for note in notes
+            ],
+            run_id=about.run_id,
+        )
+
+    def _id(self, row: Row) -> str:
+        names = "" if "train/loss" in row.values else ",".join(sorted(row.values))
+        return f"{self._about.run_id}-{row.attempt}-{row.step}-{names}"
+
+    def close(self, state: RunState) -> None:
+        """Do nothing: trackio's runs have no end."""
+
+
+def _time(unix_ns: int) -> str:
+    return datetime.fromtimestamp(unix_ns / 1e9, UTC).isoformat()
+
+
+__all__ = ["Trackio"]

@@ -1,0 +1,38 @@
+"""Opens a run in a tracker by the tracker's kind."""
+
+import os
+from importlib import import_module
+from typing import Any
+
+from vitals_plugins.bridges.mirrors.worker import About, Target, Tracker
+
+_CLASSES = {
+    "tensorboard": "TensorBoard",
+    "wandb": "WandB",
+    "mlflow": "MLflow",
+    "trackio": "Trackio",
+    "otlp": "Otlp",
+}
+
+
+QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "GRADIO_ANALYTICS_ENABLED": "False",
+}
+"""What keeps the trackers' libraries from sending usage to their makers, unless somebody set it:
+Vitals sends nothing to anybody but whom it is told to."""
+
+
+def open_tracker(target: Target, about: About, kept: dict[str, Any], unclean: bool) -> Tracker:
+    """Open the run in the tracker, made where it is missing.
+
+    Raises:
+        MissingDependencyError: the tracker's package is not installed.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    module = import_module(f"vitals_plugins.bridges.mirrors.to_{target.kind}")
+    tracker: Tracker = getattr(module, _CLASSES[target.kind])(target, about, kept, unclean)
+    return tracker

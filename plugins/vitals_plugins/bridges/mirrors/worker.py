@@ -1,0 +1,305 @@
+"""The process that writes one run into one tracker, and the file that says how far it is.
+
+A row is written, is durable in the tracker, and only then is the place behind it saved. Between the
+last two a kill may come: so it is saved beforehand that something is being written, and who takes
+the file up after a kill has the tracker's own files looked through for what came that far
+(``Tracker``). There is no handling of a tracker's faults here: the process ends, and
+``supervise`` starts the next.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from trainvitals.errors import UNREADABLE, FormatError, StorageError, UsageError
+from trainvitals.io.private import ensure_own_dir, open_own, read_own, replace_file
+from trainvitals.io.rundir import RunDir
+from trainvitals.printable import printable
+from trainvitals.redaction import redact
+from trainvitals.views import RunDetail, RunState, RunSummary
+from vitals_collector.queries.open import Opened
+from vitals_plugins.bridges.mirrors.follow import Cursor, Entry, Follower
+
+KINDS = ("tensorboard", "wandb", "mlflow", "trackio", "otlp")
+FOLDER = "mirrors"
+_VERSION = 1
+
+
+class HeldError(StorageError):
+    """Another process mirrors the run to this target already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a run is mirrored to."""
+
+    kind: str
+    where: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Target":
+        """Return the target that was named as ``KIND[:WHERE]``.
+
+        Raises:
+            UsageError: there is no such tracker, its place is missing, or it holds a secret.
+        """
+        kind, colon, where = text.partition(":")
+        if kind not in KINDS or (colon and not where):
+            raise UsageError(
+                f"--to is {printable(text)!r}; it must be {_FORMS}",
+                hint="for example --to tensorboard:tb --to wandb:my-project",
+            )
+        if not where and kind in ("tensorboard", "mlflow", "otlp"):
+            raise UsageError(
+                f"--to {kind} does not say where; it must be {_FORMS}",
+                hint=f"for example --to {_EXAMPLES[kind]}",
+            )
+        if "://" in where and "@" in where.partition("://")[2].partition("/")[0]:
+            raise UsageError(
+                f"--to {kind}: the address holds a user or a password, and every user of this "
+                "machine can read a command line",
+                hint="give it as the tracker takes it from the environment, such as "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+                "OTEL_EXPORTER_OTLP_HEADERS",
+            )
+        if kind == "tensorboard" or (kind == "mlflow" and "://" not in where):
+            where = str(Path(where).expanduser().absolute())
+        return cls(kind, where)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.where}" if self.where else self.kind
+
+
+_FORMS = "tensorboard:DIR, wandb[:[ENTITY/]PROJECT], mlflow:URI, trackio[:PROJECT] or otlp:URL"
+_EXAMPLES = {
+    "tensorboard": "tensorboard:tb",
+    "mlflow": "mlflow:http://127.0.0.1:5000",
+    "otlp": "otlp:http://127.0.0.1:4318",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a tracker is told of a run once."""
+
+    run_id: str
+    name: str
+    project: str
+    tags: tuple[str, ...]
+    config: dict[str, str | int | float | bool | None]
+    facts: dict[str, str | int]
+    started_unix_ns: int
+
+    @classmethod
+    def of(cls, detail: RunDetail) -> "About":
+        """Return it, without secrets: a tracker may be read by more people than Vitals is."""
+        info, summary = detail.info, detail.summary
+        config = redact(info.config)
+        assert isinstance(config, dict)
+        return cls(
+            run_id=summary.run_id,
+            name=printable(summary.name or summary.run_id),
+            project=printable(info.project),
+            tags=tuple(printable(tag) for tag in info.tags),
+            config=config,
+            facts={
+                "vitals.run_id": summary.run_id,
+                "vitals.mode": info.mode,
+                "vitals.world_size": info.world_size,
+                "vitals.git_commit": printable(info.git_commit),
+                "vitals.version": info.vitals_version,
+            },
+            started_unix_ns=summary.started_unix_ns,
+        )
+
+
+class Tracker(Protocol):
+    """One run as a tracker has it, open for writing.
+
+    What opens one is given ``kept`` as it was saved last, and whether the process before was killed
+    while it wrote: then some of what follows may be there already, and is not written twice.
+    """
+
+    kept: dict[str, Any]
+    """What is saved beside the cursor; plain values."""
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Write the entries; they are durable when this returns."""
+        ...
+
+    def close(self, state: RunState) -> None:
+        """End the run as the tracker has it; all was written."""
+        ...
+
+
+OpenTracker = Callable[[Target, About, dict[str, Any], bool], Tracker]
+
+
+class Saved(msgspec.Struct, kw_only=True):
+    """The state file's content."""
+
+    version: int = _VERSION
+    target: str
+    run_id: str
+    cursor: Cursor
+    kept: dict[str, Any] = {}
+    is_writing: bool = False
+    """Whether something may have reached the tracker that the cursor does not count."""
+    num_rows: int = 0
+
+
+class StateFile:
+    """How far one run was mirrored to one target."""
+
+    def __init__(self, folder: Path, run_id: str, target: Target) -> None:
+        name = hashlib.sha256(str(target).encode()).hexdigest()[:12]
+        self.path = folder / f"{target.kind}-{name}.json"
+        self._target, self._run_id = str(target), run_id
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep every other mirror of the same run and target away.
+
+        Raises:
+            HeldError: there is one.
+        """
+        lock = open_own(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, mode=0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise HeldError(
+                    f"run {self._run_id} is mirrored to {self._target} by another process",
+                    hint=f"stop that one first; {self.path} has its position",
+                ) from error
+            yield
+        finally:
+            os.close(lock)
+
+    def load(self) -> Saved:
+        """Return what was saved; where there is nothing, a beginning.
+
+        Raises:
+            FormatError: it is damaged.
+        """
+        try:
+            raw = read_own(self.path)
+        except FileNotFoundError:
+            return Saved(target=self._target, run_id=self._run_id, cursor=Cursor())
+        try:
+            saved = msgspec.json.decode(raw, type=Saved)
+        except UNREADABLE as error:
+            raise FormatError(
+                f"{self.path} cannot be read: {error}",
+                hint="delete it and the run in the tracker: the mirror then starts over",
+            ) from error
+        if saved.version != _VERSION or saved.run_id != self._run_id:
+            raise FormatError(
+                f"{self.path} belongs to run {printable(saved.run_id)}, version {saved.version}; "
+                f"expected {self._run_id}, version {_VERSION}",
+                hint="it was written by another version of Vitals, or copied",
+            )
+        return saved
+
+    def save(self, saved: Saved) -> None:
+        """Replace it whole, durably."""
+        replace_file(self.path, msgspec.json.encode(saved), mode=0o600)
+
+
+def state_folder(folder: Path | None, data: Path, run_id: str) -> Path:
+    """Return the folder of the state files, made where it is missing.
+
+    It is in the run's own where that is this user's: what a requeued job writes next is there too.
+
+    Args:
+        folder: what is read; None: a collector.
+        data: this user's data folder.
+        run_id: the run.
+    """
+    if folder is not None and folder.name == run_id:
+        run_dir = RunDir(folder)
+        if run_dir.is_ours and os.access(folder, os.W_OK):
+            return ensure_own_dir(folder / FOLDER)
+    (data / FOLDER).mkdir(parents=True, exist_ok=True)
+    return ensure_own_dir(data / FOLDER / run_id)
+
+
+def mirror(
+    opened: Opened,
+    run_id: str,
+    target: Target,
+    state: StateFile,
+    open_tracker: OpenTracker,
+    *,
+    is_over: Callable[[RunSummary], bool],
+    alive: Callable[[int], None],
+    sleep: Callable[[], None],
+    say: Callable[[str], None],
+) -> None:
+    """Mirror a run until it is over.
+
+    Args:
+        opened: where it is read.
+        run_id: the run.
+        target: where to.
+        state: how far it is.
+        open_tracker: opens the run in the tracker.
+        is_over: whether the run has ended for good.
+        alive: is called once the tracker is open, and after each of its calls, with the rows that
+            it wrote.
+        sleep: waits until the next look.
+        say: tells people.
+    """
+    with state.held():
+        saved = state.load()
+        follower = Follower(opened.reader, run_id, saved.cursor)
+        detail = follower.detail()
+        # No sign before it is open: some make a database, and one that is half made stays broken.
+        tracker = open_tracker(target, About.of(detail), saved.kept, saved.is_writing)
+        alive(0)
+        verb = "resumes" if saved.num_rows else "begins"
+        say(f"{verb}: {saved.num_rows} rows are in {target}")
+        pen = _Pen(tracker, state, saved, alive)
+        while True:
+            over = is_over(detail.summary)
+            num_before = saved.num_rows
+            for batch in follower.batches(detail, whole=over):
+                pen.write(batch.entries, batch.cursor)
+            if over and num_before == saved.num_rows:
+                break
+            if not over:
+                sleep()
+            opened.refresh()
+            detail = follower.detail()
+            alive(0)
+        tracker.close(detail.summary.state)
+        saved.kept = tracker.kept
+        state.save(saved)
+        say(f"done: {saved.num_rows} rows, the run is {detail.summary.state}")
+
+
+class _Pen:
+    """Writes batches, and saves how far it came."""
+
+    def __init__(
+        self, tracker: Tracker, state: StateFile, saved: Saved, alive: Callable[[int], None]
+    ) -> None:
+        self._tracker, self._state, self._saved, self._alive = tracker, state, saved, alive
+
+    def write(self, entries: Sequence[Entry], cursor: Cursor) -> None:
+        saved = self._saved
+        if not saved.is_writing:
+            saved.is_writing, saved.kept = True, self._tracker.kept
+            self._state.save(saved)
+        self._tracker.write(entries)
+        saved.cursor, saved.kept, saved.is_writing = cursor, self._tracker.kept, False
+        saved.num_rows += len(entries)
+        self._state.save(saved)
+        self._alive(len(entries))

@@ -1,0 +1,268 @@
+"""Pushes what ``/metrics`` says of runs to a Prometheus-compatible store (remote write 1.0).
+
+On a thread of its own, which reads the store as a scrape does: nothing waits for it. What was not
+taken waits, in its order, and is tried again with growing pauses; where more than ten minutes wait,
+the oldest go, counted. What the other side refuses for good (4xx but 429) is not sent again. The
+address that its name leads to is checked and pinned at each push, as receivers' of alerts are.
+"""
+
+import asyncio
+import logging
+import math
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+import httpx
+from prometheus_client.registry import Collector
+
+from trainvitals.clock import Clock
+from trainvitals.errors import ConfigError, MissingDependencyError
+from vitals_collector.alerts.notifiers import AsyncPinnedTransport, check_url, redacted
+from vitals_collector.api.exposition import OUTCOMES
+from vitals_collector.storage.store import IngestCounters
+from vitals_plugins.bridges.importers.protobuf import varint
+
+PUSH_SECONDS = 15.0
+"""From one push to the next: as often as the generated configuration scrapes."""
+MAX_WAITING = 40
+"""Pushes that wait for the other side to come back: ten minutes."""
+MAX_PAUSE_SECONDS = 120.0
+MAX_REASON_BYTES = 200
+_TIMEOUT_SECONDS = 10.0
+_PUSH_TIMEOUT_SECONDS = 30.0
+"""For a push as a whole: an answer that comes byte by byte must not hold up all others."""
+_CLOSE_SECONDS = 3.0
+_HEADERS = {
+    "Content-Type": "application/x-protobuf",
+    "Content-Encoding": "snappy",
+    "X-Prometheus-Remote-Write-Version": "0.1.0",
+    "User-Agent": "vitals-collector",
+}
+_JOB = ("job", "vitals-collector")
+_STALE = b"\x02\x00\x00\x00\x00\x00\xf0\x7f"
+"""The NaN by which a series ends at once, and not after five minutes."""
+_LOG = logging.getLogger("vitals.collector.remote_write")
+
+Series = tuple[tuple[str, str], ...]
+"""Name and value of each label, sorted by name."""
+
+
+class RemoteWriter:
+    """Takes the samples of now, every so often, and pushes those that wait.
+
+    Args:
+        url: where they are pushed to; a user and a password in it go along.
+        collector: says the samples, as at a scrape.
+        counters: gets the outcome of each push.
+        clock: stamps samples, and says when to try again.
+        leads: whether this collector pushes: of several on one database one does.
+        transport: how it is sent; None: to the address that was checked.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        collector: Collector,
+        counters: IngestCounters,
+        *,
+        clock: Clock,
+        leads: Callable[[], bool] = lambda: True,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._url = url
+        self._collector = collector
+        self._counters = counters
+        self._clock = clock
+        self._leads = leads
+        self._transport = transport
+        self._trusted = httpx.create_ssl_context()
+        self._waiting: deque[bytes] = deque()
+        self._last: set[Series] = set()
+        self._num_failures = 0
+        self._paused_until_ns = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vitals-remote-write", daemon=True)
+        counters.remote_writes.update(dict.fromkeys(OUTCOMES, 0))
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; what waits is not pushed any more."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stop.wait(PUSH_SECONDS):
+            try:
+                self.look()
+            except Exception:  # noqa: BLE001 - counted, and tried again
+                self._counters.fail("remote_write")
+                _LOG.exception("remote_write_failed again_in=%gs", PUSH_SECONDS)
+
+    def look(self) -> None:
+        """Take the samples of now, and push what waits, where it is time to."""
+        if not self._leads():
+            self._waiting.clear()  # the one that leads has said it since
+            self._last.clear()
+            return
+        self._take()
+        while self._waiting and self._clock.monotonic_ns() >= self._paused_until_ns:
+            if not self._push(self._waiting[0]):
+                return
+            self._waiting.popleft()
+
+    def _take(self) -> None:
+        values = dict(_of_runs(self._collector))
+        body = encode(values, ended=self._last - values.keys(), unix_ms=self._unix_ms())
+        self._last = set(values)
+        if not body:
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            self._waiting.popleft()
+            self._count("dropped")
+        self._waiting.append(body)
+
+    def _unix_ms(self) -> int:
+        return self._clock.time_ns() // 1_000_000
+
+    def _push(self, body: bytes) -> bool:
+        """Push one body; False: it is to be tried again later."""
+        try:
+            status, text = asyncio.run(self._send(compressed(body)))
+        except TimeoutError:
+            return self._try_again(f"no whole answer within {_PUSH_TIMEOUT_SECONDS:g} s")
+        except httpx.HTTPError as error:
+            return self._try_again(f"{type(error).__name__}: {error}")
+        except ConfigError as error:  # the name may lead elsewhere again
+            return self._try_again(error.text)
+        if status == 429 or status >= 500:
+            return self._try_again(f"HTTP {status}")
+        self._num_failures = 0
+        is_taken = 200 <= status < 300
+        self._count("delivered" if is_taken else "failed")
+        if not is_taken:
+            line = "".join(c if c.isprintable() else " " for c in text.strip())
+            reason = f"status={status}: {line}"
+            _LOG.warning("remote_write_refused url=%s %s", redacted(self._url), reason)
+        return True
+
+    async def _send(self, raw: bytes) -> tuple[int, str]:
+        """Send one body; return the answer's status and how its text begins."""
+        client = httpx.AsyncClient(
+            timeout=_TIMEOUT_SECONDS,
+            follow_redirects=False,
+            transport=self._transport or AsyncPinnedTransport(verify=self._trusted),
+        )
+        sending = client.stream("POST", self._url, content=raw, headers=_HEADERS)
+        async with asyncio.timeout(_PUSH_TIMEOUT_SECONDS), client, sending as answer:
+            async for part in answer.aiter_bytes(MAX_REASON_BYTES):
+                return answer.status_code, part.decode(errors="replace")
+            return answer.status_code, ""
+
+    def _try_again(self, reason: str) -> bool:
+        self._count("retried")
+        self._num_failures += 1
+        if self._num_failures == 1:
+            _LOG.warning("remote_write_waits url=%s: %s", redacted(self._url), reason)
+        pause = min(MAX_PAUSE_SECONDS, PUSH_SECONDS * 2 ** min(self._num_failures - 1, 10))
+        self._paused_until_ns = self._clock.monotonic_ns() + int(pause * 1e9)
+        return False
+
+    def _count(self, outcome: str) -> None:
+        with self._counters.lock:
+            self._counters.remote_writes[outcome] += 1
+
+
+def remote_writer(
+    url: str,
+    collector: Collector,
+    counters: IngestCounters,
+    *,
+    clock: Clock,
+    leads: Callable[[], bool],
+) -> RemoteWriter | None:
+    """Return what pushes to ``url``; None where there is none.
+
+    Raises:
+        ConfigError: it is no address, or one that is nobody's.
+        MissingDependencyError: the package for snappy is not installed.
+    """
+    if not url:
+        return None
+    if not _is_address(url):
+        raise ConfigError(
+            f"the remote-write address is {redacted(url)!r}; it must be http://HOST/... or "
+            "https://HOST/...",
+            hint="for example http://127.0.0.1:9090/api/v1/write",
+        )
+    check_url(url)
+    if find_spec("cramjam") is None:
+        raise MissingDependencyError(
+            "remote write needs the package cramjam, which is not installed",
+            hint="pip install 'trainvitals[remote-write]'",
+        )
+    return RemoteWriter(url, collector, counters, clock=clock, leads=leads)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port, httpx.URL(url)
+    except (ValueError, httpx.InvalidURL):
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+def _of_runs(collector: Collector) -> Iterator[tuple[Series, float]]:
+    """Yield the series that are about a run, each with its value."""
+    for family in collector.collect():
+        for sample in family.samples:
+            if "run" in sample.labels:
+                labels = {**sample.labels, "__name__": sample.name}
+                shown = {name: text for name, text in labels.items() if text}
+                yield tuple(sorted({**shown, _JOB[0]: _JOB[1]}.items())), sample.value
+
+
+# ------------------------------------------------------------------------------------- the messages
+
+
+def encode(values: dict[Series, float], *, ended: Iterable[Series], unix_ms: int) -> bytes:
+    """Return the WriteRequest of these samples, and of the end of series; b"" of none."""
+    bits = [(series, struct.pack("<d", _plain(value))) for series, value in values.items()]
+    bits += [(series, _STALE) for series in ended]
+    return b"".join(_field(1, _series(series, value, unix_ms)) for series, value in bits)
+
+
+def compressed(body: bytes) -> bytes:
+    """Return the body as snappy's block format."""
+    import cramjam  # of the extra remote-write
+
+    return bytes(cramjam.snappy.compress_raw(body))
+
+
+def _plain(value: float) -> float:
+    """Return the value; any NaN is the ordinary one, for some bits of it end a series."""
+    return math.nan if math.isnan(value) else value
+
+
+def _series(series: Series, value: bytes, unix_ms: int) -> bytes:
+    labels = b"".join(
+        _field(1, _field(1, name.encode()) + _field(2, text.encode())) for name, text in series
+    )
+    sample = b"\x09" + value + b"\x10" + varint(unix_ms)
+    return labels + _field(2, sample)
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Return a field that holds bytes (protobuf.dev, "Encoding")."""
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+__all__ = ["RemoteWriter", "compressed", "encode", "remote_writer"]

@@ -1,0 +1,218 @@
+"""Tries every device of this node: ``python -m vitals_plugins.lab.burn_in.program SECONDS``.
+
+``vitals doctor --burn-in`` runs it as a process of its own, so that whatever a broken device does
+to it (a crash, a hang) is seen from outside. After each kernel it prints what is known so far as
+one line of JSON: a list of the doctor's checks. It yields to all others: lowest priority, a quarter
+of the free memory at most, and the first to be ended where memory runs out. The paths for CUDA
+never ran on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer_hooks.recovery.memory import host_memory_left
+from vitals_plugins.lab.selftest import LARGEST, WrongAnswer, all_reduce, gemm, memory
+
+MAX_BYTES = 4 << 30
+"""Memory that is tried at most: of the host, and of each GPU."""
+BLOCK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # beyond the caches
+_GEMM_SECONDS = 0.1
+_GROUP_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(eq=False)
+class Device:
+    """A core or a GPU, the thread that is bound to it, and what was seen of it."""
+
+    name: str
+    """For people: ``cpu 3``, ``cuda:0``."""
+    device: torch.device
+    max_bytes: int
+    """Memory to try."""
+    core: int | None = None
+    """To bind the thread to; None for a GPU, and where the system binds none."""
+    model: str = ""
+    failed: str = ""
+    rounds: Counter[str] = field(default_factory=Counter)
+    wrong: list[WrongAnswer] = field(default_factory=list)
+    blocks: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, initializer=self._bind)
+
+    def _bind(self) -> None:
+        torch.set_num_threads(1)
+        if self.core is not None:
+            os.sched_setaffinity(0, {self.core})  # 0 is this thread, not the process
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def try_memory(self, visit: int) -> WrongAnswer | None:
+        """Try a new block of memory until all that may be held is; then each in turn."""
+        size = min(BLOCK_BYTES[self.device.type], self.max_bytes)
+        if not self.blocks or (len(self.blocks) + 1) * size <= self.max_bytes:
+            self.blocks.append(torch.empty(size // 8, dtype=torch.int64, device=self.device))
+            return memory(self.blocks[-1], visit)
+        turn, index = divmod(visit, len(self.blocks))
+        return memory(self.blocks[index], visit + turn)  # else a block had one pattern for good
+
+    def check(self) -> dict[str, str]:
+        """Return what is known so far, as one of the doctor's checks."""
+        tried = ", ".join(f"{kernel} {count:,}x" for kernel, count in self.rounds.items())
+        megabytes = sum(block.nbytes for block in self.blocks) >> 20
+        parts = [self.model, f"{tried} ({megabytes:,} MiB held)", self.failed]
+        status, hint = "ok", ""
+        if self.wrong:
+            parts += [f"WRONG {len(self.wrong):,}x", f"first: {self.wrong[0]}"]
+            status, hint = "fail", self._remedy()
+        elif self.failed:
+            status = "fail"
+            hint = "see dmesg; try again while nothing else runs here; if it comes back, drain it"
+        elif 0 in self.rounds.values():
+            status, hint = "note", "0x was not tried: give it more seconds"
+        text = "; ".join(filter(None, parts))
+        return {"name": self.name, "status": status, "text": text, "hint": hint}
+
+    def _remedy(self) -> str:
+        kernels = {wrong.kernel.split()[0] for wrong in self.wrong}
+        part = f"the processor with {self.name} is replaced"
+        if self.device.type == "cuda":
+            part = f"{self.name} is replaced; see `nvidia-smi -q -d ECC` and `dcgmi diag -r 3`"
+        elif kernels == {"memory"}:
+            part = "its memory modules are tested; see `ras-mc-ctl --errors`"
+        elif kernels == {"all-reduce"}:
+            part = "its memory and processor are tested (gemm and memory were right)"
+        return f"drain node {socket.gethostname()}: train nothing on it until {part}"
+
+
+Kernel = Callable[[Device, int], WrongAnswer | None]
+"""Runs on a device's own thread; gets the number of the round, which is the seed."""
+
+
+def find_devices() -> list[Device]:
+    """Return every GPU; without one, every core that this process may use."""
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        model = f"{properties.name} GPU-{getattr(properties, 'uuid', '?')}"
+        max_bytes = min(torch.cuda.mem_get_info(index)[0] // 4, MAX_BYTES)
+        gpus.append(Device(f"cuda:{index}", torch.device("cuda", index), max_bytes, model=model))
+    if gpus:
+        return gpus
+    left = host_memory_left()
+    max_bytes = min((MAX_BYTES if left is None else left) // 4, MAX_BYTES)
+    if not hasattr(os, "sched_getaffinity"):  # macOS binds no thread
+        return [Device("cpu", torch.device("cpu"), max_bytes)]
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(max_bytes // len(cores), 1 << 20)
+    return [Device(f"cpu {core}", torch.device("cpu"), each, core) for core in cores]
+
+
+def kernels_for(devices: Sequence[Device]) -> dict[str, Kernel]:
+    """Return what is tried on each device, by name."""
+    kernels: dict[str, Kernel] = {}
+    is_on_gpu = devices[0].device.type == "cuda"
+    for dtype in LARGEST:
+        if dtype is torch.bfloat16 and is_on_gpu and not torch.cuda.is_bf16_supported():
+            continue
+
+        def multiply(device: Device, seed: int, dtype: torch.dtype = dtype) -> WrongAnswer | None:
+            return gemm(device.device, dtype, seed, seconds=_GEMM_SECONDS)
+
+        kernels[f"gemm {str(dtype).removeprefix('torch.')}"] = multiply
+    kernels["memory"] = Device.try_memory
+    if len(devices) > 1 and dist.is_available():
+        kernels["all-reduce"] = reducing(devices)
+    return kernels
+
+
+def reducing(devices: Sequence[Device]) -> Kernel:
+    """Return a kernel that sums over devices: all GPUs by NCCL, or pairs of cores by gloo.
+
+    Each rank is a device's thread. The groups are of nobody else: no default group, no rendezvous.
+    """
+    teams, backend = [list(devices)], "ProcessGroupNCCL"
+    if devices[0].device.type != "cuda":
+        firsts = range(0, len(devices) - 1, 2)  # an odd one joins the last pair
+        teams, backend = [list(devices[first : first + 2]) for first in firsts], "ProcessGroupGloo"
+        teams[-1] = list(devices[firsts[-1] :])
+    joining = {}
+    for team in teams:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch lists it nowhere
+        for rank, device in enumerate(team):
+            joining[device] = (store, rank, len(team), _GROUP_TIMEOUT)
+    groups: dict[Device, Any] = {}
+
+    def reduce(device: Device, seed: int) -> WrongAnswer | None:
+        if device not in groups:
+            groups[device] = getattr(dist, backend)(*joining[device])
+        _, rank, world_size, _ = joining[device]
+        allreduce = groups[device].allreduce
+        return all_reduce(
+            rank, world_size, device.device, seed, reduce=lambda total: allreduce(total).wait()
+        )
+
+    return reduce
+
+
+def try_devices(
+    devices: Sequence[Device], kernels: dict[str, Kernel], *, seconds: float
+) -> Iterator[list[dict[str, str]]]:
+    """Run the kernels in turn, each on all devices at once; yield after each what is known so far.
+
+    Ends when the time is up; what runs then is waited for. A device on which a kernel raises is
+    tried no more (after a fault of a GPU every call to it raises), nor are sums over all of them.
+    """
+    for device in devices:
+        device.rounds.update(dict.fromkeys(kernels, 0))
+    yield [device.check() for device in devices]
+    deadline = time.monotonic() + seconds
+    seed = 0
+    while time.monotonic() < deadline and not all(device.failed for device in devices):
+        for name, kernel in kernels.items():
+            if name == "all-reduce" and any(device.failed for device in devices):
+                continue
+            trying = [(d, d.thread.submit(kernel, d, seed)) for d in devices if not d.failed]
+            for device, answer in trying:
+                try:
+                    wrong = answer.result()
+                except RuntimeError as error:  # torch's for all faults of a device; told, not lost
+                    device.failed = f"{name} failed: {str(error).splitlines()[0]}"
+                    continue
+                device.rounds[name] += 1
+                device.wrong += [wrong] if wrong else []
+            yield [device.check() for device in devices]
+            if time.monotonic() >= deadline:
+                break
+        seed += 1
+
+
+def main(seconds: float) -> None:
+    """Try all devices, and print what is known after each kernel."""
+    os.nice(19)
+    with contextlib.suppress(OSError):  # not Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    devices = find_devices()
+    for checks in try_devices(devices, kernels_for(devices), seconds=seconds):
+        print(json.dumps(checks), flush=True)  # noqa: T201 - the parent reads it
+    os._exit(0)  # a thread that hangs in a device must not keep it alive
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

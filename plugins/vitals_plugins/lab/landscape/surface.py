@@ -1,0 +1,209 @@
+"""The loss of a model whose weights are moved along straight lines; all is put back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from trainer_hooks.recovery.rng import capture_rng, restore_rng
+from trainvitals.errors import UsageError
+from vitals_plugins.lab.repro.play import LossOf, Scene, copied, kind_of, slots
+
+Mode = Literal["eval", "train"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+Direction = Sequence[Tensor | None]
+"""What is added to each tensor of ``slots(model)``, in their order; None: nothing."""
+
+
+def random_directions(model: nn.Module, num: int, seed: int) -> list[Direction]:
+    """Return random directions whose filters are as long as the model's own.
+
+    Filter normalisation (Li et al., "Visualizing the Loss Landscape of Neural Nets", 2018, section
+    4): each filter of a normal direction is scaled to the norm of the same filter of the weights,
+    so that how sharp the loss looks does not depend on how large the weights are. A filter is what
+    lies along the first axis: of a linear layer the weights of one output, of an embedding one
+    word's. Biases and the parameters of norms (whatever has one axis), frozen parameters and
+    buffers stay as they are.
+
+    Args:
+        model: with the weights that the directions begin at.
+        num: how many.
+        seed: the same gives the same, on every device.
+
+    Raises:
+        UsageError: no trainable parameter has two axes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    directions: list[Direction] = [
+        [_filters(tensor, generator) for _, _, tensor in slots(model)] for _ in range(num)
+    ]
+    if all(part is None for direction in directions for part in direction):
+        raise UsageError(
+            "the model has no trainable weight with filters (two axes or more): there is nothing "
+            "to move along",
+            hint="leave the weights trainable in the entry: requires_grad",
+        )
+    return directions
+
+
+def _filters(tensor: Tensor, generator: torch.Generator) -> Tensor | None:
+    is_moved = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    if not is_moved or tensor.ndim < 2 or not tensor.is_floating_point() or not tensor.numel():
+        return None
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    axes = tuple(range(1, tensor.ndim))
+    lengths = torch.linalg.vector_norm(
+        tensor.detach().to("cpu", torch.float64), dim=axes, keepdim=True
+    )
+    noise *= lengths / torch.linalg.vector_norm(noise, dim=axes, keepdim=True)
+    return noise.to(tensor.device, _wide(tensor))
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    """Return copies of the model's parameters and buffers, in the order of ``slots``."""
+    return [tensor.detach().clone() for _, _, tensor in slots(model)]
+
+
+def towards(model: nn.Module, other: Sequence[Tensor]) -> Direction:
+    """Return the direction that ends, at 1, in other weights of the same model.
+
+    All parameters and buffers of floating point, those of norms among them: at 1 it is the other
+    model. The straight line between two states is that of Goodfellow et al., "Qualitatively
+    characterizing neural network optimization problems", 2015.
+
+    Args:
+        model: with the weights that it begins at.
+        other: what ``values`` gave at the other end.
+    """
+    return [
+        end.to(_wide(tensor)) - tensor.detach().to(_wide(tensor))
+        if tensor.is_floating_point()
+        else None
+        for (_, _, tensor), end in zip(slots(model), other, strict=True)
+    ]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the type that its sums are made in."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+class Surface:
+    """Gives the mean loss of some batches at moved weights."""
+
+    def __init__(self, scene: Scene, batches: Sequence[Any], rng: dict[str, Any]) -> None:
+        self._scene = scene
+        self._batches = batches
+        self._rng = rng
+        self._needs_grad = False
+
+    def at(self, moves: Sequence[tuple[float, Direction]]) -> float:
+        """Return the loss with so much of each direction added to the weights.
+
+        Each is computed with the same random numbers and buffers.
+
+        Raises:
+            UsageError: the loss function raised, or gave no number.
+        """
+        scene = self._scene
+        scene.put_back()
+        with torch.no_grad():
+            for place, (tensor, kept) in enumerate(scene.kept):
+                parts = [(by, of[place]) for by, of in moves if by and of[place] is not None]
+                if parts:
+                    moved = kept.to(_wide(tensor))
+                    for by, part in parts:
+                        moved = moved + by * part  # type: ignore[operator] # None was left out
+                    tensor.copy_(moved)
+        restore_rng(self._rng)
+        return sum(self._one(batch) for batch in self._batches) / len(self._batches)
+
+    def _one(self, batch: Any) -> float:
+        try:
+            with torch.set_grad_enabled(self._needs_grad):
+                loss = self._scene.loss_of(copied(batch, None))
+        except Exception as error:
+            if not self._needs_grad and "grad" in str(error):
+                self._needs_grad = True  # a loss of derivatives, such as a penalty
+                return self._one(batch)
+            text = str(error).partition("\n")[0]
+            raise _no_loss(f"raised {type(error).__name__}: {text}"[:300]) from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise _no_loss(f"returned {kind_of(loss)}, not a tensor of one number")
+        return float(loss.item())
+
+
+def _no_loss(what: str) -> UsageError:
+    return UsageError(
+        f"loss_of {what}", hint="it gets a batch as the loader gives it, and returns its loss"
+    )
+
+
+@contextmanager
+def surface(
+    model: nn.Module, loss_of: LossOf, batches: Sequence[Any], *, mode: Mode, seed: int
+) -> Iterator[Surface]:
+    """Give the loss round the model's weights; all is as before afterwards.
+
+    Weights, buffers, gradients (there are none afterwards), generators, and which modules train.
+
+    Args:
+        model: with the weights in the middle.
+        loss_of: gives the loss of a batch.
+        batches: at least one; the loss is their mean.
+        mode: whether modules are as in training (dropout, BatchNorm by the batch) or evaluation.
+        seed: of the random numbers that each point is computed with.
+    """
+    training = [(module, module.training) for module in model.modules()]
+    around = capture_rng()
+    scene = Scene(model=model, loss_of=loss_of)
+    try:
+        model.train(mode == "train")
+        torch.manual_seed(seed)
+        yield Surface(scene, batches, capture_rng())
+    finally:
+        scene.put_back()
+        restore_rng(around)
+        for module, was_training in training:
+            module.training = was_training
+
+
+Losses = tuple[tuple[float, ...], ...]
+"""``losses[j][i]``: at place i along the first direction and j along the second; a line is one
+row."""
+
+
+def losses_along(
+    around: Surface,
+    directions: Sequence[Direction],
+    places: Sequence[float],
+    on_point: Callable[[], None] = lambda: None,
+) -> Losses:
+    """Return the losses at the places along one direction, or on the grid of two."""
+    first, *second = directions
+    rows = []
+    for up in places if second else (0.0,):
+        row = []
+        for along in places:
+            row.append(around.at([(along, first), *((up, each) for each in second)]))
+            on_point()
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+__all__ = [
+    "MODES",
+    "Direction",
+    "Losses",
+    "Mode",
+    "Surface",
+    "losses_along",
+    "random_directions",
+    "surface",
+    "towards",
+    "values",
+]

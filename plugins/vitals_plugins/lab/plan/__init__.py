@@ -1,0 +1,1 @@
+"""`vitals plan`: the estimate, and its command."""

@@ -1,0 +1,1 @@
+"""`vitals repro`: runs a bad step again from its capsule, and names the cause."""

@@ -1,0 +1,28 @@
+"""Loads plugins: parts of Vitals that can be left out, found by their entry points."""
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from trainvitals.errors import UsageError
+
+GROUP = "trainvitals.plugins"
+_PACKAGE = "vitals_plugins"
+
+
+def load_plugin(name: str) -> Any:
+    """Return what the entry point of a plugin names: a module, a function or a class.
+
+    Raises:
+        UsageError: the plugin is not installed.
+        ModuleNotFoundError: a package that the plugin needs is not installed.
+    """
+    try:
+        for point in entry_points(group=GROUP, name=name):
+            return point.load()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != _PACKAGE:
+            raise
+    raise UsageError(
+        f"the plugin {name} is not part of this installation",
+        hint="reinstall with pip install --force-reinstall --no-deps trainvitals",
+    )
