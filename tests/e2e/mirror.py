@@ -1,6 +1,8 @@
 """A second, independent copy of what ranks write: hard links to their journals' segments."""
 
 import contextlib
+import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -24,14 +26,25 @@ class Mirror:
         self._copy = shared / "mirror"
         self._copy.mkdir()
         self._readers: dict[Path, JournalReader] = {}
+        threading.Thread(target=self._keep_linking, daemon=True).start()
 
-    def look(self) -> None:
-        """Link new segments and read what was written since."""
+    def _keep_linking(self) -> None:
+        """Link each segment while it is written: the agent frees it once it was stored."""
+        while self._copy.is_dir():
+            with contextlib.suppress(FileNotFoundError):  # the test has ended
+                self._link()
+            time.sleep(0.05)
+
+    def _link(self) -> None:
         for path in sorted(self._shared.glob("trainvitals-*/*/rank-*/*.seg")):
             folder = self._copy / path.parent.name
             folder.mkdir(exist_ok=True)
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 (folder / path.name).hardlink_to(path)
+
+    def look(self) -> None:
+        """Link new segments and read what was written since."""
+        self._link()
         for folder in self._copy.iterdir():
             reader = self._readers.setdefault(folder, JournalReader(folder))
             while batches := reader.read():

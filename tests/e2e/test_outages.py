@@ -36,10 +36,14 @@ class Story:
 
 def outage(story: Story, name: str, mirror: Mirror) -> None:
     """Note the time that rank 0 needs for some more steps."""
-    began, before = time.monotonic_ns(), mirror.num_steps()
-    until(
-        lambda: mirror.num_steps() >= before + STEPS_OF_AN_OUTAGE, f"training goes on while {name}"
-    )
+    began = time.monotonic_ns()
+
+    def trained() -> bool:
+        # A step's row is written in the step after, so rows that appear now may be older.
+        mirror.look()
+        return sum(began <= at for at in mirror.times[0].values()) >= STEPS_OF_AN_OUTAGE
+
+    until(trained, f"training goes on while {name}")
     story.outages[name] = (began, time.monotonic_ns())
 
 
@@ -50,7 +54,7 @@ def newest_stored(lab: Lab) -> int:
 
 
 def tell(lab: Lab) -> Story:
-    """Train; kill the collector, kill the agent, stop both, kill rank 1; wait for the store."""
+    """Train; kill the collector and the agent; stop both and kill rank 1; wait for the store."""
     port, story = free_port(), Story()
     mirror = story.mirror = Mirror(lab.shared)
     collector, agent = lab.collector(port), lab.agent(port)
@@ -69,10 +73,12 @@ def tell(lab: Lab) -> Story:
     for process in (agent, collector):
         process.send_signal(signal.SIGSTOP)
     outage(story, "agent and collector are stopped", mirror)
-    for process in (agent, collector):
-        process.send_signal(signal.SIGCONT)
+    # The agent frees what it has read of a dead rank: the copy is complete before it goes on.
     os.kill(mirror.pids[1], signal.SIGKILL)
     story.exit_code = training.wait(60)
+    mirror.look()
+    for process in (agent, collector):
+        process.send_signal(signal.SIGCONT)
 
     with lab.client(port) as client:
         story.stored, story.events = wait_for_all(lab, mirror, client)
