@@ -105,10 +105,13 @@ class StepFeature:
     is_resumable: ClassVar[bool] = False
     """Whether the state is also in ``Monitor.state_dict``, for loops with their own checkpoints."""
 
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+
     @classmethod
     def make(cls, run: RunContext) -> Self | None:
         """Return the feature of a run; None if the run does not use it. Collective."""
-        raise NotImplementedError
+        return cls(run)
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return values for ``slots.rank0``; called on rank 0 only, before the exchange."""
