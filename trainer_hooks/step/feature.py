@@ -95,7 +95,8 @@ class StepFeature:
 
     Hooks run on all ranks in the same order. Except for ``rank0_values`` and the contributions,
     they see the same numbers on all ranks, so all ranks must do the same; they read no clock and
-    no file to decide. Hooks of internal errors fail open by themselves.
+    no file to decide. A hook keeps its own internal errors from the loop, with
+    ``RunContext.faults``, but never encloses a collective or a decision.
     """
 
     slots: ClassVar[Slots] = Slots()
