@@ -25,12 +25,9 @@ class Samples(StepFeature):
     state_key = "samples"
 
     def __init__(self, run):
+        super().__init__(run)
         self.rank = run.ranks.rank
         self.steps, self.total, self.restored = [], 0.0, None
-
-    @classmethod
-    def make(cls, run):
-        return cls(run)
 
     def rank0_values(self, step):
         return {"samples_wanted": 100.0 + step.step}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
 
-from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainer_hooks.step.reduce_vector import Slots, dissenters
 from trainvitals.policy import Judgement
@@ -20,15 +18,8 @@ class AgreementFeature(StepFeature):
 
     slots = Slots(rank=("digest",), exact=("digest",))
 
-    def __init__(self, run: RunContext) -> None:
-        self._run = run
-        self._digest = 0
-        self._is_reported = False
-
-    @classmethod
-    def make(cls, run: RunContext) -> Self:
-        """Return the feature of this rank."""
-        return cls(run)
+    _digest = 0
+    _is_reported = False
 
     def contribute_always(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return the digest of this rank's latest verdict."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
 
-from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.identity import new_attempt_id
@@ -17,14 +15,7 @@ class AttemptsFeature(StepFeature):
 
     slots = Slots(rank0=("next_attempt",))
 
-    def __init__(self, run: RunContext) -> None:
-        self._clock = run.clock
-        self._next_attempt = 0
-
-    @classmethod
-    def make(cls, run: RunContext) -> Self:
-        """Return the feature; the id exists from the first attempt on."""
-        return cls(run)
+    _next_attempt = 0
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return the id of the attempt that a rollback would start."""
@@ -36,4 +27,4 @@ class AttemptsFeature(StepFeature):
 
     def on_attempt(self, attempt: AttemptStarted) -> None:
         """Choose the next id. A clock may go backwards; the id still has to grow."""
-        self._next_attempt = max(new_attempt_id(self._clock.time_ns()), attempt.id + 1)
+        self._next_attempt = max(new_attempt_id(self._run.clock.time_ns()), attempt.id + 1)

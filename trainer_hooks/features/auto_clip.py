@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
@@ -21,19 +21,14 @@ class AutoClipFeature(StepFeature):
     is_resumable = True
 
     def __init__(self, run: RunContext) -> None:
-        self._config = run.judge.config.auto_clip
+        super().__init__(run)
         self._norms: dict[int, AutoClip] = {}
         """Norms by turn; empty if ``max_norm="auto"`` is not used."""
-
-    @classmethod
-    def make(cls, run: RunContext) -> Self:
-        """Return the feature; whether the loop uses it is known at its steps."""
-        return cls(run)
 
     def _norms_of(self, turn: int) -> AutoClip:
         """Return the norms of one optimizer's turn, or of all optimizers together."""
         if turn not in self._norms:
-            self._norms[turn] = AutoClip(self._config)
+            self._norms[turn] = AutoClip(self._run.judge.config.auto_clip)
         return self._norms[turn]
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Self, cast
+from typing import cast
 
 import torch
 from msgspec.structs import replace
@@ -45,18 +45,13 @@ class CommandsFeature(StepFeature):
     slots = Slots(rank0=("command_number", "command_action", "command_argument"))
 
     def __init__(self, run: RunContext) -> None:
-        self._run = run
+        super().__init__(run)
         self._unavailable: dict[str, str] = {}
         """Commands that this loop cannot carry out, with the reasons; equal on all ranks."""
         if run.recovery is None:
             text = "the run makes no checkpoints: watch(checkpoints=...) does"
             self._unavailable["checkpoint"] = text
         self._set_paused(False)
-
-    @classmethod
-    def make(cls, run: RunContext) -> Self:
-        """Return the feature; without a mailbox the run still orders its own commands."""
-        return cls(run)
 
     # ------------------------------------------------------------------------- with a step
 

@@ -25,7 +25,8 @@ class EarlyStoppingFeature(StepFeature):
     state_key = "stopping"
     is_resumable = True
 
-    def __init__(self, evaluations: Evaluations) -> None:
+    def __init__(self, run: RunContext, evaluations: Evaluations) -> None:
+        super().__init__(run)
         self.evaluations = evaluations
 
     @classmethod
@@ -35,9 +36,10 @@ class EarlyStoppingFeature(StepFeature):
         if settings is None:
             return None
         ring, store = (None, None) if recovery is None else recovery.keepers()
-        return cls(
-            Evaluations(settings, ranks=run.ranks, emitter=run.emitter, ring=ring, store=store)
+        evaluations = Evaluations(
+            settings, ranks=run.ranks, emitter=run.emitter, ring=ring, store=store
         )
+        return cls(run, evaluations)
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return the value that was given before this step, if any."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
 
-from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.records import AttemptStarted, ChangeExpected
@@ -16,16 +14,9 @@ class ExpectedChangeFeature(StepFeature):
 
     slots = Slots(rank0=("expect_steps",))  # steps in which finite rules abstain; 0: no change
 
-    def __init__(self, run: RunContext) -> None:
-        self._run = run
-        self._num_steps = 0
-        """Steps of an announced change that no vector has returned yet; only on rank 0."""
-        self._was_announced = False
-
-    @classmethod
-    def make(cls, run: RunContext) -> Self:
-        """Return the feature; the loop may announce a change at any step."""
-        return cls(run)
+    _num_steps = 0
+    """Steps of an announced change that no vector has returned yet; only on rank 0."""
+    _was_announced = False
 
     def announce(self, reason: str, num_steps: int, *, step: int) -> None:
         """Announce a change before ``step``; call on rank 0."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 from trainer_hooks.lifecycle.earlier_losses import RestartCheck
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import ReturnedStep, StepFeature
@@ -15,17 +13,12 @@ class FirstStepsFeature(StepFeature):
     """Refuses a loop without gradients, and warns one that started again without its state."""
 
     def __init__(self, run: RunContext) -> None:
-        self._run = run
+        super().__init__(run)
         self._turns_begun: set[int] = set()
         """Turns that have had a step."""
         self._first_record: StepRecord | None = None
         self._starts_again = False
         self._restart_check: RestartCheck | None = None
-
-    @classmethod
-    def make(cls, run: RunContext) -> Self:
-        """Return the feature of this start."""
-        return cls(run)
 
     def expect_again(self, restart_check: RestartCheck | None) -> None:
         """Expect the first steps of a run that was started before, without a state to resume.

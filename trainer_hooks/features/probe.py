@@ -27,7 +27,7 @@ class ProbeFeature(StepFeature):
     )
 
     def __init__(self, run: RunContext, probe: Probe) -> None:
-        self._run = run
+        super().__init__(run)
         self.probe = probe
         self.loss_evaluations = LossEvaluations()
 

@@ -332,7 +332,7 @@ class ProfilingFeature(StepFeature):
     """
 
     def __init__(self, run: RunContext, slowdowns: Slowdowns | None) -> None:
-        self._run = run
+        super().__init__(run)
         self._lateness = Lateness()
         self._profiling = Profiling(
             run.run_dir.profiles_dir, run.ranks, self._lateness, run.faults, self._profiled

@@ -25,7 +25,7 @@ class ReplicasFeature(StepFeature):
     slots = Slots(rank=("replicas",), exact=("replicas",))  # 52-bit checksum; 0: no comparison
 
     def __init__(self, run: RunContext, replicas: Replicas) -> None:
-        self._run = run
+        super().__init__(run)
         self.replicas = replicas
         self.data_order: Callable[[], tuple[int, int]] | None = None
         """Returns the seed and the epoch of the data order, in a loop over batches."""

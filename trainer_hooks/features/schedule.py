@@ -33,8 +33,7 @@ class ScheduleFeature(StepFeature):
     state_key = "schedule"
 
     def __init__(self, run: RunContext, declared: DeclaredSchedule | None) -> None:
-        self._emitter = run.emitter
-        self._faults = run.faults
+        super().__init__(run)
         self._declared = declared
         self._first_rate = 0.0
         """Rate of the first group in the previous step, as requested by the loop."""
@@ -58,7 +57,7 @@ class ScheduleFeature(StepFeature):
             is_declared = step.is_scheduled and rates[0] > self._first_rate
             self._first_rate = rates[0]
         if self._declared is not None and not step.turn:
-            with self._faults.fail_open("schedule"):
+            with self._run.faults.fail_open("schedule"):
                 is_declared |= self._declared.has_rise(step.step, rates)
         return {
             "stepped_twice": float(self.stepped_twice is not None),
@@ -81,12 +80,12 @@ class ScheduleFeature(StepFeature):
         """Report a rate that has left the declared schedule, also at the terminal."""
         if self._declared is None:
             return
-        with self._faults.fail_open("schedule"):
+        with self._run.faults.fail_open("schedule"):
             finding = self._declared.judge(step.measured, skipped=step.record.skipped)
             if finding is not None:
                 _LOG.warning("vitals: step %d: %s", finding.step, finding.reason)
                 event = FindingRaised(finding=finding)
-                self._emitter.of_run(event, step=step.step, attempt=step.attempt)
+                self._run.emitter.of_run(event, step=step.step, attempt=step.attempt)
 
     def on_change_expected(self, num_steps: int) -> None:
         """Do not compare the rates while a change was announced."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
 
-from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
 
@@ -15,17 +13,10 @@ class SigtermFeature(StepFeature):
 
     slots = Slots(rank=("terminating",))
 
-    def __init__(self, *, saves: bool) -> None:
-        self._saves = saves
-        self.is_received = False
-        """Whether this rank received SIGTERM; set by the signal handler."""
-        self.is_stopping = False
-        """Whether any rank received SIGTERM: known on all ranks at the same step."""
-
-    @classmethod
-    def make(cls, run: RunContext) -> Self:
-        """Return the feature of this rank."""
-        return cls(saves=run.recovery is not None)
+    is_received = False
+    """Whether this rank received SIGTERM; set by the signal handler."""
+    is_stopping = False
+    """Whether any rank received SIGTERM: known on all ranks at the same step."""
 
     def contribute_always(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return whether this rank received SIGTERM, even if it could not measure the step."""
@@ -33,12 +24,12 @@ class SigtermFeature(StepFeature):
 
     def on_reduced(self, step: ReturnedStep) -> None:
         """Learn whether any rank received SIGTERM."""
-        if self._saves:
+        if self._run.recovery is not None:
             self.is_stopping = step.reduced.total("terminating") != 0
 
     def on_pause_ended(self) -> None:
         """Stop after the next step: a rank received SIGTERM during a pause."""
-        self.is_stopping = self._saves
+        self.is_stopping = self._run.recovery is not None
 
     def on_saved(self) -> None:
         """Continue if the loop decides itself how to end; covers a SIGTERM during the save too."""

@@ -44,7 +44,7 @@ class SnapshotsFeature(StepFeature):
     def __init__(
         self, run: RunContext, recovery: RecoveryManager | None, state_check: StateCheck | None
     ) -> None:
-        self._run = run
+        super().__init__(run)
         self._recovery = recovery
         self._state_check = state_check
         self._shown_names = ""

@@ -237,7 +237,7 @@ class UserAlertsFeature(StepFeature):
     state_key = "alerts"
 
     def __init__(self, run: RunContext) -> None:
-        self._run = run
+        super().__init__(run)
         self._alerts: RankAlerts | None = None
 
     @classmethod

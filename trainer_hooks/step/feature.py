@@ -95,7 +95,8 @@ class StepFeature:
 
     Hooks run on all ranks in the same order. Except for ``rank0_values`` and the contributions,
     they see the same numbers on all ranks, so all ranks must do the same; they read no clock and
-    no file to decide. Hooks of internal errors fail open by themselves.
+    no file to decide. A hook keeps its own internal errors from the loop, with
+    ``RunContext.faults``, but never encloses a collective or a decision.
     """
 
     slots: ClassVar[Slots] = Slots()
@@ -105,10 +106,13 @@ class StepFeature:
     is_resumable: ClassVar[bool] = False
     """Whether the state is also in ``Monitor.state_dict``, for loops with their own checkpoints."""
 
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+
     @classmethod
     def make(cls, run: RunContext) -> Self | None:
         """Return the feature of a run; None if the run does not use it. Collective."""
-        raise NotImplementedError
+        return cls(run)
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return values for ``slots.rank0``; called on rank 0 only, before the exchange."""
