@@ -20,15 +20,18 @@ from torch.optim import Optimizer
 
 from trainer_hooks._watch import set_up
 from trainer_hooks.arguments import Arguments, as_list
+from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.guard.optimizers import agree_on_overflow
 from trainer_hooks.guard.route import Route
 from trainer_hooks.lifecycle.loop import Loop
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.probe.probe import LossOf
-from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.actions import carry_out
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step
 from trainer_hooks.step.reduce_vector import Verdict
+from trainer_hooks.step.run import judge_returned
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import UsageError
@@ -113,9 +116,7 @@ def attach(
         from trainer_hooks.noop import Unattached
 
         return cast(Attached, Unattached(given.optimizers, scaler, max_norm, state))
-    return Attached(
-        made.device, made.controller, tokens_per_step=made.tokens_per_step, max_norm=max_norm
-    )
+    return Attached(made.device, made.run, tokens_per_step=made.tokens_per_step, max_norm=max_norm)
 
 
 class Judged(NamedTuple):
@@ -135,12 +136,13 @@ class Attached(Loop):
     def __init__(
         self,
         device: Device,
-        controller: StepController,
+        run: RunContext,
         *,
         tokens_per_step: int | None,
         max_norm: MaxNorm | None,
     ) -> None:
-        super().__init__(device, controller, tokens_per_step=tokens_per_step)
+        super().__init__(device, run, tokens_per_step=tokens_per_step)
+        self._probe = run.features[ProbeFeature].probe
         self._max_norm = None if max_norm == math.inf else max_norm
         self._norm: Tensor | None = None
         self._orders: Orders | None = None
@@ -150,7 +152,7 @@ class Attached(Loop):
         self._is_told = False
         self._undo: list[Callable[[], None]] = []
         stepped = device.optimizers if device.engine.guards else ()
-        self.route = Route(stepped, device.scaler, self._step_one, controller.faults)
+        self.route = Route(stepped, device.scaler, self._step_one, run.faults)
 
     def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
         """Record the step's loss, so that it is judged. Call before ``optimizer.step()``.
@@ -175,7 +177,7 @@ class Attached(Loop):
         """
         full = getattr(norm, "full_tensor", None)
         whole = norm if full is None else full()
-        with self._controller.faults.fail_open("grad_norm"):
+        with self._run.faults.fail_open("grad_norm"):
             self._norm = self._parts.number("norm", whole)
 
     def before_clip(self, max_norm: float | None = None) -> None:
@@ -190,8 +192,8 @@ class Attached(Loop):
             max_norm: norm that the loop clips to, for the record; inf: it does not clip, None:
                 unknown.
         """
-        if self._controller.halted is not None:
-            raise self._controller.halted
+        if self._run.halted is not None:
+            raise self._run.halted
         self._judged = self._judge(max_norm, before_clip=True)
         self._parts.clock.leave()
 
@@ -207,10 +209,9 @@ class Attached(Loop):
             batch: the argument for ``probe``.
             probe: loss of a batch, as in ``Monitor.batches``.
         """
-        controller = self._controller
         if not self._num_batches:
-            controller.probe.use(probe, step=self._step, attempt=self.attempt)
-        controller.probe.keep(batch)
+            self._probe.use(probe, step=self._step, attempt=self.attempt)
+        self._probe.keep(batch)
         self._num_batches += 1
 
     def when_closed(self, undo: Callable[[], None]) -> None:
@@ -221,8 +222,8 @@ class Attached(Loop):
 
     def _step_one(self, index: int, begins: bool) -> None:
         """Step one optimizer; the first one of a step judges it for all."""
-        if self._controller.halted is not None:
-            raise self._controller.halted
+        if self._run.halted is not None:
+            raise self._run.halted
         guards = (self._device.engine.guards[index],)
         if not begins:
             self._refuse_late_gradients(index)
@@ -240,34 +241,34 @@ class Attached(Loop):
 
     def _judge(self, max_norm: MaxNorm | None, *, before_clip: bool) -> Judged:
         """Measure, exchange and judge the current gradients of all optimizers."""
-        controller, device, parts = self._controller, self._device, self._parts
+        run, device, parts = self._run, self._device, self._parts
         refuse_at_step(None, device.joinables)
         first = self._step == self._first_step
         parts.clock.enter()
         if first:
-            controller.tell_without_probe(_PROBE_LINE)
+            run.features[ProbeFeature].report_missing(_PROBE_LINE)
         if first and not before_clip:
             self._say_what_is_not_judged()
         norm = None if before_clip else self._norm
-        clips_to = self._max_norm if controller.owns_clip else max_norm
+        clips_to = self._max_norm if run.given.owns_clip else max_norm
         prepared = parts.prepare(
             self._step, None, None, norm=norm, first=first, max_norm=_finite(clips_to)
         )
         self._measured = [_gradients(o) for o in device.optimizers] if first else []
         verdict = parts.exchange()
         if self._num_batches:
-            controller.probe.fed(self._step, self._num_batches, attempt=self.attempt)
+            self._probe.fed(self._step, self._num_batches, attempt=self.attempt)
             self._num_batches = 0
-        if controller.probe.has_loss:
-            controller.probe.rehearse(self._step, parts.own_loss)
+        if self._probe.has_loss:
+            self._probe.rehearse(self._step, parts.own_loss)
         orders = parts.orders(verdict, prepared, self._step, self._max_norm)
-        if controller.owns_clip:
+        if run.given.owns_clip:
             before_clip, max_norm = False, self._max_norm
         return Judged(verdict, prepared, orders, max_norm, before_clip)
 
     def _finish(self, judged: Judged) -> None:
         """Restore buffers after a bad step, and report the step's numbers."""
-        controller, device, parts = self._controller, self._device, self._parts
+        run, device, parts = self._run, self._device, self._parts
         attempted = self._step
         parts.settle(judged.orders)
         agree_on_overflow(device.scaler, device.optimizers, judged.verdict.overflow)
@@ -284,11 +285,11 @@ class Attached(Loop):
             device.sampler.begin(self._step)
         self._norm = None
         while ready is not None or (ready := parts.waited_for()) is not None:
-            judgement = controller.handle(*ready, now_step=attempted)
-            controller.carry_out(judgement, now_step=attempted)
+            judgement = judge_returned(run, *ready, now_step=attempted)
+            carry_out(run, judgement, now_step=attempted)
             ready = None
-        if controller.has_work_beside:
-            self._work_beside(attempted)
+        if run.features.has_pending_work:
+            self._run_between_steps(attempted)
 
     def _tell_never_stepped(self, evidence: str) -> None:
         """Report that the loop steps something else than the optimizers given to ``attach``."""
@@ -299,20 +300,18 @@ class Attached(Loop):
             "attach() with the optimizer whose step() the loop or a wrapper calls, such as SAM's "
             "base_optimizer"
         )
-        controller = self._controller
-        with controller.faults.fail_open("unguarded"):
-            controller.tell_unguarded(text, step=self._step)
+        run = self._run
+        with run.faults.fail_open("unguarded"):
+            run.report_unguarded(text, step=self._step)
 
     def _say_what_is_not_judged(self) -> None:
-        if not self._controller.owns_clip and self._norm is None:
+        if not self._run.given.owns_clip and self._norm is None:
             text = (
                 "gradient-norm outliers are not judged, because the loop's own clip hides them. "
                 "Call attached.before_clip() before the clip, or pass the clip's result to "
                 "attached.grad_norm(), or use attach(max_norm=...) and remove your clip"
             )
-            self._controller.emitter.note(
-                "norm_unknown", text, step=self._step, attempt=self.attempt
-            )
+            self._run.emitter.note("norm_unknown", text, step=self._step, attempt=self.attempt)
 
     def _refuse_late_gradients(self, index: int) -> None:
         """In the first step, reject gradients that appeared after the exchange.
@@ -334,7 +333,7 @@ class Attached(Loop):
 
     def _release(self) -> None:
         for undo in reversed(self._undo):
-            with self._controller.faults.fail_open("close"):
+            with self._run.faults.fail_open("close"):
                 undo()
         self.route.close()
         super()._release()

@@ -25,8 +25,10 @@ from trainer_hooks.arguments import (
     together,
     turn_names,
 )
-from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.features import FEATURES, vector_fields
+from trainer_hooks.features.first_steps import FirstStepsFeature
+from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.guard.declared import Declared
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
@@ -35,21 +37,21 @@ from trainer_hooks.lifecycle.earlier_losses import RestartCheck, read_earlier_lo
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.lifecycle.shutdown import close_earlier
 from trainer_hooks.lifecycle.terminal import Terminal
-from trainer_hooks.measures.host import Utilization
+from trainer_hooks.measures.host import StepClock, Utilization
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
-from trainer_hooks.probe.probe import Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import Replicas
-from trainer_hooks.recovery.state import StateCheck, TrainingState
+from trainer_hooks.recovery.state import TrainingState
 from trainer_hooks.repro.capsule import Surroundings
-from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.actions import snapshot_meta, start_branch, take_meta
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
+from trainer_hooks.step.feature import StepFeatures
 from trainer_hooks.step.gradients import Models, unwrap
-from trainer_hooks.step.profiling import Slowdowns
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
@@ -180,7 +182,7 @@ def watch(
         return cast(Monitor, off)
     return Monitor(
         made.device,
-        made.controller,
+        made.run,
         tokens_per_step=made.tokens_per_step,
         restored=made.restored,
         sums_in_buckets=unwrap(whole)[1],
@@ -193,7 +195,7 @@ class Made:
     """Parts of a guarded loop."""
 
     device: Device
-    controller: StepController
+    run: RunContext
     tokens_per_step: int | None
     restored: Restored | None
 
@@ -222,12 +224,13 @@ def set_up(given: Arguments) -> Made | None:
         given.signals,
         given.engine,
         given.names,
+        vector_fields(),
     )
     with ExitStack() as undo:
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
         place = open_run(ranks, environ, given.dir, clock, faults)
-        controller = _controller(mode, given, ranks, device, place, environ, faults, clock)
-        undo.callback(controller.emitter.close)
+        run = _run_context(mode, given, ranks, device, place, environ, faults, clock)
+        undo.callback(run.emitter.close)
         info = run_info(
             name=given.run or "",
             environ=environ,
@@ -238,25 +241,25 @@ def set_up(given: Arguments) -> Made | None:
             readback_lag=device.readback.lag,
             num_params=device.norms.num_parameters,
             run_dir=str(place.run_dir.path),
-            judge=controller.judge.config,
+            judge=run.judge.config,
             total_steps=given.total_steps or 0,
-            schedule="" if controller.log.schedule is None else controller.log.schedule.name,
+            schedule=run.features[ScheduleFeature].name,
         )
-        restored = _begin(controller, place, info)
+        restored = _begin(run, place, info)
         if ranks.rank == 0:
-            controller.terminal = Terminal.open(info, place.run_dir.run_id, clock, environ)
-        if controller.terminal is not None:
-            controller.terminal.started(_resumed(restored))
+            run.terminal = Terminal.open(info, place.run_dir.run_id, clock, environ)
+        if run.terminal is not None:
+            run.terminal.started(_resumed(restored))
         for code, text in device.warnings:
-            controller.warn(code, text, step=controller.first_step)
+            run.warn(code, text, step=run.first_step)
         if given.on_hang == "restart" and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
             text = "on_hang='restart' ends a hung job, and torchrun does not start it again"
             hint = "torchrun --max-restarts 3 does"
-            controller.warn("no_max_restarts", f"{text}; {hint}", step=controller.first_step)
+            run.warn("no_max_restarts", f"{text}; {hint}", step=run.first_step)
         if place.is_first:
-            _start_agent(controller, place, environ)
+            _start_agent(run, place, environ)
         undo.pop_all()
-    return Made(device=device, controller=controller, tokens_per_step=tokens, restored=restored)
+    return Made(device=device, run=run, tokens_per_step=tokens, restored=restored)
 
 
 def _emitter(
@@ -306,7 +309,7 @@ def _recovery(
     )
 
 
-def _controller(
+def _run_context(
     mode: Mode,
     given: Arguments,
     ranks: Ranks,
@@ -315,8 +318,8 @@ def _controller(
     environ: Mapping[str, str],
     faults: FaultCounter,
     clock: Clock,
-) -> StepController:
-    """Build the host part, with the budgets of earlier starts of the run. Collective."""
+) -> RunContext:
+    """Build the parts of the run, with the budgets of its earlier starts. Collective."""
     assert mode != "off", "an unwatched run has no host part"
     emitter = _emitter(ranks, device, place, faults, clock)
     plan = PlanJournal(
@@ -343,44 +346,31 @@ def _controller(
         signals.flops_per_token,
         signals.peak_flops,
     )
-    probe = Probe(
-        given.model,
-        given.optimizers,
-        ranks=ranks,
-        emitter=emitter,
-        faults=faults,
-        rewind=lambda: device.shadow.buffers.put_back(torch.ones((), device=norms.device)),
-    )
     columns = RootColumns(utilization, sampler, ranks.world_size)
     log = StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0)
-    if ranks.rank == 0 and mode != "observe" and signals.profile_slowdowns:
-        log.slowdowns = Slowdowns(place.run_dir.profiles_dir)
-    if ranks.rank == 0:
-        log.schedule = given.declared_schedule()
-    return StepController(
+    features = StepFeatures(FEATURES)
+    run = RunContext(
         mode=mode,
+        given=given,
         ranks=ranks,
-        layout=device.packer.layout,
+        device=device,
         judge=judge,
-        recovery=recovery,
-        replicas=replicas,
         emitter=emitter,
-        inbox=open_inbox(place, ranks, environ, clock, faults),
+        log=log,
         run_dir=place.run_dir,
         plan=plan,
         faults=faults,
         clock=clock,
-        sampler=sampler,
-        probe=probe,
-        log=log,
+        inbox=open_inbox(place, ranks, environ, clock, faults),
+        recovery=recovery,
+        replicas=replicas,
+        features=features,
+        times=StepClock(clock),
         attempt=place.attempt,
-        evaluations=_evaluations(given.early_stopping, ranks, emitter, recovery),
-        on_hang=given.on_hang,
-        owns_clip=given.owns_clip,
-        state_check=_state_check(given, recovery, faults),
-        turn_names=tuple(turn.name for turn in device.turns),
         surroundings=Surroundings(given.model, given.optimizers, device.scaler),
     )
+    features.build(run)
+    return run
 
 
 def _state(given: Arguments, device: Device) -> TrainingState | None:
@@ -397,62 +387,38 @@ def _state(given: Arguments, device: Device) -> TrainingState | None:
         return None
 
 
-def _state_check(
-    given: Arguments, recovery: RecoveryManager | None, faults: FaultCounter
-) -> StateCheck | None:
-    """Return what looks at the state where no snapshot does; snapshots look at theirs."""
-    if recovery is None:
-        with faults.fail_open("state_check"):
-            return StateCheck(given.model, given.optimizers)
-    return None
-
-
-def _evaluations(
-    early_stopping: EarlyStopping | None,
-    ranks: Ranks,
-    emitter: Emitter,
-    recovery: RecoveryManager | None,
-) -> Evaluations | None:
-    if early_stopping is None:
-        return None
-    ring, store = (None, None) if recovery is None else recovery.keepers()
-    return Evaluations(early_stopping, ranks=ranks, emitter=emitter, ring=ring, store=store)
-
-
-def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restored | None:
+def _begin(run: RunContext, place: RunPaths, info: RunInfo) -> Restored | None:
     """Load this run's newest checkpoint, if any; say who we are; take the first snapshot."""
-    recovery = controller.recovery
-    if controller.judge.config.rules:
-        controller.user_alerts()
+    recovery = run.recovery
     restored = recovery.resume() if recovery is not None else None
     attempt = AttemptStarted(id=place.attempt, parent=None, fork_step=0, reason="start")
     if restored is not None:
-        controller.take_meta(restored.meta, step=restored.step)
+        take_meta(run, restored.meta, step=restored.step)
         reason = f"resumed from {restored.id}"
         attempt = AttemptStarted(
             id=place.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
         )
-    controller.starts_again = restored is None and bool(controller.plan.plan.branches)
-    if controller.starts_again and controller.is_rank0:
-        controller.restart_check = _restart_check(controller, place)
-    controller.first_step = attempt.fork_step
-    controller.start_branch(attempt, None if restored is None else restored.meta["judge"])
-    _emit_start_events(controller, place, info, attempt)
+    if restored is None and run.plan.plan.branches:
+        check = _restart_check(run, place) if run.is_rank0 else None
+        run.features[FirstStepsFeature].expect_again(check)
+    run.first_step = attempt.fork_step
+    start_branch(run, attempt, None if restored is None else restored.meta["judge"])
+    _emit_start_events(run, place, info, attempt)
     if recovery is not None:
-        meta = restored.meta if restored is not None else controller.snapshot_meta(None)
+        meta = restored.meta if restored is not None else snapshot_meta(run, None)
         recovery.first(attempt.fork_step, place.attempt, meta)
-    if (replicas := controller.replicas) is not None:
-        drops = replicas.begin(attempt.fork_step, place.attempt, controller.emitter)
+    if (replicas := run.replicas) is not None:
+        drops = replicas.begin(attempt.fork_step, place.attempt, run.emitter)
         if drops and recovery is not None:
             recovery.compare_anew()
     return restored
 
 
-def _restart_check(controller: StepController, place: RunPaths) -> RestartCheck | None:
+def _restart_check(run: RunContext, place: RunPaths) -> RestartCheck | None:
     """Return the comparison with the earlier starts; None without losses that fall."""
     earlier = None
-    if controller.judge.config.loss_kind == "minimize":
-        with controller.faults.fail_open("earlier_losses"):
+    if run.judge.config.loss_kind == "minimize":
+        with run.faults.fail_open("earlier_losses"):
             earlier = read_earlier_losses(place.run_dir)
     return None if earlier is None else RestartCheck(earlier)
 
@@ -462,47 +428,47 @@ def _resumed(restored: Restored | None) -> str:
 
 
 def _emit_start_events(
-    controller: StepController, place: RunPaths, info: RunInfo, attempt: AttemptStarted
+    run: RunContext, place: RunPaths, info: RunInfo, attempt: AttemptStarted
 ) -> None:
-    ranks, step = controller.ranks, attempt.fork_step
+    ranks, step = run.ranks, attempt.fork_step
     started = RankStarted(
         rank=ranks.rank,
         local_rank=ranks.local_rank,
         world_size=ranks.world_size,
         pid=os.getpid(),
         node=place.node,
-        process_started_unix_ns=process_started_unix_ns(controller.clock.time_ns()),
+        process_started_unix_ns=process_started_unix_ns(run.clock.time_ns()),
     )
     events: list[Event] = [started]
     if ranks.rank == 0:
-        with controller.faults.fail_open("run.json"):
+        with run.faults.fail_open("run.json"):
             place.run_dir.write_info(info)
         events += [RunStarted(info=info), attempt]
         if info.readback_lag == 0:
             text = "an optimizer is not fused, so each step waits for the host; pass fused=True"
             events.append(Note(code="host_path", text=text))
-        if (num_groups := controller.emitter.num_groups) > MAX_GROUPS:
+        if (num_groups := run.emitter.num_groups) > MAX_GROUPS:
             text = f"{num_groups} parameter groups: the rates of the first {MAX_GROUPS} are kept"
             events.append(Note(code="many_groups", text=text))
     for event in events:
-        controller.emitter.event(event, step=step, attempt=place.attempt)
+        run.emitter.event(event, step=step, attempt=place.attempt)
 
 
-def _start_agent(controller: StepController, place: RunPaths, environ: Mapping[str, str]) -> None:
+def _start_agent(run: RunContext, place: RunPaths, environ: Mapping[str, str]) -> None:
     if environ.get("VITALS_AGENT") == "off" or place.folder is None:
         return
     missing = missing_packages()
     if missing:
         text = f"no agent: {', '.join(missing)} not installed; the journal alone is kept"
         note = Note(code="no_agent", text=text)  # of this node, whichever rank is first on it
-        controller.emitter.event(note, step=0, attempt=place.attempt)
-        if controller.terminal is not None:
-            controller.terminal.without_agent(missing)
+        run.emitter.event(note, step=0, attempt=place.attempt)
+        if run.terminal is not None:
+            run.terminal.without_agent(missing)
         return
-    with controller.faults.fail_open("agent.start"):
-        controller.agent = NodeAgent(
+    with run.faults.fail_open("agent.start"):
+        run.agent = NodeAgent(
             Starter(place, environ),
-            emitter=controller.emitter,
-            faults=controller.faults,
-            now_ns=controller.clock.monotonic_ns(),
+            emitter=run.emitter,
+            faults=run.faults,
+            now_ns=run.clock.monotonic_ns(),
         )

@@ -14,6 +14,11 @@ from torch.optim import Optimizer
 from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
 from trainer_hooks.data.loader import Position
 from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
+from trainer_hooks.features.early_stopping import EarlyStoppingFeature
+from trainer_hooks.features.first_steps import FirstStepsFeature
+from trainer_hooks.features.probe import ProbeFeature
+from trainer_hooks.features.schedule import ScheduleFeature
+from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
 from trainer_hooks.guard.optimizers import OwnSteps, Turn, update_scaler
 from trainer_hooks.guard.route import not_compiled
@@ -25,10 +30,12 @@ from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Meta, Restored
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
-from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.actions import carry_out, snapshot_meta
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import Prepared, refuse_at_step, refuse_probe
 from trainer_hooks.step.reduce_vector import Verdict
+from trainer_hooks.step.run import judge_returned
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 from trainvitals.records import Decision
@@ -43,7 +50,7 @@ class Monitor(Loop):
     def __init__(
         self,
         device: Device,
-        controller: StepController,
+        run: RunContext,
         *,
         tokens_per_step: int | None,
         restored: Restored | None = None,
@@ -51,16 +58,16 @@ class Monitor(Loop):
         scheduler_every: SchedulerEvery = "step",
     ) -> None:
         first_step = 0 if restored is None else restored.step
-        super().__init__(device, controller, tokens_per_step=tokens_per_step, first_step=first_step)
+        super().__init__(device, run, tokens_per_step=tokens_per_step, first_step=first_step)
         waited, lag = self._parts.clock.waited_for_data, device.readback.lag
+        self._first_steps = run.features[FirstStepsFeature]
+        self._probe = run.features[ProbeFeature].probe
         self._schedules: Schedules | None = None
         if device.schedulers:
-            self._schedules = Schedules(device.schedulers, scheduler_every, controller.warn)
+            self._schedules = Schedules(device.schedulers, scheduler_every, run.warn)
         by_epoch = self._schedules if scheduler_every == "epoch" else None
-        self._feed = DataPosition(
-            controller, waited, lag=lag, restored=restored, schedules=by_epoch
-        )
-        self._own_steps = OwnSteps(device.optimizers, controller.faults)
+        self._feed = DataPosition(run, waited, lag=lag, restored=restored, schedules=by_epoch)
+        self._own_steps = OwnSteps(device.optimizers, run.faults)
         self._best: RestoredBest | None = None
         self._is_told_of_epochs = False
         self._backwards: Backwards | None = Backwards(device.optimizers)
@@ -82,8 +89,8 @@ class Monitor(Loop):
     @property
     def should_stop(self) -> bool:
         """Whether early stopping ends the run; equal on all ranks."""
-        evaluations = self._controller.evaluations
-        return evaluations is not None and evaluations.should_stop
+        stopping = self._run.features.get(EarlyStoppingFeature)
+        return stopping is not None and stopping.evaluations.should_stop
 
     # ------------------------------------------------------------------------- the loop's calls
 
@@ -227,13 +234,13 @@ class Monitor(Loop):
         device = self._device
         turn = device.turns[0] if optimizer is None else device.turn_of(optimizer)
         if turn.number:
-            refuse_probe(self._controller.probe.has_loss)
+            refuse_probe(self._probe.has_loss)
         if self._void is not None:
             return self._pass_over()
         if self._primes and self._prime():
             self._leave_out_rest(turn)
             return StepOutcome(step=self._step, next_step=self._step)
-        controller, parts, attempted = self._controller, self._parts, self._step
+        run, parts, attempted = self._run, self._parts, self._step
         parts.turn = turn
         first = turn.number not in self._begun
         self._begun.add(turn.number)
@@ -246,17 +253,17 @@ class Monitor(Loop):
         parts.clock.enter()
         prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
         verdict = parts.exchange()
-        position, samples = self._feed.take(attempted, controller.attempt)
+        position, samples = self._feed.take(attempted, run.attempt)
         if attempted == self._first_step:
             if not turn.number:
-                controller.tell_without_probe(_PROBE_LINE)
+                run.features[ProbeFeature].report_missing(_PROBE_LINE)
                 if never_clips:
-                    controller.tell_without_clip()
+                    run.report_no_clip()
             if self._schedules is not None and position is not None:
-                with controller.faults.fail_open("schedules"):  # a third-party class may lack much
+                with run.faults.fail_open("schedules"):  # a third-party class may lack much
                     self._schedules.of_epochs(attempted, *self._feed.epochs, position.num_batches)
-        if controller.probe.has_loss:
-            controller.probe.rehearse(attempted, parts.own_loss)
+        if self._probe.has_loss:
+            self._probe.rehearse(attempted, parts.own_loss)
         self._update(verdict, prepared, max_norm)
         ready = parts.report(
             verdict,
@@ -270,8 +277,8 @@ class Monitor(Loop):
         decision, restored = self._host_side(ready, attempted)
         if self._device.sampler is not None:
             self._device.sampler.begin(self._step)
-        if controller.has_work_beside:
-            self._work_beside(attempted)
+        if run.features.has_pending_work:
+            self._run_between_steps(attempted)
         if restored is not None:
             self._leave_out_rest(turn)
         # Other optimizers may still step on this batch: a state to restore is between two batches.
@@ -285,14 +292,14 @@ class Monitor(Loop):
 
     def _keep_state(self) -> None:
         """Save and exit after SIGTERM; take a snapshot if one is due."""
-        controller = self._controller
-        if controller.recovery is None:
+        run = self._run
+        if run.recovery is None:
             return
-        with controller.times.checkpoint():
-            if controller.stopping:
+        with run.times.checkpoint():
+            if run.features[SigtermFeature].is_stopping:
                 self._save_and_stop()
             # After the judgement: it may prove a snapshot healthy that would be evicted before it.
-            controller.recovery.after_step(self._step, controller.attempt, self._meta)
+            run.recovery.after_step(self._step, run.attempt, self._meta)
 
     def _leave_out_rest(self, turn: Turn) -> None:
         """Make no further update on this batch, because the state was restored."""
@@ -318,8 +325,8 @@ class Monitor(Loop):
             self._keep_state()
 
     def _refuse_after_the_end(self) -> None:
-        if self._controller.halted is not None:
-            raise self._controller.halted
+        if self._run.halted is not None:
+            raise self._run.halted
         if self._closed:
             raise UsageError(
                 "this monitor is closed, so the step would not be guarded",
@@ -339,9 +346,9 @@ class Monitor(Loop):
         buckets round differently, and the interrupted run already had the final ones.
         """
         self._primes = False
-        recovery = self._controller.recovery
+        recovery = self._run.recovery
         # If one rank's loader cannot, no rank does: a collective follows.
-        if recovery is None or not all(self._controller.ranks.gather(self._feed.can_go_again())):
+        if recovery is None or not all(self._run.ranks.gather(self._feed.can_go_again())):
             return False
         self._feed.again()
         recovery.restart()
@@ -368,9 +375,9 @@ class Monitor(Loop):
 
     def _look_for_scaler(self, grad_norm: float, loss: float | None) -> None:
         """After the first step, warn about a gradient scaler that was not given to ``watch``."""
-        with self._controller.faults.fail_open("scaler"):
+        with self._run.faults.fail_open("scaler"):
             scale = scale_of_unknown_scaler(grad_norm, loss)
-            if scale is None or self._device.scaler is not None or not self._controller.is_rank0:
+            if scale is None or self._device.scaler is not None or not self._run.is_rank0:
                 return
             text = (
                 f"the first gradient norm is {grad_norm:.3g}, and a GradScaler (scale {scale:g}) "
@@ -387,32 +394,28 @@ class Monitor(Loop):
             UsageError: it does, and this is the second step of a single process.
         """
         error = None
-        with self._controller.faults.fail_open("schedules"):
+        with self._run.faults.fail_open("schedules"):
             error = schedules.look(self._step)
-        if error is not None and self._controller.ranks.world_size == 1:
+        if error is not None and self._run.ranks.world_size == 1:
             raise error
         if error is not None:
-            self._controller.stepped_twice = error
+            self._run.features[ScheduleFeature].stepped_twice = error
 
     def _warn(self, code: str, text: str) -> None:
-        self._controller.warn(code, text, step=self._step)
+        self._run.warn(code, text, step=self._step)
 
     def _save_and_stop(self) -> None:
         """After SIGTERM, save on all ranks and end the process.
 
         A loop with its own signal handler is saved and continues, because it decides how to end.
         """
-        controller = self._controller
+        run = self._run
         self.shutdown.met()
-        assert controller.recovery is not None, (
-            "only a run with checkpoints is told to stop by its ranks"
-        )
-        name = controller.recovery.save_now(self._step, self.attempt, self._meta())
-        controller.stopping = controller.told_to_stop = (
-            False  # covers a SIGTERM that arrived meanwhile
-        )
+        assert run.recovery is not None, "only a run with checkpoints is told to stop by its ranks"
+        name = run.recovery.save_now(self._step, self.attempt, self._meta())
+        run.features[SigtermFeature].on_saved()
         if not exits_by_itself():
-            if name and controller.is_rank0:
+            if name and run.is_rank0:
                 text = "vitals: SIGTERM: saved %s; a start with VITALS_RUN_ID=%s continues from it"
                 _LOG.warning(text, name, self.run_id)
             self.end("interrupted", f"SIGTERM; saved {name}" if name else "SIGTERM")
@@ -420,7 +423,7 @@ class Monitor(Loop):
 
     def _meta(self) -> Meta:
         """Return the part of a snapshot other than tensors, with the data position."""
-        return self._controller.snapshot_meta(self._feed.state())
+        return snapshot_meta(self._run, self._feed.state())
 
     def restore_best(self) -> RestoredBest:
         """Restore the best evaluated state after training. Collective.
@@ -442,10 +445,10 @@ class Monitor(Loop):
         if self._device.averages is not None:
             self._device.averages.refuse_swapped()
         self._take_in_what_is_left(patience_seconds=None)
-        evaluations = self._controller.evaluations
-        if evaluations is None:
+        stopping = self._run.features.get(EarlyStoppingFeature)
+        if stopping is None:
             raise nothing_kept("the run has no early stopping, so no best state is known")
-        self._best = evaluations.restore_best(
+        self._best = stopping.evaluations.restore_best(
             step=self._step, attempt=self.attempt, meta=self._evaluated
         )
         return self._best
@@ -479,15 +482,14 @@ class Monitor(Loop):
         """Judge the steps that have reached the host; in a row of bad steps, this one too."""
         decision = restored = None
         while ready is not None or (ready := self._parts.waited_for()) is not None:
-            judgement = self._controller.handle(*ready, now_step=attempted)
+            judgement = judge_returned(self._run, *ready, now_step=attempted)
             self._feed.judged(ready[1].step, judgement)
-            if (record := self._controller.first_record) is not None:
-                self._controller.first_record = None
+            if (record := self._first_steps.pop_first_record()) is not None:
                 norm = math.nan if record.grad_norm is None else record.grad_norm
                 self._look_for_scaler(norm, record.loss)
             decision = judgement.decision or decision
             window = self._feed.window_of(judgement.decision)
-            restored = self._controller.carry_out(judgement, now_step=attempted, window=window)
+            restored = carry_out(self._run, judgement, now_step=attempted, window=window)
             if restored is not None and judgement.decision is not None:
                 self._step = restored.step
                 self._after_rollback()
@@ -504,12 +506,12 @@ class Monitor(Loop):
     def _after_rollback(self) -> None:
         """Record the steps in flight, and discard them."""
         while (left := self._device.readback.pop()) is not None:
-            self._controller.handle(*left, now_step=self._step)
+            judge_returned(self._run, *left, now_step=self._step)
         self._start_again()
 
     def _start_again(self) -> None:
         """Reset everything that depends on the previous state."""
-        self._controller.probe.rolled_back(self._step)
+        self._run.features.on_restored(self._step)
         self._device.shadow.keep()
         if self._device.sampler is not None:
             self._device.sampler.forget()

@@ -33,6 +33,11 @@ def humanize(value: float | None, unit: str = "") -> str:
     return f"{value:.4g}"
 
 
+def humanize_count(number: int, singular: str, plural: str = "") -> str:
+    """Return ``1 step`` or ``1,024 steps``; the plural is the singular and ``s`` by default."""
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
 def humanize_bytes(value: float) -> str:
     """Return a number of bytes in binary units: ``1.5 GiB``."""
     size, index = float(value), 0

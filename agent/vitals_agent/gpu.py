@@ -7,6 +7,7 @@ from typing import Any
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.records import Note
 from trainvitals.rows import Value
+from trainvitals.units import humanize_count
 from vitals_agent.nvml_fields import read_gpu, read_instance
 from vitals_agent.sources import Stamp
 
@@ -192,9 +193,10 @@ class GpuSampler:
                 instances.append(uuid)
                 devices.setdefault(uuid, _Device(handle, parent=parent))
             if instances:
+                num = humanize_count(len(instances), "instance")
                 text = (
-                    f"GPU {parent} is divided by MIG into {len(instances)} instance(s): "
-                    "for them only the memory is known, for the GPU everything except utilization"
+                    f"GPU {parent} is divided by MIG into {num}: for them only the memory is "
+                    "known, for the GPU everything except utilization"
                 )
                 note = Note(code="gpu_mig", text=text)
                 self.notes = (*(n for n in self.notes if not _about(n, parent)), note)

@@ -148,7 +148,7 @@ def test_a_divided_gpu_gives_each_instances_memory_and_its_own_utilisation_is_mi
         "memory_reserved_bytes": 0.0,
     } == instances[2].values
     (note,) = sampler.notes
-    assert "divided by MIG into 7 instance(s)" in note.text
+    assert "divided by MIG into 7 instances" in note.text
 
 
 def test_instances_that_are_taken_apart_and_made_are_followed():

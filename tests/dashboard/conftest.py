@@ -115,11 +115,14 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def new_page(browser: Any) -> Iterator[Any]:
-    """Open a page that shares nothing with others: neither cookies nor what is cached."""
+    """Open a page that shares neither cookies nor a cache; an error in it fails the test."""
     context = browser.new_context(viewport={"width": 1440, "height": 900})
     context.set_default_timeout(WAIT_MS)
+    errors: list[str] = []
+    context.on("weberror", lambda raised: errors.append(str(raised.error)))
     yield context.new_page()
     context.close()
+    assert not errors, "JavaScript errors that nothing caught"
 
 
 @pytest.fixture

@@ -40,9 +40,12 @@ FAULTS = (
     .nan_parameters_at(rank=1, step=205)
     .kill_at(rank=1, step=240)
 )
-"""One of each kind that there is: healed, told of, and in the end the process is gone."""
-LASTING = FaultPlan().nan_parameters_at(rank=1, step=300)
-"""And again on the same rank, once it was started anew: a machine that is broken."""
+"""One of each kind that can be healed or reported; at the end, the process is killed."""
+LASTING = FaultPlan().nan_parameters_at(rank=1, step=300).nan_parameters_at(rank=1, step=350)
+"""After the restart: the replicas differ, and differ again after the rollback (a broken machine).
+
+The overwritten parameters are among those that are compared at these two steps.
+"""
 EXPECTED = Counter(
     {
         ("skip_step", "nonfinite"): 4,
@@ -52,7 +55,7 @@ EXPECTED = Counter(
         ("halt", "replica_corrupted"): 1,
     }
 )
-STEPS = 330
+STEPS = 380
 
 
 class Pager:

@@ -40,7 +40,7 @@ def test_a_test_that_a_change_can_reach_is_selected(sources, changed, test):
 @pytest.mark.parametrize(
     ("changed", "test"),
     [
-        ("trainer_hooks/step/profiling.py", "tests/trainvitals/test_units.py"),
+        ("trainer_hooks/features/profiling.py", "tests/trainvitals/test_units.py"),
         ("agent/vitals_agent/gpu.py", "tests/dashboard/test_sparkline.py"),
         ("tests/trainer_hooks/ranks_ema.py", "tests/trainer_hooks/test_ddp.py"),
         ("docs/guides/alerts.md", "tests/trainvitals/test_units.py"),

@@ -19,7 +19,8 @@ from tests.house.pages import (
     run_program,
 )
 from tests.support.examples import one_in
-from trainer_hooks.step.reduce_vector import MAX_SLOTS, OWN_FIELDS, RANK_FIELDS
+from trainer_hooks.features import vector_fields
+from trainer_hooks.step.reduce_vector import MAX_SLOTS
 from trainvitals.cli.demo import expected
 from trainvitals.policy.judge import SECTIONS, load_judge_config
 
@@ -137,8 +138,9 @@ def test_the_settings_that_a_guide_shows_are_accepted(tmp_path):
 
 def test_the_size_of_the_exchange_is_the_one_in_the_guide():
     page = " ".join((FOLDER / "cost.md").read_text().split())
-    per_rank = 8 * len(RANK_FIELDS)
-    shared, own = 2 * MAX_SLOTS * per_rank // 1024, 8 * len(OWN_FIELDS)
+    fields = vector_fields()
+    per_rank = 8 * len(fields.rank)
+    shared, own = 2 * MAX_SLOTS * per_rank // 1024, 8 * len(fields.exact)
     total = shared + 16_384 * own // 1024
     assert f"{per_rank} bytes per rank up to {MAX_SLOTS:,} ranks" in page
     assert f"{shared} KiB and {own} bytes per rank, for example {total} KiB with 16,384" in page

@@ -23,7 +23,7 @@ from tests.integrations.trainings.deepspeed import (
     stage,
     state,
 )
-from tests.support.inside import controller_of, probe_of
+from tests.support.inside import probe_of, run_of
 from tests.trainer_hooks.probing import ask
 from trainer_hooks import SignalSettings
 from trainer_hooks.integrations.deepspeed import attach
@@ -241,7 +241,7 @@ def slowed(script: Script, config: Any) -> Seen:
     """Have the ladder put the learning rate down to nothing."""
     engine = make_engine(script, config)
     with attach(engine) as attached:
-        controller_of(attached).judge.lr_factor_at = lambda step, rate: 0.0
+        run_of(attached).judge.lr_factor_at = lambda step, rate: 0.0
         before = full_weights(engine)
         seen = steps(script, engine, 1, {})
         still = all(map(torch.equal, before, full_weights(engine)))
@@ -286,7 +286,7 @@ def probed(script: Script, config: Any, *, gives: bool) -> Seen:
             engine.step()
         probe = probe_of(attached)
         num_batches = probe.read(ask(30)).num_batches if gives else 0
-        kind = controller_of(attached).judge.config.loss_kind
+        kind = run_of(attached).judge.config.loss_kind
         found = {"digest": digest(engine), "is_on": probe.is_on, "num_batches": num_batches}
         return found | {"kind": kind}
 

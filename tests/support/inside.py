@@ -1,9 +1,19 @@
 """State of a monitor that has no public name: the one module of the tests that knows its place."""
 
 
-def controller_of(monitor):
-    """Return the controller of a monitor or of what ``attach`` returned."""
-    return monitor._controller
+def run_of(monitor):
+    """Return the run of a monitor or of what ``attach`` returned."""
+    return monitor._run
+
+
+def feature_of(monitor, kind):
+    """Return the monitor's feature of a class; None if the run does not use it."""
+    return run_of(monitor).features.get(kind)
+
+
+def feature_named(monitor, name):
+    """Return the monitor's feature by the name of its class."""
+    return next(f for f in run_of(monitor).features if type(f).__name__ == name)
 
 
 def device_of(monitor):
@@ -13,7 +23,7 @@ def device_of(monitor):
 
 def events_of(monitor, *, keep=lambda event, **fields: event):
     """Return a list that gets ``keep(event, step=..., attempt=...)`` of each event written."""
-    events, emitter = [], controller_of(monitor).emitter
+    events, emitter = [], run_of(monitor).emitter
     write = emitter.event
 
     def event(written, **fields):
@@ -32,7 +42,7 @@ def acks_of(monitor):
 
 def records_of(monitor, *, keep=lambda record: record):
     """Return a list that gets ``keep(record)`` of each step's record as its row is written."""
-    records, emitter = [], controller_of(monitor).emitter
+    records, emitter = [], run_of(monitor).emitter
     write = emitter.step
 
     def step(measured, record, extra):
@@ -45,49 +55,49 @@ def records_of(monitor, *, keep=lambda record: record):
 
 def journal_directory(monitor):
     """Return the directory of this rank's journal and heartbeat."""
-    return controller_of(monitor).emitter.directory
+    return run_of(monitor).emitter.directory
 
 
 def facts_of(monitor):
     """Return the policy's facts: skips, rollbacks, causes."""
-    return controller_of(monitor).judge.facts
+    return run_of(monitor).judge.facts
 
 
 def limits_of(monitor):
     """Return the limits of finite outliers."""
-    return controller_of(monitor).judge.limits()
+    return run_of(monitor).judge.limits()
 
 
 def probe_of(monitor):
     """Return the probe."""
-    return controller_of(monitor).probe
+    return feature_named(monitor, "ProbeFeature").probe
 
 
 def tokens_of(monitor):
     """Return the number of tokens seen, of the steps that the host has read."""
-    return controller_of(monitor).log.tokens.seen
+    return run_of(monitor).log.tokens.seen
 
 
 def refs_of(monitor):
     """Return the snapshots and checkpoints that are known, latest first."""
-    return controller_of(monitor).recovery.refs()
+    return run_of(monitor).recovery.refs()
 
 
 def snapshots_of(monitor):
     """Return the ring of snapshots in memory."""
-    return controller_of(monitor).recovery.keepers()[0]
+    return run_of(monitor).recovery.keepers()[0]
 
 
 def store_of(monitor):
     """Return the store of checkpoints on disk."""
-    return controller_of(monitor).recovery.keepers()[1]
+    return run_of(monitor).recovery.keepers()[1]
 
 
 def patience_of(monitor):
     """Return the state of early stopping."""
-    return controller_of(monitor).evaluations.state_dict()
+    return feature_named(monitor, "EarlyStoppingFeature").state_dict()
 
 
 def is_paused(monitor):
     """Return whether an operator's pause holds the step."""
-    return controller_of(monitor).is_paused
+    return feature_named(monitor, "CommandsFeature").is_paused

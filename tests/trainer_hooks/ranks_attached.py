@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import trainer_hooks
-from tests.support.inside import controller_of, device_of, facts_of, records_of
+from tests.support.inside import device_of, facts_of, records_of, run_of
 from tests.trainer_hooks.each_outlier import withhold_each_outlier
 from tests.trainer_hooks.ranks_under_attack import alike, bits, boom, ddp, forward, same_on_all
 
@@ -39,7 +39,7 @@ def summary(attached, model, changed):
         "kept": [step for step, one in enumerate(changed) if not one],
         "same": same_on_all(model),
         "skips": facts_of(attached).num_skips,
-        "digest": controller_of(attached).judge.digest(),
+        "digest": run_of(attached).judge.digest(),
         "faults": attached.swallowed_errors,
     }
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import trainer_hooks
-from tests.support.inside import controller_of, events_of, refs_of
+from tests.support.inside import events_of, refs_of, run_of
 from trainer_hooks.recovery import replicas
 from trainer_hooks.step.emit import Emitter
 from trainer_hooks.step.gradients import local_tensor
@@ -92,7 +92,7 @@ class Run:
                 back += [] if outcome.rolled_back_to is None else [outcome.rolled_back_to]
         except TrainingHalted as error:
             halted = str(error)
-        heals = controller_of(self.monitor).recovery is not None
+        heals = run_of(self.monitor).recovery is not None
         refs = [[ref.step, ref.state] for ref in refs_of(self.monitor)] if heals else []
         self.monitor.close()
         found = [e.finding for e in self.events if isinstance(e, FindingRaised)]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
-from tests.support.inside import controller_of, device_of, events_of, facts_of, tokens_of
+from tests.support.inside import device_of, events_of, facts_of, run_of, tokens_of
 from trainvitals.errors import VitalsError
 from trainvitals.io.journal import StreamWriter
 
@@ -155,7 +155,7 @@ def full_disk(rank):
         mock.patch.multiple(StreamWriter, append=boom, append_event=boom),
     ):
         if rank == 0:
-            type(controller_of(monitor).run_dir).append_plan = boom
+            type(run_of(monitor).run_dir).append_plan = boom
         back = []
         for step in range(40):
             if step == 35 and rank == 1:

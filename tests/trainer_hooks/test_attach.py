@@ -416,7 +416,7 @@ def test_accumulated_losses_weigh_as_they_were_given():
 
 
 def test_commands_work_in_a_loop_that_steps_by_itself(monkeypatch):
-    monkeypatch.setattr("trainer_hooks.step.beside.ROUND_SECONDS", 0.01)
+    monkeypatch.setattr("trainer_hooks.features.commands.ROUND_SECONDS", 0.01)
     loop = Own()
 
     def acks():

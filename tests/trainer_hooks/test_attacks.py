@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import trainer_hooks
-from tests.support.inside import acks_of, controller_of, device_of, events_of, refs_of, tokens_of
+from tests.support.inside import acks_of, device_of, events_of, refs_of, run_of, tokens_of
 from tests.support.watched import Loop, Reads, assert_same, own_place, send_command  # noqa: F401
 from trainvitals.errors import UsageError
 
@@ -361,7 +361,7 @@ def test_rollbacks_in_a_row_and_a_clock_that_runs_backwards_leave_a_line_of_bran
     three_are_enough,
 ):
     loop, backs, branches = Loop(mode="heal", checkpoints=True), [], []
-    host = controller_of(loop.monitor)
+    host = run_of(loop.monitor)
     now = [host.clock.time_ns()]
 
     class Backwards:

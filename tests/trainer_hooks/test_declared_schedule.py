@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 import trainer_hooks
 from tests.support.examples import one_in
-from tests.support.inside import controller_of
+from tests.support.inside import run_of
 from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
 from trainer_hooks import CheckpointSettings, LRSchedule
@@ -213,7 +213,7 @@ def test_a_rate_that_the_policy_lowered_is_no_departure():
     with loop.watch() as monitor:
         for step in range(STEPS):
             if step == 20:
-                controller_of(monitor).judge.lr_factor_at = lambda *_: 0.5
+                run_of(monitor).judge.lr_factor_at = lambda *_: 0.5
             loop.step(monitor)
     assert told() == []
 

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.trainer_hooks.packs import FIELDS, contribution
 from tests.trainer_hooks.training import Training
 from trainer_hooks.callbacks.early_stopping import Evaluations, RestoredBest
 from trainer_hooks.ranks import Ranks
@@ -14,7 +15,6 @@ from trainer_hooks.recovery.manager import Restored, SnapshotRing
 from trainer_hooks.step.reduce_vector import (
     PackLayout,
     Rank0Values,
-    RankContribution,
     Reduced,
     ReduceVector,
 )
@@ -22,6 +22,11 @@ from trainvitals.early_stopping import EarlyStopping
 from trainvitals.errors import CheckpointError, UsageError
 
 NAN = math.nan
+
+
+def evaluated(value):
+    """Return rank 0's values of early stopping; None: no evaluation."""
+    return {"evaluated": float(value is not None), "evaluation": 0.0 if value is None else value}
 
 
 class Emitter:
@@ -80,7 +85,7 @@ class Rank:
             self.training.state, num_slots=2, interval=9, healthy_after=3, keep_evaluated=keeps
         )
         self.ranks = Ranks(rank, world_size, 0, None)
-        self.layout = PackLayout.of(1, self.ranks)
+        self.layout = PackLayout.of(1, self.ranks, fields=FIELDS)
         self.store, self.emitter = Store(), Emitter(is_rank0=rank == 0)
         self.attempt, self.step = 1, 0
         self.evaluations = Evaluations(
@@ -102,9 +107,9 @@ class Rank:
         """Return what this rank brings to the step."""
         evaluations, packer = self.evaluations, ReduceVector(self.layout, torch.device("cpu"))
         value = evaluations.root_value(self.step, self.attempt)
-        root = Rank0Values(evaluation=value) if self.ranks.rank == 0 else None
+        root = Rank0Values(values=evaluated(value)) if self.ranks.rank == 0 else None
         holds = evaluations.holds(self.step, self.attempt)
-        packer.fill(RankContribution(loss=None, weight=0.0, holds_evaluated=holds), root)
+        packer.fill(contribution(None, weight=0.0, holds_evaluated=holds), root)
         return packer.pack
 
     def train(self, others=0.0):
@@ -277,10 +282,10 @@ def test_without_keep_best_no_state_is_copied():
 def others_of(two, *, holds=0.0, value=None, failed=0.0):
     """Return what the other rank of two adds to the pack."""
     other = 1 - two.ranks.rank
-    layout = PackLayout.of(1, Ranks(other, 2, 0, None))
+    layout = PackLayout.of(1, Ranks(other, 2, 0, None), fields=FIELDS)
     packer = ReduceVector(layout, torch.device("cpu"))
-    root = Rank0Values(evaluation=value, loss_limit=0.0) if other == 0 else None
-    packer.fill(RankContribution(loss=None, weight=0.0, holds_evaluated=bool(holds)), root)
+    root = Rank0Values(values=evaluated(value), loss_limit=0.0) if other == 0 else None
+    packer.fill(contribution(None, weight=0.0, holds_evaluated=bool(holds)), root)
     return packer.pack
 
 

@@ -15,10 +15,10 @@ import trainer_hooks
 from tests.support.forked import TRAINING
 from tests.support.inside import (
     acks_of,
-    controller_of,
     device_of,
     facts_of,
     is_paused,
+    run_of,
     snapshots_of,
     store_of,
 )
@@ -189,7 +189,7 @@ def test_an_operator_s_learning_rate_is_what_the_optimizer_takes_until_the_next_
 
 
 def test_an_operator_s_pause_holds_the_step_until_a_resume_and_answers_meanwhile(monkeypatch):
-    monkeypatch.setattr("trainer_hooks.step.beside.ROUND_SECONDS", 0.01)
+    monkeypatch.setattr("trainer_hooks.features.commands.ROUND_SECONDS", 0.01)
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
         acks = _acks(monitor)
@@ -210,14 +210,14 @@ def test_an_operator_s_pause_holds_the_step_until_a_resume_and_answers_meanwhile
             monitor.step(loop.forward())
         person.join()
         assert done.is_set()
-        steps = controller_of(monitor).last_step
+        steps = run_of(monitor).last_step
     assert ["done"] * 3 == [status for status, _ in acks()]
     assert "until `vitals command RUN resume`" in acks()[0][1]
     assert steps >= 10
 
 
 def test_a_halt_ends_a_pause(monkeypatch):
-    monkeypatch.setattr("trainer_hooks.step.beside.ROUND_SECONDS", 0.01)
+    monkeypatch.setattr("trainer_hooks.features.commands.ROUND_SECONDS", 0.01)
     loop = Loop(mode="guard")
     with pytest.raises(TrainingHalted, match="command"), loop.monitor as monitor:
         send_command(monitor, action="pause")
@@ -261,7 +261,7 @@ def test_an_operator_s_profile_is_a_trace_in_the_run_s_folder():
 def test_an_operator_s_checkpoint_is_written_long_before_it_is_due():
     loop = Loop(mode="heal", checkpoints=True)
     with loop.monitor as monitor:
-        acks, recovery = _acks(monitor), controller_of(monitor).recovery
+        acks, recovery = _acks(monitor), run_of(monitor).recovery
         for step in range(120):
             if step == 60:
                 assert (0, 0) == recovery.newest_saved
@@ -326,8 +326,8 @@ def test_a_fault_of_ours_never_reaches_the_loop(monkeypatch):
     with loop.monitor as monitor:
         norms = device_of(monitor).norms
         monkeypatch.setattr(norms, "squares_into", lambda *_: 1 / 0)
-        monkeypatch.setattr(controller_of(monitor).emitter, "_stream", lambda *_: 1 / 0)
-        monkeypatch.setattr(controller_of(monitor).emitter, "_row", lambda *_: 1 / 0)
+        monkeypatch.setattr(run_of(monitor).emitter, "_stream", lambda *_: 1 / 0)
+        monkeypatch.setattr(run_of(monitor).emitter, "_row", lambda *_: 1 / 0)
         before = loop.state()
         for _ in range(3):
             monitor.step(loop.forward())
@@ -373,7 +373,7 @@ def test_an_empty_variable_says_nothing(monkeypatch):
     monkeypatch.setenv("VITALS_MODE", "")
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
-        assert "guard" == controller_of(monitor).mode
+        assert "guard" == run_of(monitor).mode
 
 
 ALONE = """
@@ -516,7 +516,7 @@ def test_settings_come_from_a_file_and_the_environment_and_are_recorded(tmp_path
     monkeypatch.setenv("VITALS_CONFIG", str(tmp_path / "vitals.toml"))
     monkeypatch.setenv("VITALS_LADDER_MAX_TRIES", "5")
     with Loop(mode="guard").monitor as monitor:
-        config = controller_of(monitor).judge.config
+        config = run_of(monitor).judge.config
         info = RunDir.open(run_directory(monitor)).info()
     assert (config.ladder.margin, config.ladder.max_tries) == (30, 5)
     assert (config.outlier.sigmas, config.outlier.progress) == (9.0, 25.0)

@@ -8,28 +8,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import trainer_hooks.step.profiling as profiling
+import trainer_hooks.features.profiling as profiling
 from tests.support.forked import TRAINING
-from tests.support.inside import controller_of, events_of
+from tests.support.inside import events_of, feature_of, run_of
 from tests.support.watched import Loop, own_place, send_command, until  # noqa: F401
 from tests.trainer_hooks.ranks_profile import RANKS, SLOW, main
 from tests.trainer_hooks.spawned import spawned
-from trainer_hooks.measures.settings import SignalSettings
-from trainer_hooks.step.profiling import (
+from trainer_hooks.features.profiling import (
     AUTO_EVERY_NS,
     AUTO_PER_RUN,
     AUTO_STEPS,
     KEPT,
     Lateness,
+    ProfilingFeature,
     Slowdowns,
     slowest_and_typical,
 )
+from trainer_hooks.measures.settings import SignalSettings
 from trainvitals.records import Note, Profiled
 
 NESTED = """
 import sys, tempfile, pathlib, torch
 from torch.profiler import profile, ProfilerActivity
-from trainer_hooks.step.profiling import StepProfile
+from trainer_hooks.features.profiling import StepProfile
 folder = pathlib.Path(tempfile.mkdtemp())
 said, failed = [], []
 def ours():
@@ -181,18 +182,18 @@ ASKED = SignalSettings(profile_slowdowns=True)
 def test_a_slower_run_leaves_a_trace_and_says_why():
     loop = Loop(mode="guard", signals=ASKED)
     with loop.monitor as monitor:
-        controller, events = controller_of(monitor), events_of(monitor)
+        controller, events = run_of(monitor), events_of(monitor)
         folder = controller.run_dir.profiles_dir
         for step in range(14):
             if step == 4:
-                slow_down(controller.log.slowdowns, from_step=1000)
+                slow_down(feature_of(monitor, ProfilingFeature).slowdowns, from_step=1000)
             monitor.step(loop.forward())
         until(lambda: list(folder.glob("auto-step-*.json.gz")))
         until(lambda: any(isinstance(e, Note) and e.code == "profile_written" for e in events))
     (trace,) = folder.glob("*.json.gz")
     assert "traceEvents" in json.loads(gzip.decompress(trace.read_bytes()))
     notes = {event.code: event.text for event in events if isinstance(event, Note)}
-    reason = controller.log.slowdowns.reason
+    reason = feature_of(monitor, ProfilingFeature).slowdowns.reason
     assert "of the run's best" in reason
     assert f"Vitals profiles 3 steps: {reason}" == notes["profile_begun"]
     assert str(trace) in notes["profile_written"]
@@ -203,14 +204,14 @@ def test_a_slower_run_leaves_a_trace_and_says_why():
 )
 def test_who_only_observes_or_did_not_ask_for_it_orders_none(how):
     with Loop(**how).monitor as monitor:
-        assert controller_of(monitor).log.slowdowns is None
+        assert feature_of(monitor, ProfilingFeature).slowdowns is None
 
 
 def test_a_trace_that_is_too_large_is_not_kept_and_that_is_counted(monkeypatch):
     monkeypatch.setattr(profiling, "MAX_BYTES", 100)
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
-        controller = controller_of(monitor)
+        controller = run_of(monitor)
         for step in range(8):
             if step == 2:
                 send_command(monitor, action="profile", argument=2.0)

@@ -11,9 +11,10 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import trainer_hooks
-from tests.support.inside import controller_of
+from tests.support.inside import feature_of
 from tests.support.watched import assert_same, own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
+from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.guard.schedules import end_of
 from trainvitals.errors import UsageError
 
@@ -171,7 +172,7 @@ def test_a_relaunch_goes_on_with_the_epochs_schedule(saved_at, monkeypatch):
     with loop.watch(checkpoints=True, scheduler_every="epoch") as monitor:
         for batch in monitor.batches(loop.loader, epochs=EPOCHS):
             if monitor.step_index == saved_at - 1:
-                controller_of(monitor).told_to_stop = True
+                feature_of(monitor, SigtermFeature).is_received = True
             try:
                 monitor.step(loop.forward(batch))
             except SystemExit:

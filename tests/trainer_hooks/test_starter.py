@@ -199,7 +199,7 @@ def test_what_goes_wrong_in_a_look_is_counted_and_stays_out_of_the_loop(monkeypa
 KILLS = """
 import os, signal, time
 from pathlib import Path
-from tests.support.inside import controller_of
+from tests.support.inside import run_of
 from tests.support.watched import Loop
 
 def train(until, what):
@@ -214,7 +214,7 @@ def spooled():
 
 loop = Loop(mode="guard", run="killed")
 with loop.monitor as monitor:
-    agent = controller_of(monitor).agent
+    agent = run_of(monitor).agent
     killed = agent.pid
     train(spooled, "the agent spools")
     os.kill(killed, signal.SIGKILL)

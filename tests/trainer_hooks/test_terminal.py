@@ -71,7 +71,7 @@ def test_a_rollback_says_how_far_and_the_end_what_was_lost(quick, caplog):
     assert lines[0] == STARTED.replace("guard", "heal")
     assert "vitals: step 111: update skipped: loss is nan on rank 0" == lines[1]
     rolled_back = next(text for text in lines if "rolled back" in text)
-    first, _, reason = rolled_back.partition(": parameters are non-finite on 1 rank(s)")
+    first, _, reason = rolled_back.partition(": parameters are non-finite on 1 rank")
     assert "; all batches are trained again" == reason
     step, to = (
         int(part) for part in first.removeprefix("vitals: step ").split(": rolled back to step ")
@@ -88,7 +88,7 @@ def test_a_halt_names_the_command_that_explains_it(quick, caplog):
     halt, ended, _ = caplog.messages[-3:]
     assert halt.startswith("vitals: step 11")
     step = halt.removeprefix("vitals: step ")[:3]
-    assert ": training stopped: parameters are non-finite on 1 rank(s)" in halt
+    assert ": training stopped: parameters are non-finite on 1 rank" in halt
     assert halt.endswith(f"; next: vitals why vitals_runs/{RUN} {step}")
     assert f"vitals: run tiny ({RUN}) was stopped after {int(step) + 1} steps: " in ended
 

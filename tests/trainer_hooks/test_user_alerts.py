@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.support.inside import controller_of, events_of
+from tests.support.inside import events_of, feature_of, run_of
 from tests.support.watched import Loop, Own, assert_same, own_place, send_command  # noqa: F401
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.features import user_alerts
+from trainer_hooks.features.user_alerts import MISSING_AFTER, RankAlerts, UserAlertsFeature
 from trainer_hooks.lifecycle.loop import Loop as WatchedLoop
 from trainer_hooks.noop import NullMonitor
-from trainer_hooks.step import user_alerts
-from trainer_hooks.step.user_alerts import MISSING_AFTER, RankAlerts
 from trainvitals.detect.user_alerts import RENEW_STEPS, Rule
 from trainvitals.errors import ConfigError, UsageError
 from trainvitals.records import FindingRaised, Note
@@ -266,9 +266,9 @@ def alone():
     """Give a rank's alerts without a training, and what it says."""
     loop = Loop(mode="guard")
     said = events_of(loop.monitor)
-    alerts = controller_of(loop.monitor).user_alerts()
+    alerts = feature_of(loop.monitor, UserAlertsFeature).alerts()
     said.clear()
-    alerts.emitter = controller_of(loop.monitor).emitter
+    alerts.emitter = run_of(loop.monitor).emitter
     columns = alerts.emitter.columns
     alerts.row = lambda **values: tuple(values.get(name) for name in columns)
     alerts.begin(1, 0)
@@ -334,5 +334,5 @@ def test_a_loop_that_asks_for_nothing_has_nothing_of_it():
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
         monitor.step(loop.forward())
-        assert controller_of(monitor).emitter.alerts is None
-    assert isinstance(controller_of(loop.monitor).user_alerts(), RankAlerts)
+        assert not feature_of(monitor, UserAlertsFeature).is_used
+    assert isinstance(feature_of(loop.monitor, UserAlertsFeature).alerts(), RankAlerts)

@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from tests.support.examples import one_in
+from tests.trainer_hooks.packs import FIELDS, contribution
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.reduce_vector import (
-    RANK_FIELDS,
-    ROOT_FIELDS,
     Derived,
     PackLayout,
     Rank0Values,
-    RankContribution,
     Reduced,
     ReduceVector,
     culprits,
@@ -38,14 +36,14 @@ SIZES = one_in(2, (1500, 4096, 2048, 16384))
 
 def pack_of(rank, world_size, *, squares=(1.0, 3.0), loss=2.0, **given):
     """Return (layout, pack) that one rank of so many brings."""
-    layout = PackLayout.of(2, Ranks(rank, world_size, 0, None))
+    layout = PackLayout.of(2, Ranks(rank, world_size, 0, None), fields=FIELDS)
     packer = ReduceVector(layout, CPU)
     packer.squares.copy_(torch.tensor(squares, dtype=torch.float64) / world_size)
     fields = {"weight": 1.0, "num_gradients": 2, "digest": DIGEST, "probe_ready": True}
     fields |= {"replicas": WORD, **given}
     tensor = None if loss is None else torch.tensor(loss, dtype=torch.float64)
     root = Rank0Values() if rank == 0 else None
-    packer.fill(RankContribution(loss=tensor, **fields), root)
+    packer.fill(contribution(tensor, **fields), root)
     return layout, packer.pack
 
 
@@ -179,12 +177,12 @@ def test_a_count_of_what_is_wrong_names_its_rank_and_is_counted_once_a_rank(worl
 @pytest.mark.parametrize("world_size", SIZES)
 def test_one_replica_that_differs_is_named_whoever_it_is(world_size):
     everyone = [range(world_size)]
-    assert vote(reduced_with(world_size, {})[2].words(), everyone) == Vote()
+    assert vote(reduced_with(world_size, {})[2].by_rank("replicas"), everyone) == Vote()
     for rank in ranks_of(world_size):
         for word in (WORD - 1, one(WORD - 1)):
-            words = reduced_with(world_size, {rank: {"replicas": word}})[2].words()
+            words = reduced_with(world_size, {rank: {"replicas": word}})[2].by_rank("replicas")
             assert vote(words, everyone).rank == rank
-        silent = reduced_with(world_size, {rank: {"replicas": None}})[2].words()
+        silent = reduced_with(world_size, {rank: {"replicas": None}})[2].by_rank("replicas")
         assert vote(silent, everyone) == Vote()
 
 
@@ -210,7 +208,7 @@ def test_flags_are_counted_by_rank(world_size):
 
 def test_of_a_hundred_thousand_ranks_too_each_has_a_bit():
     world_size = 100_000
-    layout = PackLayout.of(2, Ranks(world_size - 1, world_size, 0, None))
+    layout = PackLayout.of(2, Ranks(world_size - 1, world_size, 0, None), fields=FIELDS)
     sizes = {layout.first_of(i + 1) - layout.first_of(i) for i in range(layout.num_slots)}
     assert max(sizes) <= 48
     assert layout.first_of(layout.num_slots) == world_size
@@ -227,7 +225,7 @@ def test_up_to_1024_ranks_a_pack_is_the_slots_and_nothing_more(world_size):
     for rank in ranks_of(world_size) if world_size > 2 else (0, 1):
         given = {"terminating": True, "nonfinite_state": one(3.0), "nonfinite_params": one(7.0)}
         layout, pack = pack_of(rank, world_size, squares=(1.0, NAN), loss=5.0, weight=3.0, **given)
-        expected = dict.fromkeys(RANK_FIELDS, 0.0) | {
+        expected = dict.fromkeys(FIELDS.rank, 0.0) | {
             "weighted_loss": 15.0,
             "weight": 3.0,
             "bad_squares": 1.0,
@@ -239,7 +237,7 @@ def test_up_to_1024_ranks_a_pack_is_the_slots_and_nothing_more(world_size):
             "probe_ready": 1.0,
             "replicas": WORD,
         }
-        slots = pack[2 + len(ROOT_FIELDS) :].view(world_size, len(RANK_FIELDS))
+        slots = pack[2 + len(FIELDS.rank0) :].view(world_size, len(FIELDS.rank))
         assert slots[rank].tolist() == list(expected.values())
         assert not slots[torch.arange(world_size) != rank].any()
-        assert layout.size == 2 + len(ROOT_FIELDS) + world_size * len(RANK_FIELDS)
+        assert layout.size == 2 + len(FIELDS.rank0) + world_size * len(FIELDS.rank)

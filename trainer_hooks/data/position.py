@@ -18,12 +18,14 @@ import torch
 from trainer_hooks.data.files import BadStep, DataWriter
 from trainer_hooks.data.loader import Batch, Batches, DataState, Fed, Position, among
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.features.probe import ProbeFeature
+from trainer_hooks.features.replicas import ReplicasFeature
 from trainer_hooks.guard.schedules import Schedules
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Restored
 from trainer_hooks.recovery.replicas import NO_ORDER
 from trainer_hooks.repro.capsule import Autocast, Content, Surroundings
-from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.emit import Emitter
 from trainvitals.errors import UsageError
 from trainvitals.identity import new_incarnation
@@ -71,7 +73,7 @@ class DataPosition:
     """The loops over data of one monitor, one within another where it comes to that.
 
     Args:
-        controller: the monitor's.
+        run: the monitor's.
         waited: told of each wait for data, in nanoseconds.
         lag: steps between an update and its verdict.
         restored: what this start went on from.
@@ -80,7 +82,7 @@ class DataPosition:
 
     def __init__(
         self,
-        controller: StepController,
+        run: RunContext,
         waited: Callable[[int], None],
         *,
         lag: int,
@@ -88,9 +90,10 @@ class DataPosition:
         schedules: Schedules | None = None,
     ) -> None:
         self._schedules = schedules
-        self._controller = controller
+        self._run = run
+        self._probe = run.features[ProbeFeature].probe
         self._waited = waited
-        self._num_ranks = controller.ranks.world_size
+        self._num_ranks = run.ranks.world_size
         self._resumes = restored is not None
         self._resumed: DataState | None = None if restored is None else restored.meta.get("data")
         self._resume = self._resumed
@@ -106,15 +109,14 @@ class DataPosition:
         self._last_bad = -2
         """The newest step that a capsule is about, or follows one that it is about."""
         writer = DataWriter(
-            controller.run_dir.path,
-            rank=controller.ranks.rank,
-            incarnation=controller.emitter.incarnation or new_incarnation(),
-            faults=controller.faults,
+            run.run_dir.path,
+            rank=run.ranks.rank,
+            incarnation=run.emitter.incarnation or new_incarnation(),
+            faults=run.faults,
         )
-        self._ledger = DataLedger(
-            controller.emitter, writer, controller.faults, rank=controller.ranks.rank, lag=lag
-        )
-        controller.data_order = self._shared_by
+        self._ledger = DataLedger(run.emitter, writer, run.faults, rank=run.ranks.rank, lag=lag)
+        if (replicas := run.features.get(ReplicasFeature)) is not None:
+            replicas.data_order = self._shared_by
 
     def _shared_by(self) -> tuple[int, int]:
         return NO_ORDER if self._stream is None else self._stream.shared_by
@@ -169,38 +171,38 @@ class DataPosition:
             outer = self._stream, self._handed_out
         state, self._resume = self._resume, None
         loop, self._loops = self._loops, self._loops + 1
-        windows = [among(w, self._num_ranks) for w in self._controller.plan.plan.windows]
+        windows = [among(w, self._num_ranks) for w in self._run.plan.plan.windows]
         stream = Batches(
             loader,
             epochs=epochs,
-            clock=self._controller.clock,
+            clock=self._run.clock,
             waited=self._waited,
-            waits=self._controller.times.wait_for_data,
+            waits=self._run.times.wait_for_data,
             windows=[window for window in windows if window.loop == loop],
             state=state,
             loop=loop,
             num_ranks=self._num_ranks,
             goes_back=after_rollback == "replay",
-            faults=self._controller.faults,
+            faults=self._run.faults,
             keeps_content=outer is None and (keep_batches or callable(sample_ids)),
             keeps_rng=outer is None and keep_batches,
-            seen=None if probe is None else self._controller.probe.keep,
+            seen=None if probe is None else self._probe.keep,
             handed_out=handed_out.add,
         )
         if self._resumes:
             self._resumes = False
             self._say(stream.why_not_exact(state), stream, step)
         if probe is not None:
-            attempt = self._controller.attempt
-            self._controller.probe.use(probe, step=step, attempt=attempt)
+            attempt = self._run.attempt
+            self._probe.use(probe, step=step, attempt=attempt)
         self._stream, self._handed_out, self._outer = stream, handed_out, outer
         if outer is None:
             self._firsts.clear()  # they count the batches of a loop that is over
             self._replays = after_rollback == "replay"
             self._ledger.sample_ids, self._ledger.keep_batches = sample_ids, keep_batches
-            surroundings = self._controller.surroundings
+            surroundings = self._run.surroundings
             if keep_batches and surroundings is not None:
-                with self._controller.faults.fail_open("capsule.hooks"):
+                with self._run.faults.fail_open("capsule.hooks"):
                     surroundings.open()
                     self._ledger.surroundings = surroundings
         return self._iterated(stream, outer)
@@ -228,8 +230,8 @@ class DataPosition:
         if self._outer is not None and self._outer[1].take()[0]:
             stream.beside = True
         self._ledger.fed(step, attempt, taken)
-        if self._controller.probe.has_loss:
-            self._controller.probe.fed(step, len(taken), attempt=attempt)
+        if self._probe.has_loss:
+            self._probe.fed(step, len(taken), attempt=attempt)
         first = taken[0].position if taken else stream.position
         self._firsts[step] = first, max(1, len(taken))
         self._firsts.pop(step - _MOST_STEPS, None)
@@ -241,7 +243,7 @@ class DataPosition:
         skipped = decision is not None and decision.action == "skip_step"
         is_bad, facts = bool(judgement.findings) or skipped, None
         if is_bad and self._ledger.keep_batches:
-            with self._controller.faults.fail_open("capsule"):
+            with self._run.faults.fail_open("capsule"):
                 facts = self._facts(step, judgement)
         self._ledger.judged(step, is_bad, facts)
 
@@ -251,8 +253,8 @@ class DataPosition:
         The first of bad steps in a row has one, by the ranks that made it bad, as far as they are
         known. Waits for the device: the step is bad.
         """
-        controller, decision = self._controller, judgement.decision
-        surroundings, judged = controller.surroundings, controller.judged
+        run, decision = self._run, judgement.decision
+        surroundings, judged = run.surroundings, run.judged
         if surroundings is None or judged is None or judged[0].step != step:
             return None
         record, reduced = judged
@@ -265,16 +267,16 @@ class DataPosition:
         concerned = record.nonfinite_ranks or tuple(r for r in (record.replica_rank,) if r >= 0)
         if record.withheld and not concerned:
             concerned = (record.loss_max_rank,)
-        rank = controller.ranks.rank
+        rank = run.ranks.rank
         if in_row or (concerned and rank not in concerned):
             return None
-        recovery, replicas = controller.recovery, controller.replicas
+        recovery, replicas = run.recovery, run.replicas
         refs = () if recovery is None else recovery.refs()
         before = sorted((r for r in refs if r.step <= step), key=lambda r: r.step)
         return {
-            "run_id": controller.run_dir.run_id,
-            "mode": controller.mode,
-            "world_size": controller.ranks.world_size,
+            "run_id": run.run_dir.run_id,
+            "mode": run.mode,
+            "world_size": run.ranks.world_size,
             "reason": decision.reason if acted and decision is not None else reasons[0],
             "rule": decision.rule if acted and decision is not None else "",
             "applied": not record.skipped,
@@ -297,7 +299,7 @@ class DataPosition:
         stream = self._stream
         if stream is None or stream.position is None or not decision.skip_batches:
             return None
-        onset_step = self._controller.judge.facts.skipped_windows[-1].onset_step
+        onset_step = self._run.judge.facts.skipped_windows[-1].onset_step
         first, num_a_step = self._firsts.get(onset_step, (stream.position, 1))
         # Where optimizers take turns, several steps are of one batch.
         steps_a_batch = sum(position == first for position, _ in self._firsts.values()) or 1
@@ -335,8 +337,8 @@ class DataPosition:
                     last_batch=part.first_batch + part.num_batches,
                     reason=decision.reason,
                 )
-                attempt = self._controller.attempt
-                self._controller.emitter.of_run(event, step=step, attempt=attempt)
+                attempt = self._run.attempt
+                self._run.emitter.of_run(event, step=step, attempt=attempt)
         reason = stream.go_back(state) if self._replays else "the loop is not to replay"
         if reason and window is not None:
             past = window.first_batch + window.num_batches
@@ -354,13 +356,13 @@ class DataPosition:
             if reason
             else f"data: continues exactly at {where}"
         )
-        self._controller.emitter.note("data", text, step=step, attempt=self._controller.attempt)
+        self._run.emitter.note("data", text, step=step, attempt=self._run.attempt)
 
     def close(self) -> None:
         """Wait, for a bounded time, for what is being written."""
         self._ledger.close()
-        if self._controller.surroundings is not None:
-            self._controller.surroundings.close()
+        if self._run.surroundings is not None:
+            self._run.surroundings.close()
 
 
 def _check(after_rollback: str, sample_ids: object, probe: object) -> None:

@@ -237,7 +237,7 @@ class Hooks:
             if not self._parts:
                 self._attached.loss(loss)
                 return result
-            with self._attached._controller.faults.fail_open("loss"):
+            with self._attached._run.faults.fail_open("loss"):
                 part = loss.detach()
                 self._sum = part if self._sum is None else self._sum + part
             return result
@@ -310,7 +310,7 @@ class Hooks:
         )
         if self._attached.step_index == self._attached._first_step:
             raise error
-        with self._attached._controller.faults.fail_open("clip"):
+        with self._attached._run.faults.fail_open("clip"):
             raise error
 
     # --------------------------------------------------------------------------- the scaler
@@ -369,7 +369,7 @@ class _Loop:
 
     def _save(self, _models: Any, _weights: Any, output_dir: str) -> None:
         if self._accelerator.is_main_process:
-            with self._attached._controller.faults.fail_open("save_state"):
+            with self._attached._run.faults.fail_open("save_state"):
                 state = json.dumps(self._attached.state_dict())
                 Path(output_dir, self._state_file).write_text(state)
 
@@ -381,7 +381,7 @@ class _Loop:
             return
         path = Path(input_dir, self._state_file)
         state: Any = {}
-        with attached._controller.faults.fail_open("load_state"):
+        with attached._run.faults.fail_open("load_state"):
             if self._accelerator.is_main_process and path.exists():
                 state = json.loads(path.read_text())
         attached.load_state_dict(self._from_root(state))
@@ -397,7 +397,7 @@ def observe(attached: Any, values: Mapping[str, Any]) -> None:
     """Record what of a framework's log is a number; where the guard is off, nothing."""
     if not isinstance(attached, Attached):
         return
-    with attached._controller.faults.fail_open("observe"):
+    with attached._run.faults.fail_open("observe"):
         attached.observe(**{name: float(v) for name, v in values.items() if _is_number(v)})
 
 

@@ -76,9 +76,7 @@ class DeepSpeedAttached(Attached):
     """An engine under guard. Made by ``attach``; closing it gives all back."""
 
     def __init__(self, made: Made, engine: Any, seat: _Seat) -> None:
-        super().__init__(
-            made.device, made.controller, tokens_per_step=made.tokens_per_step, max_norm=None
-        )
+        super().__init__(made.device, made.run, tokens_per_step=made.tokens_per_step, max_norm=None)
         clip = float(engine.gradient_clipping() or 0.0)
         self._clips_to = clip if clip > 0 else math.inf
         self.holder = seat.holder
@@ -100,7 +98,7 @@ class DeepSpeedAttached(Attached):
             def ours(*args: Any, **kwargs: Any) -> Any:
                 result = real(*args, **kwargs)
                 if not self._closed:
-                    with self._controller.faults.fail_open("loss"):
+                    with self._run.faults.fail_open("loss"):
                         loss = args[0] if args else kwargs["loss"]
                         # The caller has divided by it where the engine is told not to.
                         divided = not kwargs.get("scale_wrt_gas", True)
@@ -112,7 +110,7 @@ class DeepSpeedAttached(Attached):
         def write_events(real: Any) -> Any:
             def ours(events: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
                 if not self._closed:
-                    with self._controller.faults.fail_open("scalars"):
+                    with self._run.faults.fail_open("scalars"):
                         self.observe(**{name: float(value) for name, value, *_ in events})
                 return real(events, *args, **kwargs)
 
@@ -186,8 +184,8 @@ class DeepSpeedAttached(Attached):
         def ours(*args: Any, **kwargs: Any) -> Any:
             if self._closed:
                 return real(*args, **kwargs)
-            if self._controller.halted is not None:
-                raise self._controller.halted
+            if self._run.halted is not None:
+                raise self._run.halted
             try:
                 result = real(*args, **kwargs)
             finally:
@@ -215,7 +213,7 @@ class DeepSpeedAttached(Attached):
         )
         if self._step == self._first_step:
             raise error
-        with self._controller.faults.fail_open("unguarded_step"):
+        with self._run.faults.fail_open("unguarded_step"):
             raise error
 
 

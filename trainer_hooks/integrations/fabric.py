@@ -145,7 +145,7 @@ def _judge_before_clips(
                 clipped.clear()
                 attached.before_clip(_norm_of(given) if len(optimizers) == 1 else None)
             clipped.add(place)
-        if "error_if_nonfinite" not in given and attached._controller.mode == "guard":
+        if "error_if_nonfinite" not in given and attached._run.mode == "guard":
             kwargs["error_if_nonfinite"] = False
         return real(*args, **kwargs)
 
@@ -178,7 +178,7 @@ def _keep_what_is_logged(fabric: Any, attached: Attached) -> None:
 
     def log_dict(metrics: Mapping[str, Any], step: int | None = None) -> None:
         real(metrics, step)
-        with attached._controller.faults.fail_open("observe"):
+        with attached._run.faults.fail_open("observe"):
             bare = {n: v.detach() if isinstance(v, Tensor) else v for n, v in metrics.items()}
             numbers = {n: float(v) for n, v in bare.items() if isinstance(v, int | float | Tensor)}
             attached.observe(**numbers)

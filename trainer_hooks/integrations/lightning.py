@@ -175,7 +175,7 @@ class VitalsCallback(_Callback):
         if getattr(optimizer, "optimizer", optimizer) is self._optimizer:
             self.attached.before_clip(_max_norm(trainer, pl_module))
             return
-        with self.attached._controller.faults.fail_open("unguarded_step"):
+        with self.attached._run.faults.fail_open("unguarded_step"):
             raise UsageError(
                 "the trainer's optimizer was replaced after training began: its steps are not "
                 "guarded",
@@ -193,7 +193,7 @@ class VitalsCallback(_Callback):
         Both come after the update, and are of the step before the next one.
         """
         connector = trainer._logger_connector
-        real, controller = connector.log_metrics, attached._controller
+        real, run = connector.log_metrics, attached._run
 
         def log_metrics(metrics: Any, step: int | None = None) -> None:
             real(metrics, step)
@@ -201,11 +201,11 @@ class VitalsCallback(_Callback):
             # Without a logger nothing waits for the training metrics: neither do we.
             if (validates and step is not None) or not (validates or trainer.loggers):
                 return
-            with controller.faults.fail_open("observe"):
+            with run.faults.fail_open("observe"):
                 prefix = "eval/" if validates else ""
                 values = {prefix + name: float(value) for name, value in metrics.items()}
                 at = max(0, attached.step_index - 1)
-                controller.emitter.scalars(values, step=at, attempt=attached.attempt)
+                run.emitter.scalars(values, step=at, attempt=attached.attempt)
 
         connector.log_metrics = log_metrics
         attached.when_closed(lambda: vars(connector).pop("log_metrics", None))

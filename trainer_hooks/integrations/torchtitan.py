@@ -22,6 +22,7 @@ from trainer_hooks._attach import Attached
 from trainer_hooks.integrations.framework import Options, replace, require
 from trainer_hooks.step.gradients import local_tensor
 from trainvitals.errors import UsageError
+from trainvitals.units import humanize_count
 
 STATE = "vitals"
 """What the loop's state is called in torchtitan's checkpoints."""
@@ -85,8 +86,9 @@ def _refuse(trainer: Any) -> None:
     if getattr(trainer.train, "__name__", "") == _TRAIN:
         raise UsageError(f"this {name} is already guarded", hint="call attach(trainer) once")
     if trainer.parallel_dims.pp_enabled or len(trainer.model_parts) != 1:
+        parts = humanize_count(len(trainer.model_parts), "model part")
         raise UsageError(
-            f"{name} trains {len(trainer.model_parts)} model part(s) with pipeline parallelism: "
+            f"{name} trains {parts} with pipeline parallelism: "
             "its ranks hold different layers and most of them have no loss; this cannot be guarded",
             hint="parallelism.pipeline_parallel_degree = 1, or train without attach()",
         )
@@ -127,7 +129,7 @@ class _Steps:
         self._at: object = None
         self._calls = 0
         # It would end the job, or on a GPU the process, before the step that we keep back.
-        self._hide = _stops_by_itself(trainer) and attached._controller.mode != "observe"
+        self._hide = _stops_by_itself(trainer) and attached._run.mode != "observe"
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
         """Do it, and after the last one of a step measure, exchange and judge."""
@@ -138,7 +140,7 @@ class _Steps:
         at = (trainer.step, attached.step_index)
         self._at, self._calls = at, 1 + (self._calls if at == self._at else 0)
         given = False
-        with attached._controller.faults.fail_open("loss"):
+        with attached._run.faults.fail_open("loss"):
             self._give(loss, **kwargs)
             given = True
         if self._calls == trainer.gradient_accumulation_steps:
@@ -177,7 +179,7 @@ class _Steps:
         )
         if attached.step_index == attached._first_step:
             raise error
-        with attached._controller.faults.fail_open("forward_backward_step"):
+        with attached._run.faults.fail_open("forward_backward_step"):
             raise error
 
     @torch.no_grad()
@@ -208,13 +210,13 @@ def _stops_by_itself(trainer: Any) -> bool:
 
 def _keep_what_is_logged(logger: Any, attached: Attached) -> None:
     """Keep with the run what torchtitan's metrics processor gives its loggers, once."""
-    if not attached._controller.is_rank0:
+    if not attached._run.is_rank0:
         return
     real = logger.log
 
     def log(metrics: Mapping[str, Any], step: int) -> None:
         real(metrics, step)
-        with attached._controller.faults.fail_open("log"):
+        with attached._run.faults.fail_open("log"):
             numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
             validation = {k for k in numbers if k.startswith(_VALIDATION)}
             attached.observe(**{k: v for k, v in numbers.items() if k not in validation})

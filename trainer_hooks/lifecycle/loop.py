@@ -10,16 +10,23 @@ from typing import Any, Literal, Self, get_args
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.features.commands import CommandsFeature
+from trainer_hooks.features.early_stopping import EarlyStoppingFeature
+from trainer_hooks.features.expected_change import ExpectedChangeFeature
+from trainer_hooks.features.probe import ProbeFeature
+from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.lifecycle.heartbeat import HeartbeatThread
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
 from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, closed, opened
 from trainer_hooks.recovery.manager import Meta, RecoveryManager
-from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.actions import carry_out_at_end, resume, run_between_steps, snapshot_meta
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import StepPhases
+from trainer_hooks.step.run import judge_returned
 from trainvitals.detect.user_alerts import MAX_MESSAGE, refuse_alert, wrong_level
 from trainvitals.errors import TrainingHalted, UsageError
-from trainvitals.records import AttemptStarted, ChangeExpected, Severity
+from trainvitals.records import AttemptStarted, Severity
 
 AnnouncedPhase = Literal["data", "checkpoint", "evaluate", "other"]
 ANNOUNCED_PHASES: tuple[str, ...] = get_args(AnnouncedPhase)
@@ -31,37 +38,37 @@ class Loop:
     def __init__(
         self,
         device: Device,
-        controller: StepController,
+        run: RunContext,
         *,
         tokens_per_step: int | None,
         first_step: int = 0,
     ) -> None:
         self._device = device
-        self._controller = controller
-        self._parts = StepPhases(device, controller, tokens_per_step=tokens_per_step)
+        self._run = run
+        self._parts = StepPhases(device, run, tokens_per_step=tokens_per_step)
         self._first_step = self._step = first_step
         if device.sampler is not None:
             device.sampler.begin(first_step)
         self._closed = False
         self.left_open: tuple[EndState, str] = ("finished", "")
-        self.shutdown = Shutdown(controller)
+        self.shutdown = Shutdown(run)
         self._heartbeat = self._begin_heartbeat(first_step)
         opened(self)
 
     def _begin_heartbeat(self, first_step: int) -> HeartbeatThread | None:
         """Let a side thread say what this one does; without a journal there is nowhere to."""
-        controller, clock = self._controller, self._parts.clock
-        clock.step, directory = first_step, controller.emitter.directory
+        run, clock = self._run, self._parts.clock
+        clock.step, directory = first_step, run.emitter.directory
         if directory is None:
             return None
-        with controller.faults.fail_open("heartbeat"):
+        with run.faults.fail_open("heartbeat"):
             return HeartbeatThread(
                 directory,
                 clock,
-                left_out=controller.ranks.side,
-                faults=controller.faults,
+                left_out=run.ranks.side,
+                faults=run.faults,
                 # Who only observes ends nothing.
-                on_hang="alert" if controller.mode == "observe" else controller.on_hang,
+                on_hang="alert" if run.mode == "observe" else run.given.on_hang,
             )
         return None
 
@@ -88,17 +95,17 @@ class Loop:
     @property
     def run_id(self) -> str:
         """The run's ULID, equal on all ranks."""
-        return self._controller.run_dir.run_id
+        return self._run.run_dir.run_id
 
     @property
     def attempt(self) -> int:
         """Id of the current attempt."""
-        return self._controller.attempt
+        return self._run.attempt
 
     @property
     def swallowed_errors(self) -> dict[str, int]:
         """Number of internal errors of Vitals that did not reach the loop, by place."""
-        return dict(self._controller.faults.counts)
+        return dict(self._run.faults.counts)
 
     # --------------------------------------------------------------------- beside the steps
 
@@ -110,7 +117,7 @@ class Loop:
         Args:
             values: numbers by name.
         """
-        self._controller.emitter.scalars(values, step=self._step, attempt=self.attempt)
+        self._run.emitter.scalars(values, step=self._step, attempt=self.attempt)
 
     def evaluate(self, **values: float) -> None:
         """Record validation metrics at the current step, as ``eval/NAME``.
@@ -127,12 +134,13 @@ class Loop:
         """
         self._parts.clock.evaluated()
         self.observe(**{f"eval/{name}": value for name, value in values.items()})
-        with self._controller.faults.fail_open("evaluate"):
-            if self._controller.is_rank0:
-                self._controller.loss_evaluations.given(values)
-            if self._controller.evaluations is not None:
-                with self._controller.times.checkpoint():  # copies the best state
-                    self._controller.evaluations.evaluated(
+        with self._run.faults.fail_open("evaluate"):
+            if self._run.is_rank0:
+                self._run.features[ProbeFeature].loss_evaluations.given(values)
+            stopping = self._run.features.get(EarlyStoppingFeature)
+            if stopping is not None:
+                with self._run.times.checkpoint():  # copies the best state
+                    stopping.evaluations.evaluated(
                         values, step=self._step, attempt=self.attempt, meta=self._evaluated
                     )
 
@@ -166,7 +174,7 @@ class Loop:
             UsageError: an argument is invalid; only before the first update. Later the error is
                 logged and training continues.
         """
-        faults = self._controller.faults
+        faults = self._run.faults
         numbers: tuple[Tensor | float | None, Tensor | float | None] = (when, value)
         if self._step == self._first_step:
             refuse_alert(name, level)
@@ -178,7 +186,7 @@ class Loop:
                 level = "notify"
             refuse_alert(name, level)
             holds, number = self._plain(*numbers)
-            self._controller.user_alerts().call(
+            self._run.features[UserAlertsFeature].alerts().call(
                 name,
                 holds,
                 level=level,
@@ -208,7 +216,7 @@ class Loop:
 
     def _meta(self) -> Meta:
         """Return the part of a snapshot other than tensors."""
-        return self._controller.snapshot_meta(None)
+        return snapshot_meta(self._run, None)
 
     def expect(self, reason: str, *, steps: int = 200) -> None:
         """Announce a planned change: the limits for finite values start again at the next step.
@@ -219,10 +227,9 @@ class Loop:
             reason: text for the record.
             steps: number of steps for which finite values are not judged.
         """
-        if self._controller.is_rank0:
-            self._controller.expecting = max(1, steps)
-            event = ChangeExpected(reason=reason, steps=steps)
-            self._controller.emitter.event(event, step=self._step, attempt=self.attempt)
+        if self._run.is_rank0:
+            expected = self._run.features[ExpectedChangeFeature]
+            expected.announce(reason, steps, step=self._step)
 
     def phase(self, name: AnnouncedPhase) -> AbstractContextManager[None]:
         """Announce that the body takes long on this rank or on all ranks.
@@ -255,15 +262,15 @@ class Loop:
             yield
         self._parts.counted(counter.get_total_flops())
 
-    def _work_beside(self, step: int) -> None:
+    def _run_between_steps(self, step: int) -> None:
         """Run operator requests between two steps; their time belongs to no step."""
-        was_paused = self._controller.is_paused
-        self._controller.work_beside(step, self._device.norms.device)
+        was_paused = self._run.features[CommandsFeature].is_paused
+        run_between_steps(self._run, step, self._device.norms.device)
         if was_paused:
             self._parts.clock.restart()
 
     def _add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
-        with self._controller.faults.fail_open("micro"):
+        with self._run.faults.fail_open("micro"):
             self._parts.add_loss(loss, weight)
 
     # ----------------------------------------------------------------------------- its state
@@ -274,7 +281,7 @@ class Loop:
         Equal on all ranks; store it in the loop's own checkpoint. With fused optimizers it lacks
         the latest step. It does not contain the spent budgets: no restore gives a budget back.
         """
-        return loop_state(self._controller, self._step)
+        return loop_state(self._run, self._step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``: its step, its limits, its tokens.
@@ -289,14 +296,14 @@ class Loop:
             FormatError: ``state`` is not such a state, or was written by a newer version of Vitals.
             UsageError: the loop has made steps, or resumed from a checkpoint of Vitals.
         """
-        controller = self._controller
+        run = self._run
         if self._step:
             raise UsageError(
                 f"load_state_dict() was called at step {self._step}",
                 hint="call it before the first step; a run that resumed from its own checkpoint "
                 "already has its limits",
             )
-        kept = read_loop_state(state, controller.judge.config)
+        kept = read_loop_state(state, run.judge.config)
         if kept is None:
             return
         attempt = AttemptStarted(
@@ -305,11 +312,9 @@ class Loop:
             fork_step=kept.step,
             reason=f"resumed at step {kept.step} from the loop's own checkpoint",
         )
-        self._first_step = self._step = controller.first_step = kept.step
+        self._first_step = self._step = run.first_step = kept.step
         self._parts.clock.step = kept.step
-        if controller.evaluations is not None:
-            controller.evaluations.load_state_dict(kept.stopping)
-        controller.resume(attempt, kept.detectors, kept.tokens, kept.auto_clip)
+        resume(run, attempt, kept.detectors, kept.tokens, kept.features)
         self._device.shadow.keep()
         if self._device.sampler is not None:
             self._device.sampler.begin(self._step)
@@ -329,36 +334,32 @@ class Loop:
         if self._closed or not self.shutdown.is_ours:
             return
         self._closed = True
-        controller = self._controller
-        controller.probe.close()  # its forwards are collectives, and this rank may end alone
-        if controller.replicas is not None:
-            controller.replicas.close()
+        run = self._run
+        run.features.stop_collectives()
         try:
             self._take_in_what_is_left(patience_seconds=2.0)
         finally:
             if self.shutdown.unanswered:
                 state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
                 self.shutdown.save_alone()
-            controller.close_profile()
-            if controller.emitter.alerts is not None:
-                controller.emitter.alerts.close()
-            with controller.faults.fail_open("close"):
-                if controller.recovery is not None:
-                    controller.recovery.close()
+            run.features.close()
+            with run.faults.fail_open("close"):
+                if run.recovery is not None:
+                    run.recovery.close()
             if self._heartbeat is not None:
-                with controller.faults.fail_open("heartbeat"):
+                with run.faults.fail_open("heartbeat"):
                     self._heartbeat.close()
             away = ""
-            if controller.agent is not None:
-                now = controller.clock.monotonic_ns()
-                away = controller.agent.close(now, step=self._step, attempt=self.attempt)
+            if run.agent is not None:
+                now = run.clock.monotonic_ns()
+                away = run.agent.close(now, step=self._step, attempt=self.attempt)
             self.shutdown.say(state, reason)
-            if controller.terminal is not None:
-                how = "was stopped" if controller.halted is not None else state
-                with controller.faults.fail_open("terminal"):
-                    controller.terminal.ended(how, controller.last_step + 1)
-                    if away and controller.agent is not None:
-                        controller.terminal.left_behind(away, controller.agent.pid)
+            if run.terminal is not None:
+                how = "was stopped" if run.halted is not None else state
+                with run.faults.fail_open("terminal"):
+                    run.terminal.ended(how, run.last_step + 1)
+                    if away and run.agent is not None:
+                        run.terminal.left_behind(away, run.agent.pid)
             self._release()
             closed(self)
 
@@ -369,9 +370,9 @@ class Loop:
         interrupted = isinstance(error, KeyboardInterrupt)
         text = f"{type(error).__name__}: {error}"[:500]
         self.end("interrupted" if interrupted else "failed", text)
-        terminal, recovery = self._controller.terminal, self._controller.recovery
+        terminal, recovery = self._run.terminal, self._run.recovery
         if interrupted and terminal is not None and recovery is not None:
-            with self._controller.faults.fail_open("terminal"):
+            with self._run.faults.fail_open("terminal"):
                 terminal.interrupted(self._newest_on_disk(recovery), recovery.settings.directory)
 
     def _newest_on_disk(self, recovery: RecoveryManager) -> int | None:
@@ -379,18 +380,18 @@ class Loop:
         steps = [ref.step for ref in recovery.refs() if ref.where == "disk"]
         step, attempt = recovery.newest_saved
         # One that was complete just now: no step has told all ranks of it.
-        if attempt and self._controller.plan.plan.holds(step, attempt):
+        if attempt and self._run.plan.plan.holds(step, attempt):
             steps.append(step)
         return max(steps, default=None)
 
     def _take_in_what_is_left(self, *, patience_seconds: float | None) -> None:
         """Judge and write down the steps whose numbers are still on their way."""
-        controller, readback = self._controller, self._device.readback
-        while controller.halted is None:
+        run, readback = self._run, self._device.readback
+        while run.halted is None:
             left = readback.pop(patience_seconds=patience_seconds)
             if left is None:
                 return
-            controller.carry_out_at_end(controller.handle(*left, now_step=self._step))
+            carry_out_at_end(run, judge_returned(run, *left, now_step=self._step))
 
     def _release(self) -> None:
         self._parts.close()

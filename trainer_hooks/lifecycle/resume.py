@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_hooks.step.controller import StepController
+from trainer_hooks.features import check_resumable
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.emit import TokenCount
-from trainvitals.auto_clip import AutoClip
-from trainvitals.early_stopping import EarlyStopping, Stopper
 from trainvitals.errors import ConfigError, FormatError, NewerVersionError
 from trainvitals.policy import Judge, JudgeConfig
 from trainvitals.printable import name_type
@@ -30,24 +29,21 @@ class LoopState:
     step: int
     detectors: dict[str, Any]
     tokens: TokenCount
-    stopping: dict[str, Any] | None
-    """Of early stopping; None where the run had none."""
-    auto_clip: dict[str, Any] | None
-    """Norms of ``max_norm="auto"``; None if the run did not use it."""
+    features: dict[str, Any]
+    """States of the features, by key; None if the run did not use one."""
 
 
-def loop_state(controller: StepController, step: int) -> dict[str, Any]:
+def loop_state(run: RunContext, step: int) -> dict[str, Any]:
     """Return the state as JSON types."""
     return {
         _KEY: VERSION,
-        "run_id": controller.run_dir.run_id,
-        "attempt": controller.attempt,
+        "run_id": run.run_dir.run_id,
+        "attempt": run.attempt,
         "step": step,
-        "detectors": controller.judge.detector_state(),
-        "tokens_seen": controller.log.tokens.seen,
-        "tokens_trained": controller.log.tokens.trained,
-        "stopping": controller.stopping_state(),
-        "auto_clip": controller.auto_clip_state(),
+        "detectors": run.judge.detector_state(),
+        "tokens_seen": run.log.tokens.seen,
+        "tokens_trained": run.log.tokens.trained,
+        **run.features.resumable_state(),
     }
 
 
@@ -83,33 +79,13 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
             step=int(state["step"]),
             detectors=dict(state["detectors"]),
             tokens=TokenCount(int(state["tokens_seen"]), int(state["tokens_trained"])),
-            stopping=_stopping(state.get("stopping")),
-            auto_clip=_auto_clip(state.get("auto_clip")),
+            features=check_resumable(state),
         )
     except _DAMAGE as error:
         raise FormatError(
             f"the monitor's state is damaged: {type(error).__name__}: {error}",
             hint="leave it out: the limits then warm up again",
         ) from error
-
-
-def _stopping(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the state of early stopping, once one could go on from it."""
-    if state is None:
-        return None
-    settings = EarlyStopping(metric=state["metric"], mode=state["mode"])
-    Stopper(settings).load_state_dict(state)
-    return dict(state)
-
-
-def _auto_clip(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the norms of each turn, once limits could be computed from them."""
-    if state is None:
-        return None
-    for turn, norms in state.items():
-        int(turn)
-        AutoClip().load_state_dict(norms)
-    return dict(state)
 
 
 def _try_out(judge: Judge, state: dict[str, Any]) -> None:

@@ -19,8 +19,9 @@ from types import FrameType
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
+from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.lifecycle.sigterm_watchdog import SigtermWatchdog
-from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.context import RunContext
 from trainvitals.records import RunEnded
 
 _LOG = logging.getLogger("trainvitals")
@@ -50,11 +51,12 @@ class Open(Protocol):
 class Shutdown:
     """Says once how this rank's part of the run ended."""
 
-    def __init__(self, controller: StepController) -> None:
-        self._controller = controller
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._sigterm = run.features[SigtermFeature]
         self._pid = os.getpid()
         self._said = self.interrupted = False
-        recovery = controller.recovery
+        recovery = run.recovery
         in_main = threading.current_thread() is threading.main_thread()
         self._grace = None
         if recovery is not None and in_main and recovery.settings.grace_seconds > 0:
@@ -68,7 +70,7 @@ class Shutdown:
     @property
     def is_rank0(self) -> bool:
         """Whether this rank speaks for the run."""
-        return self._controller.is_rank0
+        return self._run.is_rank0
 
     @property
     def saves(self) -> bool:
@@ -77,12 +79,12 @@ class Shutdown:
 
     def told_to_stop(self) -> None:
         """Let the next step tell all ranks that this one was sent SIGTERM."""
-        self._controller.told_to_stop = True
+        self._sigterm.is_received = True
 
     @property
     def unanswered(self) -> bool:
         """Whether this rank was sent SIGTERM and no step was left to tell the others."""
-        return self._controller.told_to_stop
+        return self._sigterm.is_received
 
     def met(self) -> None:
         """All ranks have heard it, or the loop is over: no rank saves alone any more."""
@@ -94,7 +96,7 @@ class Shutdown:
 
         A loop with a handler of its own is not ended: it may be saving too.
         """
-        ours = self._controller.told_to_stop or signal.getsignal(signal.SIGTERM) is _on_sigterm
+        ours = self._sigterm.is_received or signal.getsignal(signal.SIGTERM) is _on_sigterm
         ends = ours and not exits_by_itself()
         try:
             self.save_alone()
@@ -107,24 +109,22 @@ class Shutdown:
 
     def save_alone(self) -> None:
         """Save this rank's part of its last snapshot, asking nobody."""
-        with self._controller.faults.fail_open("save_alone"):
-            if self._controller.recovery is not None:
-                self._controller.recovery.save_alone()
+        with self._run.faults.fail_open("save_alone"):
+            if self._run.recovery is not None:
+                self._run.recovery.save_alone()
 
     def say(self, state: EndState, reason: str) -> None:
         """Write the last event; rank 0 for the run, another rank only of its own failure."""
         if self._said or not self.is_ours:
             return
         self._said = True
-        controller = self._controller
+        run = self._run
         if self.interrupted and state == "finished":
             state, reason = "interrupted", "SIGTERM"
-        if controller.halted is None and (controller.is_rank0 or state == "failed"):
+        if run.halted is None and (run.is_rank0 or state == "failed"):
             event = RunEnded(state=state, reason=reason)
-            controller.emitter.event(
-                event, step=controller.last_step + 1, attempt=controller.attempt
-            )
-        controller.emitter.close()
+            run.emitter.event(event, step=run.last_step + 1, attempt=run.attempt)
+        run.emitter.close()
 
     def close(self) -> None:
         """Leave SIGTERM's time of grace to others."""
@@ -133,7 +133,7 @@ class Shutdown:
 
     def put_off(self, call: Callable[[], None]) -> bool:
         """Have ``call`` made after the write the main thread is in; False where it is in none."""
-        return self._controller.emitter.put_off(call)
+        return self._run.emitter.put_off(call)
 
 
 EXIT_CODE = 128 + signal.SIGTERM

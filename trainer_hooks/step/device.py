@@ -35,7 +35,14 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.stateful import Stateful
 from trainer_hooks.step.gradients import ALL, GradNorms
-from trainer_hooks.step.reduce_vector import NUM_FIGURES, AsyncCopy, PackLayout, ReduceVector
+from trainer_hooks.step.reduce_vector import (
+    CORE_FIELDS,
+    NUM_FIGURES,
+    AsyncCopy,
+    PackLayout,
+    ReduceVector,
+    VectorFields,
+)
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
@@ -133,6 +140,7 @@ def lay_out(
     signals: SignalSettings | None = None,
     engine: Engine | None = None,
     names: Sequence[str] = (),
+    fields: VectorFields = CORE_FIELDS,
 ) -> Device:
     """Create everything that works on the device. Collective: the ranks compare their parts."""
     state = state or {}
@@ -141,7 +149,7 @@ def lay_out(
     norms = engine.norms(ranks)
     sampler = _sampler(signals, model, norms, ranks, faults, optimizers)
     sampled, own_numbers = (0, 0) if sampler is None else (sampler.pack_size, sampler.own_size)
-    layout = PackLayout.of(len(norms.names), ranks, sampled)
+    layout = PackLayout.of(len(norms.names), ranks, sampled, fields)
     memories = registered(model, state)
     shadow = Shadows(BufferShadow(model), *memories.values())
     # If one optimizer needs the verdict on the host, every step waits for it: no lag then.

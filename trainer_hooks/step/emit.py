@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import deque
@@ -12,7 +11,7 @@ from functools import wraps
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
 from msgspec.structs import replace
 
@@ -20,7 +19,6 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import Sampler, Samples
 from trainer_hooks.step.gradients import ALL
-from trainer_hooks.step.profiling import Lateness, Slowdowns
 from trainer_hooks.step.reduce_vector import Derived, Reduced
 from trainvitals.catalog import (
     LAYERS_SCHEMA,
@@ -38,11 +36,7 @@ from trainvitals.records import EVENT_SCHEMA, Event, FindingRaised, NamesDefined
 from trainvitals.rows import Schema, Value
 
 if TYPE_CHECKING:
-    from trainer_hooks.guard.declared import DeclaredSchedule
     from trainer_hooks.measures.noise import NoiseScale
-    from trainer_hooks.step.user_alerts import RankAlerts
-
-_LOG = logging.getLogger("trainvitals")
 
 LAYERS_EVERY = 10
 """Steps between rows of layer norms if there is no recent finding."""
@@ -87,7 +81,7 @@ class _StepRow:
     """Collects a step's row: one value per column, in the schema's order."""
 
     def __init__(self, schema: Schema, *, num_groups: int, is_rank0: bool) -> None:
-        self._controller = attrgetter(*_FROM_HOST.values())
+        self._host_values = attrgetter(*_FROM_HOST.values())
         self._record = attrgetter(*_FROM_RECORD)
         self._is_rank0 = is_rank0
         self._num_groups = num_groups
@@ -105,7 +99,7 @@ class _StepRow:
         """Return the row's values; a value that no source provides is missing."""
         others = map(extra.get, self._others)
         if not self._is_rank0:
-            return self._in_order((*self._controller(measured), *others))
+            return self._in_order((*self._host_values(measured), *others))
         factor, clipped = measured.lr_factor, record.grad_norm
         limit = measured.auto_max_norm if measured.clips_automatically else measured.max_norm
         if clipped is not None and limit is not None and clipped > limit:
@@ -116,7 +110,7 @@ class _StepRow:
             clipped = None
         known = measured.learning_rates[: self._num_groups]
         rates = [None if rate is None else rate * factor for rate in known]
-        own = (*self._controller(measured), *self._record(record), factor, clipped)
+        own = (*self._host_values(measured), *self._record(record), factor, clipped)
         return self._in_order((*own, *rates, *others))
 
 
@@ -162,6 +156,16 @@ def _writes(
     return write
 
 
+class JournalObserver(Protocol):
+    """Sees what a rank writes: custom alerts judge it. Its methods fail open."""
+
+    def saw_row(self, step: int, attempt: int, row: Sequence[Value]) -> None:
+        """Use a step's row, in the order of ``Emitter.columns``."""
+
+    def saw_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
+        """Use a scalar of the loop."""
+
+
 class Emitter:
     """The only output of a rank. Every method fails open."""
 
@@ -186,8 +190,8 @@ class Emitter:
         schema = steps_schema(num_groups=num_groups)
         self._steps = None if journal is None else journal.open_stream(schema)
         self.columns = tuple(column.name for column in schema.columns)
-        self.alerts: RankAlerts | None = None
-        """Judges custom alerts by everything that is written here; None without alerts."""
+        self.observer: JournalObserver | None = None
+        """Gets every row and scalar that is written here."""
         self._row = _StepRow(schema, num_groups=num_groups, is_rank0=is_rank0)
         self._scalar_ids: dict[str, int] = {}
         self._refused_scalars: set[str] = set()
@@ -276,8 +280,8 @@ class Emitter:
                 names = NamesDefined(stream="scalars", names={new: name})
                 self.event(names, step=step, attempt=attempt)
             stream.append([*head, self._scalar_ids[name], number])
-            if self.alerts is not None:
-                self.alerts.saw_scalar(name, number, step=step, attempt=attempt)
+            if self.observer is not None:
+                self.observer.saw_scalar(name, number, step=step, attempt=attempt)
 
     def _number(self, name: str, value: object, *, step: int, attempt: int) -> float | None:
         """Return a scalar as a number; an invalid one is counted, and reported once per name."""
@@ -310,8 +314,8 @@ class Emitter:
                 self._tell_losses(stream)
             row = self._row.of(measured, record, extra)
             stream.append(row)
-            if self.alerts is not None:
-                self.alerts.saw_row(measured.step, measured.attempt, row)
+            if self.observer is not None:
+                self.observer.saw_row(measured.step, measured.attempt, row)
         except Exception as error:  # noqa: BLE001 - as in _writes
             self._faults.count("journal.step", error)
         finally:
@@ -402,11 +406,6 @@ class StepLog:
         self._faults = faults
         self._is_rank0 = is_rank0
         self.tokens = TokenCount()
-        self.lateness = Lateness()
-        self.slowdowns: Slowdowns | None = None
-        """Orders a profile if the run gets slower; on rank 0, if enabled."""
-        self.schedule: DeclaredSchedule | None = None
-        """Schedule that the learning rates are compared with; on rank 0, if one was declared."""
 
     def write(
         self,
@@ -417,8 +416,8 @@ class StepLog:
         samples: Samples | None,
         judgement: Judgement,
         name: str = "",
-    ) -> None:
-        """Write the row, the layers' rows, changes, and findings.
+    ) -> dict[str, Value]:
+        """Write the row, the layers' rows, changes, and findings; return the row's own columns.
 
         ``name`` is the name of an optimizer that was stepped alone. Its numbers are written as
         scalars, such as ``loss/generator``; the first optimizer's numbers are the run's as well.
@@ -445,10 +444,6 @@ class StepLog:
                     extra["tokens_seen"] = self.tokens.seen
                     extra["tokens_trained"] = self.tokens.trained
         emitter, step, attempt = self._emitter, measured.step, measured.attempt
-        self.lateness.add(extra, measured.data_wait_seconds)
-        if self.slowdowns is not None and of_run:
-            with self._faults.fail_open("slowdowns"):
-                self.slowdowns.add(step, attempt, extra, measured.duration_seconds)
         if name:
             if self._is_rank0:
                 emitter.scalars(_by_name(record, name), step=step, attempt=attempt)
@@ -475,22 +470,12 @@ class StepLog:
             emitter.note("flops", text, step=step, attempt=attempt)
         for finding in judgement.findings:
             emitter.of_run(FindingRaised(finding=finding), step=step, attempt=attempt)
-        if self.schedule is not None:
-            self._hold_against(self.schedule, measured, skipped=record.skipped)
-        for reading in judgement.readings:
-            emitter.of_run(reading, step=step, attempt=attempt)
+        return extra
 
-    def _hold_against(
-        self, schedule: DeclaredSchedule, measured: HostMeasurements, *, skipped: bool
-    ) -> None:
-        """Report a rate that has left the declared schedule, also at the terminal."""
-        with self._faults.fail_open("schedule"):
-            finding = schedule.judge(measured, skipped=skipped)
-            if finding is not None:
-                _LOG.warning("vitals: step %d: %s", finding.step, finding.reason)
-                self._emitter.of_run(
-                    FindingRaised(finding=finding), step=measured.step, attempt=measured.attempt
-                )
+    def write_readings(self, measured: HostMeasurements, judgement: Judgement) -> None:
+        """Write what the probe read for a judgement; after everything else about the step."""
+        for reading in judgement.readings:
+            self._emitter.of_run(reading, step=measured.step, attempt=measured.attempt)
 
 
 _OF_THE_RUN = ("rank_loss", "loss_spread")

@@ -1,7 +1,7 @@
 """The parts of a guarded step; ``monitor`` and ``attached`` call them in order.
 
 prepare (fails open) -> exchange (one collective) -> verdict and update, on the device -> the host
-handles the step from ``lag`` steps ago (``trainer_hooks.step.controller``).
+handles the step from ``lag`` steps ago (``trainer_hooks.step.run``).
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from trainer_hooks.measures.host import (
     learning_rates,
     weight_decay,
 )
-from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.device import Device
+from trainer_hooks.step.feature import OutgoingStep
 from trainer_hooks.step.gradients import local_tensor, no_gradients, reads_are_free, scale
 from trainer_hooks.step.micro import MicroLosses
 from trainer_hooks.step.reduce_vector import (
     SHORT_FROM,
+    Rank0Values,
     RankContribution,
     Reduced,
     Verdict,
@@ -41,9 +43,12 @@ from trainer_hooks.step.reduce_vector import (
     judge_on_device,
 )
 from trainvitals.auto_clip import MaxNorm
+from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
+_NO_CLIP = 10.0
+"""Multiple of the norm's limit from which a clip has no effect on an outlier."""
 MAX_LOSSES = 20
 """Losses without a step after which we check whether the loop steps something else."""
 MIN_WINDOWS = 3
@@ -80,12 +85,10 @@ class Orders(NamedTuple):
 class StepPhases:
     """Measures, exchanges, clips and reports one step after another."""
 
-    def __init__(
-        self, device: Device, controller: StepController, *, tokens_per_step: int | None
-    ) -> None:
+    def __init__(self, device: Device, run: RunContext, *, tokens_per_step: int | None) -> None:
         self._device = device
-        self._controller = controller
-        self.clock = controller.times
+        self._run = run
+        self.clock = run.times
         self.clock.sections = device.sections
         self._tokens_per_step = tokens_per_step
         self._micro = MicroLosses(device.optimizers)
@@ -219,13 +222,14 @@ class StepPhases:
         Raises:
             UsageError: the weights are currently replaced by the averages of an EMA.
         """
-        device, controller = self._device, self._controller
+        device, run = self._device, self._run
         if device.averages is not None:
             device.averages.refuse_swapped()
         self._look_at_groups()
         turn, device.norms.part = self.turn, self.turn.part
         is_set = is_scheduled(device.schedulers, device.optimizers[0], self._rates)
-        root = controller.rank0_values(step, max_norm, turn.number, self._rates, is_set)
+        outgoing = OutgoingStep(step, run.attempt, turn.number, max_norm, self._rates, is_set)
+        root = _rank0_values(run, outgoing)
         device.norms.align()
         if turn.number:
             overflow = overflow_flag(device.scaler, turn.optimizers, device.norms.device)
@@ -233,15 +237,15 @@ class StepPhases:
             overflow = device.engine.overflow()
         grads: list[Tensor] | None = None
         failed, given = True, StepLoss()
-        with controller.faults.fail_open("loss"):
+        with run.faults.fail_open("loss"):
             given = self._take_losses(loss, weight)
-        with controller.faults.fail_open("prepare"):
+        with run.faults.fail_open("prepare"):
             where, grads = device.norms.gradients()
             device.norms.squares_into(device.packer.squares, where, grads)
-            local = self._local(step, given, len(grads), overflow, norm, max_norm)
+            local = self._local(outgoing, given, len(grads), overflow, norm)
             device.packer.fill(local, root)
             if device.sampler is not None:
-                with controller.faults.fail_open("signals"):
+                with run.faults.fail_open("signals"):
                     scale = device.engine.loss_scale()
                     device.sampler.fill(step, device.packer.sampled, scale)
             failed = False
@@ -252,14 +256,11 @@ class StepPhases:
                 weight=0.0,
                 overflow=overflow,
                 failed=True,
-                digest=controller.digest,
-                terminating=controller.told_to_stop,
-                holds_evaluated=controller.holds_evaluated(step),
-                probe_ready=controller.probe_ready,
+                values=run.features.contribute_always(outgoing),
             )
             device.packer.clear()
             device.packer.fill(local, root)
-        elif not grads and first and controller.ranks.world_size == 1:
+        elif not grads and first and run.ranks.world_size == 1:
             raise no_gradients(turn.name)
         return Prepared(
             device.norms.untouched() if grads is None else grads, given.weighted, failed
@@ -268,14 +269,14 @@ class StepPhases:
     def _look_at_groups(self) -> None:
         """Read the groups' settings of this step, before a scheduler changes them."""
         optimizers = self._device.optimizers
-        with self._controller.faults.fail_open("signals"):
+        with self._run.faults.fail_open("signals"):
             self._rates = learning_rates(optimizers)
-            if self._controller.is_rank0:
+            if self._run.is_rank0:
                 self._weight_decay = weight_decay(optimizers)
-            self._changes = self._settings.take_changes() if self._controller.is_rank0 else []
+            self._changes = self._settings.take_changes() if self._run.is_rank0 else []
         if len(self._rates) != self._num_groups:
             error = _another_group(len(self._rates), self._num_groups)
-            self._controller.faults.count("param_groups", error)
+            self._run.faults.count("param_groups", error)
 
     def counted(self, flops: float) -> None:
         """Add counted FLOPs of the current step."""
@@ -283,39 +284,32 @@ class StepPhases:
 
     def _local(
         self,
-        step: int,
+        outgoing: OutgoingStep,
         given: StepLoss,
         num_gradients: int,
         overflow: Tensor | None,
         norm: Tensor | None,
-        max_norm: MaxNorm | None,
     ) -> RankContribution:
-        norms, controller = self._device.norms, self._controller
+        norms, run = self._device.norms, self._run
         return RankContribution(
             loss=given.loss,
             weight=given.weight,
             overflow=overflow,
-            nonfinite_params=norms.nonfinite_parameters() if controller.probe_parameters else None,
+            nonfinite_params=norms.nonfinite_parameters() if run.checks_parameters else None,
             num_gradients=num_gradients,
             norm_before_clip=norm,
-            nonfinite_state=controller.nonfinite_state(step),
-            replicas=controller.replicas_word(step, max_norm, self.turn.number),
-            snapshot_missed=controller.recovery is not None and controller.recovery.missed(step),
-            digest=controller.digest,
-            terminating=controller.told_to_stop,
-            holds_evaluated=controller.holds_evaluated(step),
-            probe_ready=controller.probe_ready,
+            values=run.features.contribute(outgoing),
         )
 
     # ----------------------------------------------------------------------- from the exchange on
 
     def exchange(self) -> Verdict:
         """Sum the pack over the ranks, in the only collective of a step, and judge it."""
-        packer, ranks = self._device.packer, self._controller.ranks
+        packer, ranks = self._device.packer, self._run.ranks
         if ranks.world_size > 1:
             pack = packer.pack
             self._exchange = self.clock.exchange(pack.device, lambda: ranks.reduce(pack))
-        if not self._controller.owns_clip:
+        if not self._run.given.owns_clip:
             packer.undo_clip()
         row = self._rows.get(self.turn.number, self._no_row)
         verdict = judge_on_device(packer.layout, packer.pack, row)
@@ -333,24 +327,23 @@ class StepPhases:
         """Clip, prepare the update, and return the orders of the verdict for each optimizer."""
         device = self._device
         # Observe mode changes nothing in the loop, including the scaler's own skip.
-        bad = verdict.bad if self._controller.mode != "observe" else verdict.overflow
+        bad = verdict.bad if self._run.mode != "observe" else verdict.overflow
         skip_on_host = bool(bad.item()) if device.engine.reads_verdict else None
         divisor = None
         if max_norm is not None and prepared.grads and not skip_on_host:
             divisor = self._clip(verdict, prepared, max_norm)
-        if self._controller.recovery is not None:
-            self._controller.recovery.before_update()
+        self._run.features.before_update()
         if device.sampler is not None:
             device.sampler.before_update(step)
         if device.averages is not None:
-            with self._controller.faults.fail_open("averages"):
+            with self._run.faults.fail_open("averages"):
                 device.averages.judged(bad, self.turn.optimizers)
         return Orders(bad, skip_on_host, divisor, self._lr_factor(step))
 
     def _lr_factor(self, step: int) -> float:
         # The first optimizer's rate is the one that is judged.
         rate = self._rates[0] if self.turn.is_headline else None
-        return self._controller.judge.lr_factor_at(step, rate)
+        return self._run.judge.lr_factor_at(step, rate)
 
     def apply(self, guards: Sequence[OptimizerGuard], orders: Orders) -> None:
         """Step the optimizers as ordered; their time counts as the loop's."""
@@ -364,7 +357,7 @@ class StepPhases:
                 )
         if (averages := self._device.averages) is not None:
             for guard in guards:
-                with self._controller.faults.fail_open("ema"):
+                with self._run.faults.fail_open("ema"):
                     averages.stepped(guard.optimizer)
         # Optimizers that are stepped one after another by the loop are not all done here.
         if (sampler := self._device.sampler) is not None and len(guards) == len(self.turn.guards):
@@ -378,14 +371,14 @@ class StepPhases:
         """
         if first:
             refuse_max_norm(max_norm)
-        with self._controller.faults.fail_open("max_norm"):
+        with self._run.faults.fail_open("max_norm"):
             refuse_max_norm(max_norm)
             return None if max_norm == math.inf else max_norm
         return None
 
     def settle(self, orders: Orders) -> None:
         """Restore what forward wrote in a bad step, and copy the state for the next step."""
-        if self._controller.mode != "observe":
+        if self._run.mode != "observe":
             self._device.shadow.settle(orders.bad)
         else:
             self._device.shadow.keep()
@@ -400,9 +393,9 @@ class StepPhases:
         """
         norm = verdict.grad_norm
         if prepared.failed and self._device.norms.replicated:
-            with self._controller.faults.fail_open("clip"):
+            with self._run.faults.fail_open("clip"):
                 own = torch.nn.utils.get_total_norm(prepared.grads).to(norm)
-                measured = verdict.num_failed != self._controller.ranks.world_size
+                measured = verdict.num_failed != self._run.ranks.world_size
                 norm = torch.where(measured, norm, own)
         # Most steps do not clip: on the CPU a read is free and saves a pass over the gradients.
         is_free = reads_are_free(norm.device)
@@ -439,7 +432,7 @@ class StepPhases:
         host_step = self._host_step(step, max_norm, prepared.weighted, position, samples)
         host_step.before_clip = before_clip
         host_step.clip_unknown = before_clip and max_norm is None
-        agent, now = self._controller.agent, host_step.monotonic_ns
+        agent, now = self._run.agent, host_step.monotonic_ns
         if agent is not None and now >= agent.next_look_ns:
             agent.look(now, step=step, attempt=host_step.attempt)
         return device.readback.push(numbers, host_step)
@@ -449,7 +442,7 @@ class StepPhases:
 
         During a row of outliers, each one is judged before the next update.
         """
-        return self._device.readback.pop() if self._controller.judge.is_suspicious else None
+        return self._device.readback.pop() if self._run.judge.is_suspicious else None
 
     def _loss_scale(self) -> Tensor:
         """Return the scaler's scale on the device; NaN without a scaler."""
@@ -468,17 +461,17 @@ class StepPhases:
         samples: int | None,
     ) -> HostMeasurements:
         """Return this rank's host measurements, and start the times of the next step."""
-        clock = self._controller.clock
+        clock = self._run.clock
         times = self.clock.finish()
         self.clock.step = step + 1
         memory, estimate = DeviceMemory(), None
-        with self._controller.faults.fail_open("signals"):
+        with self._run.faults.fail_open("signals"):
             memory = device_memory(self._device.norms.device)
             estimate = self._device.memory.count_step()
         flops, self._flops = self._flops, None
         return HostMeasurements(
             step=step,
-            attempt=self._controller.attempt,
+            attempt=self._run.attempt,
             time_unix_ns=clock.time_ns(),
             monotonic_ns=clock.monotonic_ns(),
             duration_seconds=times.duration,
@@ -510,6 +503,26 @@ class StepPhases:
             num_batches=None if position is None else position.num_batches,
             turn=self.turn.number,
         )
+
+
+def _rank0_values(run: RunContext, outgoing: OutgoingStep) -> Rank0Values | None:
+    """Return rank 0's limits and the features' values; None on the other ranks."""
+    if not run.is_rank0:
+        return None
+    turn, values = outgoing.turn, run.features.rank0_values(outgoing)
+    limits = run.judge.limits(turn) if not values["expect_steps"] else Limits()
+    # A clip at a thousand times the usual norm does not reduce any outlier.
+    usual, clip = limits.grad_norm, outgoing.max_norm
+    if clip == "auto":
+        clip = values["auto_max_norm"]
+    return Rank0Values(
+        loss_limit=limits.loss,
+        grad_norm_limit=limits.grad_norm,
+        clips=clip is not None and clip != math.inf and (usual is None or clip <= _NO_CLIP * usual),
+        max_row=run.judge.max_row(turn),
+        skips=run.judge.facts.is_skipped(outgoing.step),
+        values=values,
+    )
 
 
 def _another_group(now: int, watched: int) -> UsageError:

@@ -1,6 +1,6 @@
 """The vector that the ranks sum in a step: filled, judged on the device, and read on the host.
 
-    squares of every parameter | rank 0's words | RANK_FIELDS of rank 0 | of rank 1 | ... | sampled
+    squares of every parameter | rank 0's numbers | fields of rank 0 | of rank 1 | ... | sampled
 
 The last part exists if signals are enabled (``trainer_hooks.measures.sampled``).
 
@@ -8,7 +8,7 @@ A rank writes its own slots and leaves the others zero, so a sum is also a gathe
 collective provides the maximum, the spread and the rank at fault. Above MAX_SLOTS ranks, adjacent
 ranks share a slot, which holds the sum of their values, and a second part identifies the ranks:
 
-    RANK_FIELDS of slot 0 | of slot 1 ... | the same as bits | OWN_FIELDS of rank 0 | of rank 1 ...
+    fields of slot 0 | of slot 1 ... | the same as bits | exact fields of rank 0 | of rank 1 ...
 
 In the bits, the i-th rank of a slot adds 2**i if its number is not zero: such a sum is exact, and
 identifies each of them. Values that need more than a bit have a place per rank: 24 bytes instead of
@@ -25,9 +25,9 @@ import functools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,63 +58,65 @@ MAX_SLOTS = 1024
 MAX_SHARED = 48
 """Most ranks of a slot: a float64 holds this many bits exactly, and the sum of as many digests."""
 
-RANK_FIELDS = (
-    "weighted_loss",  # loss times weight
-    "weight",  # 0 if the rank has no loss
-    "overflow",  # the gradient scaler's own flag
-    "failed",  # the rank's prepare failed: its numbers do not count
-    "bad_squares",  # 1 if this rank's own gradients are non-finite
-    "num_gradients",
-    "nonfinite_params",
-    "norm_before_clip",  # if the loop clips itself and provides it; shared by all ranks
-    "nonfinite_state",  # non-finite tensors of the training state, if it was checked
-    "snapshot_missed",  # the rank could not take the snapshot that was due
-    "digest",  # digest of the last verdict: a mismatch is an incident
-    "terminating",  # the rank received SIGTERM: all ranks save, and stop
-    "holds_evaluated",  # the rank keeps a copy of the latest evaluated state
-    "probe_ready",  # the rank was given a loss_of, and keeps batches for it
-    "replicas",  # 52-bit checksum of state that ranks must hold equal; 0: no comparison
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Numbers that one part of a step adds to the vector, by name."""
+
+    rank0: tuple[str, ...] = ()
+    """Numbers of rank 0, which reach all ranks."""
+    rank: tuple[str, ...] = ()
+    """Numbers of each rank; adjacent ranks share a slot above MAX_SLOTS ranks."""
+    exact: tuple[str, ...] = ()
+    """Those of ``rank`` that also have a place for each rank if slots are shared."""
+
+
+CORE_SLOTS = Slots(
+    rank0=(
+        "loss_limit",
+        "grad_norm_limit",
+        "max_row",  # updates in a row that may be withheld for finite outliers; 0 for none
+        "clips",  # the loop clips outliers
+    ),
+    rank=(
+        "weighted_loss",  # loss times weight
+        "weight",  # 0 if the rank has no loss
+        "overflow",  # the gradient scaler's own flag
+        "failed",  # the rank's prepare failed: its numbers do not count
+        "bad_squares",  # 1 if this rank's own gradients are non-finite
+        "num_gradients",
+        "nonfinite_params",
+        "norm_before_clip",  # if the loop clips itself and provides it; shared by all ranks
+    ),
+    exact=("loss",),  # the quotient of the first two
 )
-ROOT_FIELDS = (
-    "loss_limit",
-    "grad_norm_limit",
-    "max_row",  # updates in a row that may be withheld for finite outliers; 0 for none
-    "clips",  # the loop clips outliers
-    "command_number",
-    "command_action",
-    "command_argument",
-    "next_attempt",  # id of the attempt that a rollback would start
-    "expect_steps",  # an announced change: finite rules discard references, and abstain this long
-    "saved_step",  # step and attempt of the latest complete checkpoint on disk; attempt 0: none yet
-    "saved_attempt",
-    "save_due",  # the time between two checkpoints on disk is over
-    "saving",  # a checkpoint is being written: the next one waits for it
-    "evaluated",  # 1 if the next number is a new value of the metric of early stopping
-    "evaluation",
-    "evaluation_ratio",  # ratio of an evaluation's loss to the previous one; 0: no evaluation
-    "stepped_twice",  # rank 0's loop steps a scheduler that monitor.step() steps too
-    "rate_declared",  # the learning rate rose according to the declared schedule or the scheduler
-    "auto_max_norm",  # the limit of max_norm="auto"; inf: none
-)
-OWN_FIELDS = ("loss", "digest", "replicas")
-"""Fields with a place for each rank if slots are shared."""
-RankField = Literal[
-    "weighted_loss",
-    "weight",
-    "overflow",
-    "failed",
-    "bad_squares",
-    "num_gradients",
-    "nonfinite_params",
-    "norm_before_clip",
-    "nonfinite_state",
-    "snapshot_missed",
-    "digest",
-    "terminating",
-    "holds_evaluated",
-    "probe_ready",
-    "replicas",
-]
+"""Numbers of the norms, the verdict and the update; they come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorFields:
+    """Names of the numbers in the vector, in its order; equal on all ranks."""
+
+    rank0: tuple[str, ...] = CORE_SLOTS.rank0
+    rank: tuple[str, ...] = CORE_SLOTS.rank
+    exact: tuple[str, ...] = CORE_SLOTS.exact
+
+    @classmethod
+    def of(cls, slots: Iterable[Slots]) -> VectorFields:
+        """Return the fields of the core and of these parts, in their order."""
+        parts = (CORE_SLOTS, *slots)
+        fields = cls(
+            tuple(name for part in parts for name in part.rank0),
+            tuple(name for part in parts for name in part.rank),
+            tuple(name for part in parts for name in part.exact),
+        )
+        for names in (fields.rank0, fields.rank):
+            twice = [name for name, count in Counter(names).items() if count > 1]
+            assert not twice, f"two features have the slot {twice[0]!r}; rename one"
+        return fields
+
+
+CORE_FIELDS = VectorFields()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,57 +129,56 @@ class PackLayout:
     world_size: int = 1
     num_sampled: int = 0
     rank: int = 0
+    fields: VectorFields = CORE_FIELDS
+    root: int = field(init=False)
+    """Position of the first of rank 0's numbers."""
+    ranks: int = field(init=False)
+    """Position of the first rank slot."""
+    is_shared: bool = field(init=False)
+    """Whether there are more ranks than slots."""
+    bits: int = field(init=False)
+    """Position of the first bit that identifies the rank of a number in a shared slot."""
+    own: int = field(init=False)
+    """Position of the first per-rank field if slots are shared."""
+    sampled: int = field(init=False)
+    """Position of the first sampled signal."""
+    size: int = field(init=False)
+    """Number of values in the vector."""
+
+    def __post_init__(self) -> None:
+        """Compute the positions once: each step uses them dozens of times."""
+        width, is_shared = len(self.fields.rank), self.num_slots < self.world_size
+        ranks = self.num_params + len(self.fields.rank0)
+        bits = ranks + self.num_slots * width
+        own = bits + is_shared * self.num_slots * width
+        sampled = own + is_shared * self.world_size * len(self.fields.exact)
+        positions = {"root": self.num_params, "ranks": ranks, "is_shared": is_shared}
+        positions |= {"bits": bits, "own": own, "sampled": sampled}
+        positions["size"] = sampled + self.num_sampled
+        for name, position in positions.items():
+            object.__setattr__(self, name, position)
 
     @classmethod
-    def of(cls, num_params: int, ranks: Ranks, num_sampled: int = 0) -> PackLayout:
+    def of(
+        cls,
+        num_params: int,
+        ranks: Ranks,
+        num_sampled: int = 0,
+        fields: VectorFields = CORE_FIELDS,
+    ) -> PackLayout:
         """Return the layout for this job and this rank's slot in it."""
         rank, world_size = ranks.rank, ranks.world_size
         slots = min(world_size, max(MAX_SLOTS, -(-world_size // MAX_SHARED)))
         slot = rank * slots // world_size
-        return cls(num_params, slots, slot, world_size, num_sampled, rank)
+        return cls(num_params, slots, slot, world_size, num_sampled, rank, fields)
 
-    @property
-    def root(self) -> int:
-        """Position of the first of rank 0's words."""
-        return self.num_params
-
-    @property
-    def ranks(self) -> int:
-        """Position of the first rank slot."""
-        return self.num_params + len(ROOT_FIELDS)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether there are more ranks than slots."""
-        return self.num_slots < self.world_size
-
-    @property
-    def bits(self) -> int:
-        """Position of the first bit that identifies the rank of a number in a shared slot."""
-        return self.ranks + self.num_slots * len(RANK_FIELDS)
-
-    @property
-    def own(self) -> int:
-        """Position of the first per-rank field if slots are shared."""
-        return self.bits + self.is_shared * self.num_slots * len(RANK_FIELDS)
-
-    @property
-    def sampled(self) -> int:
-        """Position of the first sampled signal."""
-        return self.own + self.is_shared * self.world_size * len(OWN_FIELDS)
-
-    @property
-    def size(self) -> int:
-        """Number of values in the pack."""
-        return self.sampled + self.num_sampled
-
-    def mine(self, field: RankField) -> int:
+    def mine(self, field: str) -> int:
         """Position of this rank's ``field``."""
-        return self.ranks + self.slot * len(RANK_FIELDS) + RANK_FIELDS.index(field)
+        return self.ranks + self.slot * len(self.fields.rank) + self.fields.rank.index(field)
 
-    def mine_of_own(self, field: Literal["loss", "digest", "replicas"]) -> int:
+    def mine_exact(self, field: str) -> int:
         """Position of this rank's ``field`` if slots are shared."""
-        return self.own + self.rank * len(OWN_FIELDS) + OWN_FIELDS.index(field)
+        return self.own + self.rank * len(self.fields.exact) + self.fields.exact.index(field)
 
     def first_of(self, slot: int) -> int:
         """Return the first rank of a slot, which is also the end of the previous slot."""
@@ -185,15 +186,12 @@ class PackLayout:
 
     def slots(self, pack: Tensor) -> Tensor:
         """Return the rank slots as a view of shape (num_slots, fields)."""
-        return pack[self.ranks : self.bits].view(self.num_slots, len(RANK_FIELDS))
+        return pack[self.ranks : self.bits].view(self.num_slots, len(self.fields.rank))
 
 
 @dataclass(frozen=True, slots=True)
 class RankContribution:
-    """One rank's part of the exchange, in addition to the squares of its gradients.
-
-    ``loss`` and ``weight`` may be device tensors; everything else is a host number.
-    """
+    """One rank's part of the exchange, in addition to the squares of its gradients."""
 
     loss: Tensor | None
     weight: Tensor | float
@@ -202,18 +200,13 @@ class RankContribution:
     num_gradients: int = 0
     failed: bool = False
     norm_before_clip: Tensor | None = None
-    nonfinite_state: Tensor | None = None
-    snapshot_missed: bool = False
-    digest: int = 0
-    terminating: bool = False
-    holds_evaluated: bool = False
-    probe_ready: bool = False
-    replicas: Tensor | float | None = None
+    values: Mapping[str, Tensor | float] = field(default_factory=dict)
+    """Values of the features' slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank0Values:
-    """Rank 0's words: the limits in force and its verified command. None: there is no limit."""
+    """Rank 0's numbers: the limits in force, and those of the features. None: no limit."""
 
     loss_limit: float | None = None
     grad_norm_limit: float | None = None
@@ -222,23 +215,11 @@ class Rank0Values:
     """Number of updates in a row that may be withheld for finite outliers."""
     skips: bool = False
     """Whether an operator skips this update: then every value is above the limits."""
-    command_number: int = 0
-    command_action: int = 0
-    command_argument: float = 0.0
-    next_attempt: int = 0
-    expect_steps: int = 0
-    saved_step: int = 0
-    saved_attempt: int = 0
-    save_due: bool = False
-    saving: bool = False
-    evaluation: float | None = None
-    evaluation_ratio: float = 0.0
-    stepped_twice: bool = False
-    rate_declared: bool = False
-    auto_max_norm: float | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Values of the features' slots; a missing one is 0."""
 
-    def words(self) -> list[float]:
-        """Return the numbers in the order of ROOT_FIELDS."""
+    def words(self, fields: VectorFields) -> list[float]:
+        """Return the numbers in the order of the fields."""
         limits = (
             math.inf if self.loss_limit is None else self.loss_limit,
             math.inf if self.grad_norm_limit is None else self.grad_norm_limit,
@@ -246,24 +227,10 @@ class Rank0Values:
         )
         if self.skips:
             limits = (-math.inf, -math.inf, math.inf)
+        core, values = (*limits, float(self.clips)), self.values
         return [
-            *limits,
-            float(self.clips),
-            float(self.command_number),
-            float(self.command_action),
-            self.command_argument,
-            float(self.next_attempt),
-            float(self.expect_steps),
-            float(self.saved_step),
-            float(self.saved_attempt),
-            float(self.save_due),
-            float(self.saving),
-            float(self.evaluation is not None),
-            0.0 if self.evaluation is None else self.evaluation,
-            self.evaluation_ratio,
-            float(self.stepped_twice),
-            float(self.rate_declared),
-            math.inf if self.auto_max_norm is None else self.auto_max_norm,
+            *core,
+            *[values.get(name, 0.0) for name in fields.rank0[len(core) :]],
         ]
 
 
@@ -277,12 +244,15 @@ class ReduceVector:
         """The part of the pack for the norms; ``clear`` zeroes it."""
         self.sampled = self.pack[layout.sampled :]
         """The part of the pack for sampled signals; empty if none are enabled."""
-        fields: tuple[RankField, ...] = get_args(RankField)
-        self._mine = {field: self.pack[layout.mine(field)] for field in fields}
+        self._position = {name: layout.mine(name) for name in layout.fields.rank}
+        self._mine = {name: self.pack[position] for name, position in self._position.items()}
+        is_shared = layout.is_shared
+        self._exact = [n for n in layout.fields.exact if is_shared and n in self._position]
+        """Fields that are written twice: in the shared slot, and in this rank's own place."""
         self._rest = self.pack[layout.num_params :]
         pinned = device.type == "cuda"
         # Three host buffers in rotation: copies of the last steps may still be in flight.
-        self._controller = [
+        self._host = [
             torch.zeros(
                 layout.size - layout.num_params,
                 dtype=torch.float64,
@@ -292,45 +262,40 @@ class ReduceVector:
             for _ in range(3)
         ]
         # Through numpy: writing one number through torch takes three torch operations.
-        self._words = [controller.numpy() for controller in self._controller]
+        self._words = [buffer.numpy() for buffer in self._host]
         self._turn = 0
 
     def fill(self, local: RankContribution, root: Rank0Values | None) -> None:
         """Write everything except the squares; ``root`` only on rank 0. Never waits."""
         layout, base = self.layout, self.layout.num_params
-        self._turn = (self._turn + 1) % len(self._controller)
-        controller, words = self._controller[self._turn], self._words[self._turn]
+        self._turn = (self._turn + 1) % len(self._host)
+        buffer, words = self._host[self._turn], self._words[self._turn]
         words.fill(0.0)
-        numbers: dict[RankField, float] = {
-            "failed": float(local.failed),
-            "num_gradients": float(local.num_gradients),
-            "snapshot_missed": float(local.snapshot_missed),
-            "digest": float(local.digest),
-            "terminating": float(local.terminating),
-            "holds_evaluated": float(local.holds_evaluated),
-            "probe_ready": float(local.probe_ready),
-        }
-        if isinstance(local.replicas, float) and not local.failed:
-            numbers["replicas"] = local.replicas
+        position, tensors = self._position, {}
+        words[position["failed"] - base] = float(local.failed)
+        words[position["num_gradients"] - base] = float(local.num_gradients)
         has_loss = local.loss is not None and not local.failed
         if has_loss and not isinstance(local.weight, Tensor):
-            numbers["weight"] = local.weight
-        for field, number in numbers.items():
-            words[layout.mine(field) - base] = number
-        if layout.is_shared:
-            words[layout.mine_of_own("digest") - base] = float(local.digest)
+            words[position["weight"] - base] = local.weight
+        for name, value in local.values.items():
+            if isinstance(value, Tensor):
+                tensors[name] = value
+                continue
+            words[position[name] - base] = value
+            if name in self._exact:
+                words[layout.mine_exact(name) - base] = value
         if root is not None:
-            words[: len(ROOT_FIELDS)] = root.words()
-        self._rest.copy_(controller, non_blocking=True)
+            words[: len(layout.fields.rank0)] = root.words(layout.fields)
+        self._rest.copy_(buffer, non_blocking=True)
         if local.overflow is not None:
             self._mine["overflow"].copy_(local.overflow.reshape(()))
         if not local.failed:
-            self._fill_tensors(local)
+            self._fill_tensors(local, tensors)
         if layout.is_shared:
-            self._sign()
+            self._sign([name for name in self._exact if name in tensors])
 
     @torch.no_grad()
-    def _fill_tensors(self, local: RankContribution) -> None:
+    def _fill_tensors(self, local: RankContribution, tensors: Mapping[str, Tensor]) -> None:
         mine = self._mine
         if local.loss is not None:
             # Copied first: a loss multiplied in half precision would be rounded again.
@@ -341,31 +306,31 @@ class ReduceVector:
                 mine["weighted_loss"].mul_(local.weight)
         if local.norm_before_clip is not None:
             mine["norm_before_clip"].copy_(local.norm_before_clip / self.layout.world_size)
-        if local.nonfinite_state is not None:
-            mine["nonfinite_state"].copy_(local.nonfinite_state)
-        if isinstance(local.replicas, Tensor):
-            mine["replicas"].copy_(local.replicas)
         if local.nonfinite_params is not None:
             mine["nonfinite_params"].copy_(local.nonfinite_params)
+        for name, value in tensors.items():
+            mine[name].copy_(value)
         # A sum of squares is non-finite if one of them is: NaN and Inf times 0 are NaN.
         nothing = self.squares.sum() * 0.0
         torch.ne(nothing, nothing, out=mine["bad_squares"])
 
-    def _sign(self) -> None:
+    def _sign(self, exact: Iterable[str]) -> None:
         """Mark this rank's numbers in a shared slot, and write its own fields."""
         pack, layout = self.pack, self.layout
-        begin, width = layout.slot * len(RANK_FIELDS), len(RANK_FIELDS)
+        width = len(layout.fields.rank)
+        begin = layout.slot * width
         slot = pack[layout.ranks + begin : layout.ranks + begin + width]
         bit = 2.0 ** (layout.rank - layout.first_of(layout.slot))
         pack[layout.bits + begin : layout.bits + begin + width] = (slot != 0) * bit
         loss = pack[layout.mine("weighted_loss")] / pack[layout.mine("weight")]
-        pack[layout.mine_of_own("loss")] = loss
-        pack[layout.mine_of_own("replicas")] = pack[layout.mine("replicas")]
+        pack[layout.mine_exact("loss")] = loss
+        for name in exact:
+            pack[layout.mine_exact(name)] = pack[layout.mine(name)]
 
     @property
     def auto_max_norm(self) -> Tensor:
         """The limit of ``max_norm="auto"`` in the reduced pack, 0-dim float64; inf: none."""
-        return self.pack[self.layout.root + ROOT_FIELDS.index("auto_max_norm")]
+        return self.pack[self.layout.root + self.layout.fields.rank0.index("auto_max_norm")]
 
     def undo_clip(self) -> None:
         """Scale the summed squares to those before the loop's own clip, if it provided the norm.
@@ -373,7 +338,7 @@ class ReduceVector:
         This rank's slot then contains the norm after the clip.
         """
         squares, layout = self.squares, self.layout
-        given = layout.slots(self.pack)[:, RANK_FIELDS.index("norm_before_clip")].sum()
+        given = layout.slots(self.pack)[:, layout.fields.rank.index("norm_before_clip")].sum()
         total = squares.sum()
         nothing_left = (total == 0) & torch.isfinite(given)
         squares *= torch.where((given == 0) | nothing_left, 1.0, given * given / total)
@@ -389,28 +354,28 @@ class Reduced:
     """The summed pack on the host: plain numbers that are equal on every rank."""
 
     def __init__(self, layout: PackLayout, numbers: list[float]) -> None:
-        self.layout = layout
+        fields, self.layout = layout.fields, layout
         self.squares = numbers[: layout.num_params]
-        self.root = dict(zip(ROOT_FIELDS, numbers[layout.root : layout.ranks], strict=True))
+        self.root = dict(zip(fields.rank0, numbers[layout.root : layout.ranks], strict=True))
         self.sampled = numbers[layout.sampled : layout.size]
-        self._sums = _by_field(numbers[layout.ranks : layout.bits], RANK_FIELDS)
-        self._bits = _by_field(numbers[layout.bits : layout.own], RANK_FIELDS)
-        self._own = _by_field(numbers[layout.own : layout.sampled], OWN_FIELDS)
+        self._sums = _by_field(numbers[layout.ranks : layout.bits], fields.rank)
+        self._bits = _by_field(numbers[layout.bits : layout.own], fields.rank)
+        self._own = _by_field(numbers[layout.own : layout.sampled], fields.exact)
 
     @property
     def has_gradients(self) -> bool:
         """Whether any rank had a gradient."""
         return any(self._sums["num_gradients"])
 
-    def total(self, field: RankField) -> float:
+    def total(self, field: str) -> float:
         """Return the sum of the field over all ranks."""
         return sum(self._sums[field])
 
-    def of_slot(self, field: RankField) -> float:
+    def of_slot(self, field: str) -> float:
         """Return the sum of the field over this rank's slot: its own up to MAX_SLOTS ranks."""
         return self._sums[field][self.layout.slot]
 
-    def ranks_where(self, field: RankField) -> tuple[int, ...]:
+    def ranks_where(self, field: str) -> tuple[int, ...]:
         """Return the ranks whose value is not zero."""
         if not self.layout.is_shared:
             return tuple(r for r, value in enumerate(self._sums[field]) if value != 0.0)
@@ -432,18 +397,14 @@ class Reduced:
         pairs = zip(self._sums["weighted_loss"], self._sums["weight"], strict=True)
         return [loss / weight if weight else None for loss, weight in pairs]
 
-    def digests(self) -> list[float]:
-        """Return each rank's digest of its last verdict."""
-        return (self._own if self.layout.is_shared else self._sums)["digest"]
+    def by_rank(self, field: str) -> list[float]:
+        """Return each rank's own value of a field that is ``exact``."""
+        return (self._own if self.layout.is_shared else self._sums)[field]
 
     @property
     def is_told_to_skip(self) -> bool:
         """Whether an operator skips this step's update."""
         return self.root["loss_limit"] == -math.inf
-
-    def words(self) -> list[float]:
-        """Return the value by which each rank's replicas are compared; 0.0: no comparison."""
-        return (self._own if self.layout.is_shared else self._sums)["replicas"]
 
     def limit(
         self, field: Literal["loss_limit", "grad_norm_limit", "auto_max_norm"]
@@ -463,9 +424,9 @@ def _by_field(flat: list[float], fields: Sequence[str]) -> dict[str, list[float]
 SHORT_FROM = 1.8e19
 """Square root of the largest float32."""
 
-_SUMMED: tuple[RankField, ...] = ("weighted_loss", "weight", "overflow", "failed")
-assert RANK_FIELDS[:4] == _SUMMED, "the verdict sums these at once"
-assert ROOT_FIELDS[:3] == ("loss_limit", "grad_norm_limit", "max_row"), "it reads these"
+_SUMMED = ("weighted_loss", "weight", "overflow", "failed")
+assert CORE_SLOTS.rank[:4] == _SUMMED, "the verdict sums these at once"
+assert CORE_SLOTS.rank0[:3] == ("loss_limit", "grad_norm_limit", "max_row"), "it reads these"
 
 _FACTS = (BAD_LOSS, BAD_GRADIENTS, OVERFLOW, RANK_FAILED, WITHHELD, LOSS_OUTLIER, NORM_OUTLIER)
 _STOPS = BAD_LOSS | BAD_GRADIENTS | OVERFLOW | WITHHELD
@@ -592,7 +553,7 @@ Note = TypeVar("Note")
 
 @dataclass(slots=True)
 class _Pending(Generic[Note]):
-    controller: Tensor
+    buffer: Tensor
     event: torch.cuda.Event | None
     note: Note
 
@@ -617,13 +578,13 @@ class AsyncCopy(Generic[Note]):
     def push(self, numbers: Tensor, note: Note) -> tuple[list[float], Note] | None:
         """Start the copy of this step's numbers; return those of ``lag`` steps ago."""
         # Empty if a Ctrl-C interrupted between taking and noting one, and training continued.
-        controller = self._free.pop() if self._free else self._buffer()
-        controller.copy_(numbers, non_blocking=True)
+        buffer = self._free.pop() if self._free else self._buffer()
+        buffer.copy_(numbers, non_blocking=True)
         event = None
         if self._cuda:
             event = torch.cuda.Event()
             event.record()
-        self._pending.append(_Pending(controller, event, note))
+        self._pending.append(_Pending(buffer, event, note))
         return self.pop() if len(self._pending) > self.lag else None
 
     def pop(self, *, patience_seconds: float | None = None) -> tuple[list[float], Note] | None:
@@ -637,8 +598,8 @@ class AsyncCopy(Generic[Note]):
         pending = self._pending.popleft()
         if pending.event is not None and not _arrived(pending.event, patience_seconds):
             return None
-        numbers: list[float] = pending.controller.tolist()
-        self._free.append(pending.controller)
+        numbers: list[float] = pending.buffer.tolist()
+        self._free.append(pending.buffer)
         return numbers, pending.note
 
 
@@ -781,7 +742,7 @@ def dissenters(reduced: Reduced) -> tuple[int, ...]:
 
     With two equal halves, the half with rank 0 counts as correct.
     """
-    digests = reduced.digests()
+    digests = reduced.by_rank("digest")
     if min(digests) == max(digests):
         return ()
     usual = Counter(digests).most_common(1)[0][0]

@@ -28,6 +28,7 @@ from msgspec import Meta
 from trainvitals.config import AboveOne, AboveZero, AtLeastOne, Settings
 from trainvitals.records import Finding, StepRecord
 from trainvitals.stateful import Stateful, StatefulRow
+from trainvitals.units import humanize_count
 
 SIGMA_PER_MAD = 1.4826
 """Standard deviations per median absolute deviation for normal samples."""
@@ -205,12 +206,13 @@ class NonFiniteDetector(Detector):
 
     def _params(self, record: StepRecord) -> Finding:
         ranks = record.nonfinite_ranks
+        num_ranks = humanize_count(record.nonfinite_params, "rank")
         return Finding(
             kind="nonfinite_params",
             level="actionable",
             step=record.step,
             detector=self.name,
-            reason=f"parameters are non-finite on {record.nonfinite_params} rank(s)",
+            reason=f"parameters are non-finite on {num_ranks}",
             rank=ranks[0] if len(ranks) == 1 == record.nonfinite_params else -1,
             value=float(record.nonfinite_params),
             onset_step=record.step,

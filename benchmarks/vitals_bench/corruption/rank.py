@@ -222,7 +222,7 @@ def _play(rank: int, trial: Trial | None, *, heals: bool, events: list[Any]) -> 
 
 def hear(monitor: Any, events: list[Any]) -> None:
     """Have what the monitor writes of the run put into a list as well."""
-    emitter = monitor._controller.emitter
+    emitter = monitor._run.emitter
     write = emitter.event
 
     def event(event: Any, **place: Any) -> None:
@@ -277,7 +277,7 @@ def _healthy(kind: str, rank: int, ranks: int, steps: int) -> Healthy:
     generator = torch.Generator().manual_seed(rank)
     with watch(model, optimizer, dir=base[0], state=state) as monitor:
         hear(monitor, events)
-        compared = monitor._controller.replicas
+        compared = monitor._run.replicas
         for _ in range(steps):
             backward = partial(_backward, model, generator, kind)
             monitor.step(backward(monitor.micro))

@@ -50,7 +50,7 @@ def train(*, steps: int, spikes: dict[int, float]) -> Trained:
                 grads[0][0, 0] = factor
             losses.append(loss.item())
             norms.append(torch.nn.utils.get_total_norm(grads).item())
-            if first_guarded < 0 and monitor._controller.judge.limits().grad_norm is not None:
+            if first_guarded < 0 and monitor._run.judge.limits().grad_norm is not None:
                 first_guarded = step
             decision = monitor.step(loss).decision
             if decision is not None and decision.action == "skip_step":

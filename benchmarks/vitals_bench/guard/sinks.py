@@ -48,7 +48,7 @@ class Ours:
         model = nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         self.monitor = trainer_hooks.watch(model, optimizer, tokens_per_step=512)
-        self.emitter = self.monitor._controller.emitter
+        self.emitter = self.monitor._run.emitter
         self._said: list[Any] = []
         with _patched(self.emitter, "step", lambda *arguments: self._said.append(arguments)):
             for _ in range(20):

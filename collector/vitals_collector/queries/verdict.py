@@ -17,6 +17,7 @@ from trainvitals.detect.registry import KINDS
 from trainvitals.policy.rungs import WAITS_UNTIL
 from trainvitals.printable import printable
 from trainvitals.records import ActionName, Decision, Finding
+from trainvitals.units import humanize_count
 from trainvitals.views import (
     AlertView,
     DecisionView,
@@ -200,7 +201,9 @@ def ending(facts: VerdictFacts) -> str:
     else:
         healthy, until = facts.run.last_step - facts.last, ""
     if healthy > 0:
-        return f"Resolved: {_num(healthy, 'healthy step')} since step {facts.last:,}{until}."
+        return (
+            f"Resolved: {humanize_count(healthy, 'healthy step')} since step {facts.last:,}{until}."
+        )
     return f"Resolved: last bad step {facts.last:,}."
 
 
@@ -220,7 +223,7 @@ def cause(facts: VerdictFacts) -> str:
     more = len(sentences) - MAX_CAUSES
     words = [sentences[0], *(f"Then: {text}" for text in sentences[1:MAX_CAUSES])]
     if more > 0:
-        words.append(f"And {_num(more, 'more finding')}.")
+        words.append(f"And {humanize_count(more, 'more finding')}.")
     if facts.precursor is not None:
         words.append(facts.precursor or f"No precursor before step {facts.onset:,}.")
     return " ".join(words)
@@ -365,7 +368,7 @@ def action(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) 
     last = done[-1]
     if last.action == "rollback" and last.mode == "heal" and last.budget_left >= 0:
         sentences.append(
-            f"{_num(last.budget_left, 'rollback')} left."
+            f"{humanize_count(last.budget_left, 'rollback')} left."
             if last.budget_left
             else "Rollback budget used up."
         )
@@ -387,12 +390,14 @@ def _observed(name: ActionName, same: Sequence[Decision]) -> str:
     if not same:
         return ""
     times = "" if len(same) == 1 or name == "skip_step" else f" {len(same)} times"
-    return _OBSERVED[name].format(_num(len(same), "update")) + times
+    return _OBSERVED[name].format(humanize_count(len(same), "update")) + times
 
 
 def _did(name: ActionName, same: Sequence[Decision]) -> str:
     if name == "skip_step":
-        return f"Skipped {_num(len(same), 'update')} ({_steps(d.step for d in same)[3:]})."
+        return (
+            f"Skipped {humanize_count(len(same), 'update')} ({_steps(d.step for d in same)[3:]})."
+        )
     return " ".join(_did_once(decision) for decision in same)
 
 
@@ -400,7 +405,7 @@ def _did_once(decision: Decision) -> str:
     if decision.action == "rollback":
         words = f"Rolled back to step {decision.rollback_to_step:,}"
         if decision.skip_batches:
-            words += f"; skipped {_num(decision.skip_batches, 'batch', 'batches')}"
+            words += f"; skipped {humanize_count(decision.skip_batches, 'batch', 'batches')}"
         if decision.lr_factor != 1.0:
             words += f"; learning rate x{decision.lr_factor:g}"
         return f"{words}."
@@ -409,7 +414,7 @@ def _did_once(decision: Decision) -> str:
             f"Halted the run at step {decision.decided_at_step:,}: {decision.reason.rstrip('.')}."
         )
     if decision.action == "restart":
-        left = _num(decision.budget_left, "restart")
+        left = humanize_count(decision.budget_left, "restart")
         return f"Ended the hung job at step {decision.step:,}, to be restarted; {left} left today."
     return f"Accepted a new level at step {decision.step:,}."
 
@@ -421,10 +426,10 @@ def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
     """Say what was lost, each number with its unit; what was not measured is left out."""
     if lost.down_seconds:
         rest = cost(replace(lost, down_seconds=None), world_size, idle_seconds)
-        down = f"{_duration(lost.down_seconds)} x {_num(world_size, 'rank')}"
+        down = f"{_duration(lost.down_seconds)} x {humanize_count(world_size, 'rank')}"
         return f"{rest} Down for {down} until the next step."
     if idle_seconds:
-        idle = f"Idle so far: {_duration(idle_seconds)} x {_num(world_size, 'rank')}."
+        idle = f"Idle so far: {_duration(idle_seconds)} x {humanize_count(world_size, 'rank')}."
         return f"{idle} {cost(lost, world_size)}" if lost.steps else idle
     if not lost.steps:
         return "Lost work: none."
@@ -432,14 +437,16 @@ def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
     if lost.tokens:
         details.append(f"{_short(lost.tokens)} tokens")
     if lost.seconds is not None:
-        details.append(f"{_duration(lost.seconds)} x {_num(world_size, 'rank')}")
+        details.append(f"{_duration(lost.seconds)} x {humanize_count(world_size, 'rank')}")
     if lost.gpu_hours is not None:
         details.append(f"{lost.gpu_hours:.2g} GPU-hours")
     if lost.money is not None and lost.gpu_hours:
         details.append(f"{lost.money:,.2f} at {lost.money / lost.gpu_hours:g} a GPU-hour")
-    words = f"Lost work: {_num(lost.steps, 'step')}"
+    words = f"Lost work: {humanize_count(lost.steps, 'step')}"
     words += f" ({', '.join(details)})" if details else ""
-    dropped = f"; {_num(lost.batches, 'batch', 'batches')} dropped" if lost.batches else ""
+    dropped = (
+        f"; {humanize_count(lost.batches, 'batch', 'batches')} dropped" if lost.batches else ""
+    )
     return f"{words}{dropped}."
 
 
@@ -466,7 +473,7 @@ def before(precedent: Precedent) -> str:
     words = "First time in this run."
     if num:
         newest = f", last at step {max(precedent.steps):,}"
-        words = f"{_num(num, 'earlier incident')} of this cause in this run{newest}."
+        words = f"{humanize_count(num, 'earlier incident')} of this cause in this run{newest}."
     if not precedent.num_asked:
         return words
     if not precedent.runs:
@@ -597,10 +604,6 @@ def _entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
 
 
 # --------------------------------------------------------------------------------------- words
-
-
-def _num(number: int, singular: str, plural: str = "") -> str:
-    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def _capital(text: str) -> str:

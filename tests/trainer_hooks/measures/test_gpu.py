@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.inside import controller_of
+from tests.support.inside import run_of
 from trainer_hooks import SignalSettings
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ def test_measuring_everything_never_synchronises(make_loop):
 
 def test_the_exchange_is_timed_on_the_devices_clock(make_loop):
     loop = make_loop(model=nn.Linear(4, 1).cuda())
-    clock = controller_of(loop.monitor).times
+    clock = run_of(loop.monitor).times
     big = torch.randn(4096, 4096, device="cuda")
     begin, end = clock.exchange(big.device, lambda: torch.mm(big, big, out=big.clone()))
     torch.cuda.synchronize()

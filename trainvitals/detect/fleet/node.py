@@ -23,7 +23,7 @@ from trainvitals.detect.fleet.base import (
 )
 from trainvitals.records import Finding
 from trainvitals.stateful import StatefulRow, table
-from trainvitals.units import humanize
+from trainvitals.units import humanize, humanize_count
 
 MOST_GPUS = 65536
 """Maximum GPUs followed; further GPUs are not judged."""
@@ -239,7 +239,8 @@ class GpuErrorWatcher(NodeWatcher):
         kept.uncorrected = count
         if not kept.ecc.begins(new > 0):
             return ()
-        text = f"{_gpu(sample, uuid)} had {new} uncorrected memory error(s): its data was lost"
+        errors = humanize_count(new, "uncorrected memory error")
+        text = f"{_gpu(sample, uuid)} had {errors}: its data was lost"
         return (
             tell(self.name, sample.step, text, kind="gpu_ecc", cause="ecc_uncorrected", value=new),
         )

@@ -7,6 +7,7 @@ from trainvitals.cli.output import moment
 from trainvitals.hindsight import tally
 from trainvitals.policy.rungs import rule_words
 from trainvitals.records import SEVERITY_WORDS
+from trainvitals.units import humanize_count
 from trainvitals.views import DecisionView, IncidentView, MoverView, VerdictView
 from vitals_collector.ingest.projections import samples
 from vitals_collector.queries.cost import total
@@ -66,7 +67,9 @@ def _in_short(facts: ReportData) -> str:
         return words + "No incidents."
     open_now = sum(incident.is_open for incident in facts.all_incidents)
     lost = total([incident.verdict.lost for incident in facts.all_incidents])
-    words += _num(num, "incident") + (f", {open_now} still open" if open_now else ", all resolved")
+    words += humanize_count(num, "incident") + (
+        f", {open_now} still open" if open_now else ", all resolved"
+    )
     return f"{words}. {cost(lost, summary.world_size)}"
 
 
@@ -117,7 +120,7 @@ def _incidents(facts: ReportData) -> Iterator[Block]:
                 _steps(incident),
                 moment(incident.started_unix_ns),
                 "open" if incident.is_open else "resolved",
-                _num(incident.cost_steps, "step"),
+                humanize_count(incident.cost_steps, "step"),
             )
             for incident in shown
         ],
@@ -132,10 +135,6 @@ def _incidents(facts: ReportData) -> Iterator[Block]:
 def _steps(incident: IncidentView) -> str:
     alone = incident.onset_step == incident.last_step
     return str(incident.onset_step) if alone else f"{incident.onset_step} to {incident.last_step}"
-
-
-def _num(num: int, what: str) -> str:
-    return f"{num} {what}" + ("" if num == 1 else "s")
 
 
 def _left_out(num: int, what: str) -> list[Block]:

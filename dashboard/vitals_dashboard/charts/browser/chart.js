@@ -82,12 +82,12 @@ class Page {
     this.charts = [];
     this.marks = []; // [kind, place, words, charts as bits]
     this.kinds = {};
-    this.look = { light: [], dark: [] };
+    this.palette = { light: [], dark: [] };
     this.zoom = {}; // by axis: [first, last], as long as somebody looks at a part
     this.isFull = false; // whether every value is to be within the y axes
     this.resized = new ResizeObserver(() => this.resize());
     // What nobody sees is not drawn again until somebody does: a refresh of all costs three times as much.
-    this.seen = new IntersectionObserver((entries) => this.look(entries));
+    this.seen = new IntersectionObserver((entries) => this.onVisibility(entries));
   }
 
   show(root, tell) {
@@ -145,7 +145,7 @@ class Page {
   whole(message) {
     this.kinds = message.kinds;
     this.marks = message.marks;
-    this.look = message.look;
+    this.palette = message.look;
     this.zoom = {};
     this.charts.forEach((chart) => chart.drop());
     this.charts = message.charts.map((chart, i) => new Chart(this, i, chart));
@@ -178,7 +178,7 @@ class Page {
     this.charts.forEach((chart) => this.seen.observe(chart.figure));
   }
 
-  look(entries) {
+  onVisibility(entries) {
     for (const { target, isIntersecting } of entries) {
       const chart = this.charts.find((each) => each.figure === target);
       if (!chart) continue;
@@ -209,7 +209,7 @@ class Page {
     this.isDark = r * 0.3 + g * 0.6 + b * 0.1 < 128;
     this.font = `11px ${style.fontFamily}`;
     this.ink = style.color;
-    this.lines = this.isDark ? this.look.dark : this.look.light;
+    this.lines = this.isDark ? this.palette.dark : this.palette.light;
     this.faint = this.isDark ? "#9AA2AE" : "#7B828D";
     this.grid = "rgba(128,136,148,0.20)";
   }

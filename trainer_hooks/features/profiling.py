@@ -10,20 +10,23 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.autograd.profiler as autograd_profiler
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.step.context import RunContext
+from trainer_hooks.step.feature import ReturnedStep, StepFeature
 from trainvitals.detect.fleet.base import MergedStep, upper_median
 from trainvitals.detect.fleet.speed import ThroughputWatcher
 from trainvitals.errors import UsageError
 from trainvitals.io.private import ensure_private_dir
-from trainvitals.records import Command, Profiled
+from trainvitals.policy import Judgement, Proposal
+from trainvitals.records import Command, Note, Profiled
 from trainvitals.rows import Value
 
 MAX_BYTES = 64 << 20
@@ -319,3 +322,77 @@ class Slowdowns:
 
 BY_ITSELF = "vitals"
 """Issuer of an automatic order."""
+
+
+class ProfilingFeature(StepFeature):
+    """Records a trace of the next steps: on a manual command, or if the run gets slower.
+
+    It adds no numbers to the vector: the ranks agree on whom to profile between two steps, and only
+    if a profile was ordered.
+    """
+
+    def __init__(self, run: RunContext, slowdowns: Slowdowns | None) -> None:
+        self._run = run
+        self._lateness = Lateness()
+        self._profiling = Profiling(
+            run.run_dir.profiles_dir, run.ranks, self._lateness, run.faults, self._profiled
+        )
+        self.slowdowns = slowdowns
+        """Orders a profile if the run gets slower; on rank 0, if enabled."""
+
+    @classmethod
+    def make(cls, run: RunContext) -> Self:
+        """Return the feature; in a mode that acts, with automatic profiles if enabled."""
+        signals, slowdowns = run.given.signals, None
+        is_automatic = signals is not None and signals.profile_slowdowns
+        if run.ranks.rank == 0 and run.mode != "observe" and is_automatic:
+            slowdowns = Slowdowns(run.run_dir.profiles_dir)
+        return cls(run, slowdowns)
+
+    def _profiled(self, text: str) -> None:
+        """Report the path of this rank's trace; called from a separate thread."""
+        note = Note(code="profile_written", text=text)
+        self._run.emitter.event(note, step=self._run.last_step, attempt=self._run.attempt)
+
+    def on_row_written(self, step: ReturnedStep) -> None:
+        """Use the times of a step."""
+        measured = step.measured
+        self._lateness.add(step.columns, measured.data_wait_seconds)
+        if self.slowdowns is not None and measured.turn <= 1:
+            with self._run.faults.fail_open("slowdowns"):
+                seconds = measured.duration_seconds
+                self.slowdowns.add(step.step, step.attempt, step.columns, seconds)
+
+    def own_command(self) -> Command | None:
+        """Return the profile that the run orders itself because it got slower, if any."""
+        if self.slowdowns is None:
+            return None
+        run = self._run
+        newest, now_ns = run.judge.facts.last_command, run.clock.monotonic_ns()
+        return self.slowdowns.command(run.run_dir.run_id, newest=newest, now_ns=now_ns)
+
+    def on_command(self, command: Proposal, *, now_step: int) -> None:
+        """Order a profile from the next step on."""
+        if command.action != "profile":
+            return
+        profiled = Profiled.of(command.argument)
+        self._profiling.order(now_step + 1, profiled)
+        if profiled.by_itself and self.slowdowns is not None:
+            text = f"Vitals profiles {profiled.num_steps} steps: {self.slowdowns.reason}"
+            emitter = self._run.emitter
+            emitter.note("profile_begun", text, step=now_step, attempt=self._run.attempt)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether a profile was ordered or is being recorded."""
+        return self._profiling.has_work
+
+    def run_between_steps(self, step: int, device: torch.device) -> Iterable[Judgement]:
+        """End a step's profile, and start the ordered one. Collective if one was ordered."""
+        self._profiling.work(device)
+        return ()
+
+    def close(self) -> None:
+        """Write an unfinished profile."""
+        with self._run.faults.fail_open("profile"):
+            self._profiling.close()

@@ -11,16 +11,18 @@ import difflib
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.emit import Emitter
+from trainer_hooks.step.feature import StepFeature
 from trainvitals.detect.user_alerts import KIND, Rule, RuleSet, UserAlerts, WatchedRule
 from trainvitals.metrics import STEP_METRICS
-from trainvitals.records import Finding, FindingRaised, Severity
+from trainvitals.records import AttemptStarted, Finding, FindingRaised, Severity
 from trainvitals.rows import Value
 
 MISSING_AFTER = 1_000
@@ -224,6 +226,66 @@ class RankAlerts:
         """Process the numbers that have reached the host since the last step."""
         with self._faults.fail_open("alerts"):
             self._take_late()
+
+
+class UserAlertsFeature(StepFeature):
+    """Custom alerts of the run: created at the first rule or call, so others cost nothing.
+
+    It adds no numbers to the vector: each rank judges its own rows, and the collector merges them.
+    """
+
+    state_key = "alerts"
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._alerts: RankAlerts | None = None
+
+    @classmethod
+    def make(cls, run: RunContext) -> Self:
+        """Return the feature, with the rules of the settings file."""
+        feature = cls(run)
+        if run.judge.config.rules:
+            feature.alerts()
+        return feature
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the run has a rule, or its loop has called ``monitor.alert``."""
+        return self._alerts is not None
+
+    def alerts(self) -> RankAlerts:
+        """Return the judge of this rank's alerts, created at the first call."""
+        if self._alerts is None:
+            run = self._run
+            self._alerts = RankAlerts(
+                run.judge.config.rules,
+                emitter=run.emitter,
+                faults=run.faults,
+                rank=run.ranks.rank,
+                world_size=run.ranks.world_size,
+            )
+            run.emitter.observer = self._alerts
+            self._alerts.begin(run.attempt, 0)
+        return self._alerts
+
+    def on_attempt(self, attempt: AttemptStarted) -> None:
+        """Void the loop's calls that belong to a discarded attempt."""
+        if self._alerts is not None:
+            self._alerts.begin(attempt.id, attempt.fork_step)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the rules' windows; None without alerts."""
+        return None if self._alerts is None else self._alerts.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int) -> None:
+        """Restore the rules' windows."""
+        if self._alerts is not None:
+            self._alerts.load_state_dict(state)
+
+    def close(self) -> None:
+        """Process the numbers that have reached the host since the last step."""
+        if self._alerts is not None:
+            self._alerts.close()
 
 
 def _number(value: Tensor | float | None, like: Tensor) -> Tensor:

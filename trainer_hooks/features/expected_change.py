@@ -1,0 +1,51 @@
+"""``monitor.expect``: an announced change, from which finite values get new limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+from trainer_hooks.step.context import RunContext
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
+from trainer_hooks.step.reduce_vector import Slots
+from trainvitals.records import AttemptStarted, ChangeExpected
+
+
+class ExpectedChangeFeature(StepFeature):
+    """Lets all ranks start their limits again at the same step. Rank 0's call counts."""
+
+    slots = Slots(rank0=("expect_steps",))  # steps in which finite rules abstain; 0: no change
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._num_steps = 0
+        """Steps of an announced change that no vector has returned yet; only on rank 0."""
+        self._was_announced = False
+
+    @classmethod
+    def make(cls, run: RunContext) -> Self:
+        """Return the feature; the loop may announce a change at any step."""
+        return cls(run)
+
+    def announce(self, reason: str, num_steps: int, *, step: int) -> None:
+        """Announce a change before ``step``; call on rank 0."""
+        self._num_steps = max(1, num_steps)
+        event = ChangeExpected(reason=reason, steps=num_steps)
+        self._run.emitter.event(event, step=step, attempt=self._run.attempt)
+
+    def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
+        """Return the steps of the announced change."""
+        return {"expect_steps": float(self._num_steps)}
+
+    def on_reduced(self, step: ReturnedStep) -> None:
+        """Discard the references, once per change: steps in flight repeat the number."""
+        num_steps = int(step.reduced.root["expect_steps"])
+        if num_steps and not self._was_announced:
+            self._run.judge.rebaseline(num_steps)
+            self._run.features.on_change_expected(num_steps)
+            self._num_steps = 0
+        self._was_announced = num_steps > 0
+
+    def on_attempt(self, attempt: AttemptStarted) -> None:
+        """Take a number that comes back with the new attempt as a new change."""
+        self._was_announced = False

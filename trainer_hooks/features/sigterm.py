@@ -1,0 +1,45 @@
+"""SIGTERM in a step: once one rank received it, all ranks save at the same step and stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+from trainer_hooks.step.context import RunContext
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
+from trainer_hooks.step.reduce_vector import Slots
+
+
+class SigtermFeature(StepFeature):
+    """Informs all ranks of a SIGTERM; only runs with checkpoints save and stop because of it."""
+
+    slots = Slots(rank=("terminating",))
+
+    def __init__(self, *, saves: bool) -> None:
+        self._saves = saves
+        self.is_received = False
+        """Whether this rank received SIGTERM; set by the signal handler."""
+        self.is_stopping = False
+        """Whether any rank received SIGTERM: known on all ranks at the same step."""
+
+    @classmethod
+    def make(cls, run: RunContext) -> Self:
+        """Return the feature of this rank."""
+        return cls(saves=run.recovery is not None)
+
+    def contribute_always(self, step: OutgoingStep) -> Mapping[str, float]:
+        """Return whether this rank received SIGTERM, even if it could not measure the step."""
+        return {"terminating": float(self.is_received)}
+
+    def on_reduced(self, step: ReturnedStep) -> None:
+        """Learn whether any rank received SIGTERM."""
+        if self._saves:
+            self.is_stopping = step.reduced.total("terminating") != 0
+
+    def on_pause_ended(self) -> None:
+        """Stop after the next step: a rank received SIGTERM during a pause."""
+        self.is_stopping = self._saves
+
+    def on_saved(self) -> None:
+        """Continue if the loop decides itself how to end; covers a SIGTERM during the save too."""
+        self.is_received = self.is_stopping = False

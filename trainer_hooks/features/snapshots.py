@@ -1,0 +1,189 @@
+"""Snapshots and checkpoints in a step: their checks travel with it, and proven ones are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from msgspec.structs import replace
+from torch import Tensor
+
+from trainer_hooks.recovery.manager import RecoveryManager
+from trainer_hooks.recovery.state import StateCheck
+from trainer_hooks.step.context import RunContext
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
+from trainer_hooks.step.reduce_vector import Slots
+from trainvitals.policy import Judgement, Proposal
+
+_MAX_NAMES = 4
+"""Maximum number of non-finite tensors to name."""
+_IS_INTENDED = (
+    "; no optimizer has it, so it counts as intended from now on: snapshots continue with it"
+)
+
+
+class SnapshotsFeature(StepFeature):
+    """States for rollbacks; without ``checkpoints=`` only the check of the live state.
+
+    Both report non-finite tensors in the same slot, so a run has one of them, never both.
+    """
+
+    slots = Slots(
+        rank0=(
+            "saved_step",  # step and attempt of the latest complete checkpoint on disk
+            "saved_attempt",  # 0: none yet
+            "save_due",  # the time between two checkpoints on disk is over
+            "saving",  # a checkpoint is being written: the next one waits for it
+        ),
+        rank=(
+            "nonfinite_state",  # non-finite tensors of the training state, if it was checked
+            "snapshot_missed",  # the rank could not take the snapshot that was due
+        ),
+    )
+
+    def __init__(
+        self, run: RunContext, recovery: RecoveryManager | None, state_check: StateCheck | None
+    ) -> None:
+        self._run = run
+        self._recovery = recovery
+        self._state_check = state_check
+        self._shown_names = ""
+        """Non-finite tensors of this rank in its latest report."""
+
+    @classmethod
+    def make(cls, run: RunContext) -> Self:
+        """Return the feature: with snapshots, or with a check of the live state."""
+        state_check = None
+        if run.recovery is None:
+            with run.faults.fail_open("state_check"):
+                state_check = StateCheck(run.given.model, run.given.optimizers)
+        return cls(run, run.recovery, state_check)
+
+    # ------------------------------------------------------------------------ before a step
+
+    def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
+        """Return what rank 0 knows about the disk; its clock and its disk decide for all ranks."""
+        recovery = self._recovery
+        if recovery is None:
+            return {}
+        saved_step, saved_attempt = recovery.newest_saved
+        return {
+            "saved_step": float(saved_step),
+            "saved_attempt": float(saved_attempt),
+            "save_due": float(recovery.save_due),
+            "saving": float(recovery.is_saving),
+        }
+
+    def contribute(self, step: OutgoingStep) -> Mapping[str, Tensor | float]:
+        """Return the result of this rank's check, if the step includes one; waits for nothing."""
+        recovery = self._recovery
+        if recovery is None:
+            num_nonfinite = self._check_live_state(step.step)
+            return {} if num_nonfinite is None else {"nonfinite_state": num_nonfinite}
+        values: dict[str, Tensor | float] = {}
+        if recovery.missed(step.step):
+            values["snapshot_missed"] = 1.0
+        num_nonfinite = recovery.flag(step.step)
+        if num_nonfinite is not None:
+            values["nonfinite_state"] = num_nonfinite
+        return values
+
+    def _check_live_state(self, step: int) -> Tensor | None:
+        if self._state_check is not None:
+            with self._run.faults.fail_open("state_check"):
+                return self._state_check.flag(step)
+        return None
+
+    def before_update(self) -> None:
+        """Make the update wait, on the device, for a copy in flight."""
+        if self._recovery is not None:
+            self._recovery.before_update()
+
+    # ------------------------------------------------------------------------- after a step
+
+    def on_reduced(self, step: ReturnedStep) -> None:
+        """Commit or drop the snapshot of the step, and list the targets of a rollback."""
+        if self._recovery is not None:
+            self._recovery.returned(
+                step.reduced,
+                step=step.step,
+                attempt=step.attempt,
+                differ=step.differing_ranks,
+                is_shared=step.may_share_copies,
+            )
+            step.checkpoints = self._recovery.refs()
+
+    def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
+        """Add the names of non-finite tensors, and the reason of a missed snapshot."""
+        if step.record.nonfinite_state or step.record.snapshots_missed:
+            if self._state_check is not None:
+                self._state_check.every = self._state_check.AGAIN
+            judgement = self._with_names(step, judgement)
+            self._run.report_unprotected(judgement)
+        return judgement
+
+    def _with_names(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
+        """Write this rank's non-finite tensors, or its error, for the findings about a step.
+
+        Returns the judgement with rank 0's names, because rank 0 writes the run's findings.
+        """
+        run, reduced, decision = self._run, step.reduced, judgement.decision
+        rank = run.ranks.rank
+        rolls_back = decision is not None and decision.rule == "nonfinite_state"
+        kinds = {finding.kind for finding in judgement.findings}
+        if "snapshot_missed" in kinds and rank in reduced.ranks_where("snapshot_missed"):
+            assert self._recovery is not None, "only a run with snapshots misses one"
+            text = f"rank {rank} could not take a snapshot: {self._recovery.failure}"
+            run.note_of_rank("snapshot_missed", text, step=step.step)
+        has_nonfinite = rank in reduced.ranks_where("nonfinite_state")
+        if not has_nonfinite or not (rolls_back or "nonfinite_state" in kinds):
+            return judgement
+        if rolls_back or any(f.onset_step == f.step for f in judgement.findings):
+            # Once per row: it reads the complete state on the host.
+            names = self._nonfinite_names()
+            self._shown_names = _listed(names)
+            text = f"rank {rank}: NaN or infinite: {self._shown_names}"
+            if not rolls_back and self._is_intended(names):
+                self._shown_names += _IS_INTENDED
+                text += _IS_INTENDED
+            run.note_of_rank("nonfinite_state", text, step=step.step)
+        shown = self._shown_names
+        findings = tuple(
+            replace(f, reason=f"{f.reason} ({shown})") if f.kind == "nonfinite_state" else f
+            for f in judgement.findings
+        )
+        if decision is not None and rolls_back:
+            decision = replace(decision, reason=f"{decision.reason} ({shown})")
+        return judgement._replace(findings=findings, decision=decision)
+
+    def _is_intended(self, names: Sequence[str]) -> bool:
+        """Continue snapshots if the model itself writes the values: no rollback fixed them."""
+        if self._recovery is not None:
+            with self._run.faults.fail_open("state_check"):
+                return self._recovery.accept(names)
+        return False
+
+    def _nonfinite_names(self) -> list[str]:
+        """Return the names of this rank's non-finite tensors."""
+        with self._run.faults.fail_open("state_check"):
+            source = self._recovery if self._recovery is not None else self._state_check
+            return [] if source is None else source.nonfinite_names()
+        return []
+
+    def on_step_done(self, step: ReturnedStep) -> None:
+        """Mark proven snapshots healthy, and start a save if one is due."""
+        if self._recovery is not None:
+            with self._run.times.checkpoint():
+                self._recovery.promote(step.step, self._run.judge.last_unhealthy_step)
+
+    def on_command(self, command: Proposal, *, now_step: int) -> None:
+        """Write the next proven snapshot to disk."""
+        if command.action == "checkpoint" and self._recovery is not None:
+            self._recovery.save_soon()
+            run = self._run
+            self._recovery.promote(run.last_step, run.judge.last_unhealthy_step)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return (", ".join(names[:_MAX_NAMES]) or "unknown") + more

@@ -1,0 +1,140 @@
+"""Parts of a run on one rank, which its steps and features share."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.lifecycle.agent_starter import NodeAgent
+from trainer_hooks.lifecycle.terminal import Terminal
+from trainer_hooks.measures.host import StepClock
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.manager import RecoveryManager
+from trainer_hooks.recovery.plan_journal import PlanJournal
+from trainer_hooks.recovery.replicas import Replicas
+from trainer_hooks.repro.capsule import Surroundings
+from trainer_hooks.step.device import Device
+from trainer_hooks.step.emit import Emitter, StepLog
+from trainer_hooks.step.feature import ReturnedStep, StepFeatures
+from trainer_hooks.step.reduce_vector import Reduced
+from trainvitals.clock import Clock
+from trainvitals.errors import TrainingHalted
+from trainvitals.io.mailbox import CommandInbox
+from trainvitals.io.rundir import RunDir
+from trainvitals.policy import Judge, Judgement
+from trainvitals.records import Finding, FindingRaised, Note, StepRecord
+
+if TYPE_CHECKING:
+    from trainer_hooks.arguments import Arguments
+
+_LOG = logging.getLogger("trainvitals")
+
+
+@dataclass(slots=True, kw_only=True)
+class RunContext:
+    """Parts of a run on this rank that its features share."""
+
+    mode: str
+    given: Arguments
+    """Arguments of ``watch`` or ``attach``."""
+    ranks: Ranks
+    device: Device
+    judge: Judge
+    emitter: Emitter
+    log: StepLog
+    """Writes the rows of judged steps."""
+    run_dir: RunDir
+    plan: PlanJournal
+    faults: FaultCounter
+    clock: Clock
+    inbox: CommandInbox | None
+    """Source of commands; only on rank 0."""
+    recovery: RecoveryManager | None
+    """Snapshots and checkpoints; None without them."""
+    replicas: Replicas | None
+    """Compares the ranks with each other; None if they hold nothing in common."""
+    features: StepFeatures
+    """The run's features; complete once all of them are built."""
+    times: StepClock
+    """Parts of the step's time."""
+    attempt: int
+    """Id of the current attempt."""
+    first_step: int = -1
+    """First step of this start, until it was judged: it must have gradients."""
+    last_step: int = -1
+    """The latest step that was judged."""
+    halted: TrainingHalted | None = None
+    """Error of the halt that ended training."""
+    checks_parameters: bool = False
+    """Whether the next step reports if parameters are finite: only after a bad step."""
+    judged: tuple[StepRecord, Reduced] | None = None
+    """The latest step that was judged."""
+    surroundings: Surroundings | None = None
+    """Information about model and optimizers for the repro capsule of a bad step."""
+    agent: NodeAgent | None = None
+    terminal: Terminal | None = None
+    """Messages to the user at the terminal; only on rank 0, and None if it must be quiet."""
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.ranks.rank == 0
+
+    def judged_step(self, step: ReturnedStep, judgement: Judgement) -> None:
+        """Remember the latest judged step."""
+        record = step.record
+        self.last_step, self.judged = step.step, (record, step.reduced)
+        self.checks_parameters = bool(record.nonfinite_ranks) or any(
+            finding.kind == "nonfinite" for finding in judgement.findings
+        )
+
+    def warn(self, code: str, text: str, *, step: int) -> None:
+        """Report a likely mistake once, in rank 0's log and among the run's events."""
+        if self.is_rank0:
+            _LOG.warning("vitals: %s", text)
+            self.emitter.note(code, text, "warning", step=step, attempt=self.attempt)
+
+    def note_of_rank(self, code: str, text: str, *, step: int) -> None:
+        """Write information that only this rank has into its events."""
+        note = Note(code=code, text=text, severity="warning")
+        self.emitter.event(note, step=step, attempt=self.attempt)
+
+    def report_unguarded(self, text: str, *, step: int) -> None:
+        """Page for a loop whose updates bypass Vitals, so that no step could report it."""
+        finding = Finding(
+            kind="unguarded",
+            level="advisory",
+            step=step,
+            detector="guard",
+            reason=text,
+            onset_step=step,
+            cause="unguarded",
+        )
+        self.emitter.of_run(FindingRaised(finding=finding), step=step, attempt=self.attempt)
+        if self.is_rank0:
+            _LOG.warning("vitals: NOT GUARDED: %s", text)
+
+    def report_no_clip(self) -> None:
+        """Report once, before anything has gone wrong, that the loop does not clip gradients."""
+        if self.mode != "observe":
+            text = (
+                "this loop does not clip gradients, so one outlier can move the weights far; "
+                'monitor.step(loss, max_norm="auto") clips to '
+                f"{self.judge.config.auto_clip.multiple:g} times the recent median norm, and "
+                "max_norm=math.inf measures the norm without this message"
+            )
+            step = max(self.first_step, 0)
+            self.emitter.note("no_clip", text, step=step, attempt=self.attempt)
+            if self.terminal is not None:
+                self.terminal.hint(text)
+
+    def report_unprotected(self, judgement: Judgement) -> None:
+        """Report lost protection at the terminal, unless the decision is a rollback."""
+        decision = judgement.decision
+        rules = ("nonfinite_state", "replica_corrupted")
+        if self.terminal is None or (decision is not None and decision.rule in rules):
+            return
+        with self.faults.fail_open("terminal"):
+            self.terminal.unprotected(judgement.findings)
