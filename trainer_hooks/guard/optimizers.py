@@ -20,7 +20,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.gradients import (
+from trainer_hooks.tensors.gradients import (
     GradNorms,
     Models,
     flat_pieces,

@@ -25,7 +25,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.activations import Activation, Activations, choose
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.gradients import GradNorms, Squares, local_tensor
+from trainer_hooks.tensors.gradients import GradNorms, Squares, local_tensor
 from trainer_hooks.tensors.optimizer_state import is_dense
 
 

@@ -27,9 +27,9 @@ from trainer_hooks.guard.hook_memory import comm_hooks
 from trainer_hooks.recovery.checkpoints.shard_layout import Held, held_in
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.stateful import Stateful
-from trainer_hooks.step.gradients import clean_name, reshard, unwrap
 from trainer_hooks.tensors import optimizer_state
 from trainer_hooks.tensors.copying import wait_for_copies
+from trainer_hooks.tensors.gradients import clean_name, reshard, unwrap
 from trainvitals.errors import CheckpointError
 
 HostState = dict[str, Any]
