@@ -108,7 +108,7 @@ def test_the_contract_of_the_hooks_excepts_no_more_imports():
 
 
 def test_no_further_directories_of_the_hooks_import_each_other():
-    graph = grimp.build_graph("trainer_hooks", cache_dir=str(ROOT / ".import_linter_cache"))
+    graph = grimp.build_graph("trainer_hooks", cache_dir=None)  # a cache may be out of date
     edges = {
         (importer.split(".")[1], imported.split(".")[1])
         for importer in graph.modules - {"trainer_hooks"}
