@@ -27,13 +27,13 @@ from trainer_hooks.arguments import (
 )
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features import FEATURES, vector_fields
+from trainer_hooks.features.earlier_losses import RestartCheck, read_earlier_losses
 from trainer_hooks.features.first_steps import FirstStepsFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.guard.declared import Declared
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import process_started_unix_ns, run_info
-from trainer_hooks.lifecycle.earlier_losses import RestartCheck, read_earlier_losses
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.lifecycle.shutdown import close_earlier
 from trainer_hooks.lifecycle.terminal import Terminal
@@ -51,7 +51,7 @@ from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
 from trainer_hooks.step.feature import StepFeatures
-from trainer_hooks.step.gradients import Models, unwrap
+from trainer_hooks.tensors.gradients import Models, unwrap
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind

@@ -22,8 +22,8 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.step.device import Engine
-from trainer_hooks.step.gradients import Models, unwrap
 from trainer_hooks.step.phases import refuse_max_norm
+from trainer_hooks.tensors.gradients import Models, unwrap
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.outliers import LossKind
 from trainvitals.early_stopping import EarlyStopping

@@ -21,8 +21,9 @@ from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
 from trainer_hooks.guard.optimizers import OwnSteps, Turn, update_scaler
+from trainer_hooks.guard.route import not_compiled
 from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, every_update
-from trainer_hooks.lifecycle.loop import Loop, not_compiled
+from trainer_hooks.lifecycle.loop import Loop
 from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
 from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.outcome import StepOutcome

@@ -16,5 +16,5 @@ def out_of_garbage_collection():
 @pytest.fixture
 def no_read_is_free(monkeypatch):
     """Let everything take the way that it takes on a GPU."""
-    for module in ("step.gradients", "step.phases", "guard.optimizers"):
+    for module in ("tensors.gradients", "step.phases", "guard.optimizers"):
         monkeypatch.setattr(f"trainer_hooks.{module}.reads_are_free", lambda device: False)

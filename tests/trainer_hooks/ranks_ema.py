@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import trainer_hooks
 from tests.support.inside import device_of
 from tests.trainer_hooks.ranks_under_attack import NAN, alike, refused
-from trainer_hooks.step.gradients import local_tensor
+from trainer_hooks.tensors.gradients import local_tensor
 
 STEPS = 7
 BAD = (0, 3, 4)

@@ -12,9 +12,9 @@ from tests.trainer_hooks.side_streams import Earliest, Latest
 from tests.trainer_hooks.training import Training
 from trainer_hooks import EMA, CheckpointSettings
 from trainer_hooks.guard.averages import Averages
-from trainer_hooks.recovery.copying import wait_for_copies
 from trainer_hooks.recovery.manager import SnapshotRing
 from trainer_hooks.recovery.state import TrainingState
+from trainer_hooks.tensors.copying import wait_for_copies
 
 SIDES = [Earliest, Latest]
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import example, given, settings
 
 from tests.support.examples import examples
-from trainer_hooks.guard.optimizer_state import nonfinite_count
-from trainer_hooks.recovery import copying, finite
-from trainer_hooks.recovery.copying import CopyPlan, Pair
+from trainer_hooks.tensors import copying, finite
+from trainer_hooks.tensors.copying import CopyPlan, Pair
+from trainer_hooks.tensors.optimizer_state import nonfinite_count
 
 LARGEST = {
     torch.float32: 3e38,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.collector.rows import RUN, Writer
 from tests.support.watched import Loop, own_place  # noqa: F401
-from trainer_hooks.lifecycle.earlier_losses import (
+from trainer_hooks.features.earlier_losses import (
     EarlierLosses,
     RestartCheck,
     read_earlier_losses,

@@ -6,7 +6,7 @@ import torch
 from tests.support.examples import one_in
 from tests.trainer_hooks.ranks_corrupted import EVERY, healthy_three, healthy_two, three, two
 from tests.trainer_hooks.spawned import spawned
-from trainer_hooks.recovery.copying import fingerprint_of, word_of
+from trainer_hooks.tensors.copying import fingerprint_of, word_of
 
 CPU = torch.device("cpu")
 

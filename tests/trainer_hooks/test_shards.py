@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_hooks.step.gradients import (
+from trainer_hooks.tensors.gradients import (
     clean_name,
     flat_pieces,
     named_parameters,

@@ -16,9 +16,9 @@ from tests.trainer_hooks.spawned import spawned, start_ranks
 from tests.trainer_hooks.training import Training
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery import manager, node_memory
-from trainer_hooks.recovery.copying import CopyPlan, Pair, as_int64, fingerprint_on_device, word_of
 from trainer_hooks.recovery.manager import SnapshotRing
 from trainer_hooks.recovery.node_memory import Joined, NodeGroup, Region, SharedLayout, join_node
+from trainer_hooks.tensors.copying import CopyPlan, Pair, as_int64, fingerprint_on_device, word_of
 from trainvitals.detect.replicas import minority
 
 

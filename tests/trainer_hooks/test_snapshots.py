@@ -10,9 +10,9 @@ from tests.support.examples import examples
 from tests.trainer_hooks.side_streams import SIDES
 from tests.trainer_hooks.training import Training
 from trainer_hooks.recovery import manager
-from trainer_hooks.recovery.copying import CopyPlan
 from trainer_hooks.recovery.manager import SnapshotRing, is_proven, num_slots
 from trainer_hooks.recovery.memory import host_memory_left
+from trainer_hooks.tensors.copying import CopyPlan
 from trainvitals.errors import CheckpointError, ConfigError
 
 _side = [SIDES["on the host"]]

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from trainer_hooks.step.gradients import BLOCK, SMALL, Squares
+from trainer_hooks.tensors.gradients import BLOCK, SMALL, Squares
 
 CPU = torch.device("cpu")
 SIZES = (0, 1, SMALL, SMALL + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5, 1 << 20)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests.trainer_hooks.training import FROM_ZEROS, OPTIMIZERS, Training
-from trainer_hooks.guard.optimizer_state import nonfinite_count, starts_from_zeros
 from trainer_hooks.recovery.state import Spec, TrainingState
+from trainer_hooks.tensors.optimizer_state import nonfinite_count, starts_from_zeros
 from trainvitals.errors import CheckpointError
 
 SCHEDULES = {

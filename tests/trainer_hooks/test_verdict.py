@@ -11,7 +11,6 @@ from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.packs import NO_ROW, ROW, summed
 from trainer_hooks.guard.optimizers import OptimizerGuard
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.gradients import GradNorms, named_parameters
 from trainer_hooks.step.reduce_vector import (
     Derived,
     Rank0Values,
@@ -21,6 +20,7 @@ from trainer_hooks.step.reduce_vector import (
     judge_on_device,
     step_record,
 )
+from trainer_hooks.tensors.gradients import GradNorms, named_parameters
 from trainvitals.detect.outliers import Limits
 from trainvitals.errors import UsageError
 from trainvitals.policy.state import DeviceRule

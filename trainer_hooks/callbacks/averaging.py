@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trainer_hooks.step.gradients import local_tensor
+from trainer_hooks.tensors.gradients import local_tensor
 
 Pair = tuple[Tensor, Tensor]
 """A part of the average, and of the weights: this rank's."""

@@ -27,7 +27,7 @@ from trainer_hooks.data.order import (
 )
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.recovery.rng import capture_now, capture_rng, restore_rng
-from trainer_hooks.recovery.state import Stateful
+from trainer_hooks.stateful import Stateful
 from trainvitals.clock import Clock
 from trainvitals.policy.plan import Window
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
-from trainer_hooks.recovery.state import Stateful
+from trainer_hooks.stateful import Stateful
 
 Opening = dict[str, Any]
 """What an epoch's order was drawn from, as plain values and tensors."""

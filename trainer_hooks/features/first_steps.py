@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainer_hooks.lifecycle.earlier_losses import RestartCheck
+from trainer_hooks.features.earlier_losses import RestartCheck
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import ReturnedStep, StepFeature
-from trainer_hooks.step.gradients import no_gradients
+from trainer_hooks.tensors.gradients import no_gradients
 from trainvitals.records import StepRecord
 
 

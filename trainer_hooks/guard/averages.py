@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.callbacks.ema import EMA
-from trainer_hooks.guard.optimizer_state import true_elements
-from trainer_hooks.recovery.copying import wait_for_copies
 from trainer_hooks.step.reduce_vector import AsyncCopy
+from trainer_hooks.tensors.copying import wait_for_copies
+from trainer_hooks.tensors.optimizer_state import true_elements
 from trainvitals.errors import UsageError
 
 

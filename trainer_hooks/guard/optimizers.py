@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.guard.optimizer_state import is_dense, true_elements
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.gradients import (
+from trainer_hooks.tensors.gradients import (
     GradNorms,
     Models,
     flat_pieces,
@@ -31,6 +30,7 @@ from trainer_hooks.step.gradients import (
     reshard,
     unwrap,
 )
+from trainer_hooks.tensors.optimizer_state import is_dense, true_elements
 from trainvitals.errors import UsageError
 
 _HONOURS_FOUND_INF = (

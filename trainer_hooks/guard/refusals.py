@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer_hooks.guard.hook_memory import comm_hooks, hook_states
-from trainer_hooks.recovery.state import Stateful
+from trainer_hooks.stateful import Stateful
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 

@@ -9,22 +9,38 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.optimizers import fills_state, is_stepped
-from trainer_hooks.lifecycle.loop import not_compiled
 from trainvitals.errors import UsageError
 
 Guarded = Callable[[int, bool], None]
 """Called with the optimizer's index, and whether its step starts a round of all optimizers."""
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _SCHEDULED = "_wrapped_by_lr_sched"
 """A scheduler's mark on ``step``: without it, the scheduler warns that its count was lost."""
+
+
+def not_compiled(function: Function) -> Function:
+    """Keep a function out of graphs: it reads clocks and talks to other ranks.
+
+    A graph that must be whole cannot hold it; the reason is what torch then prints.
+    """
+    reason = (
+        "monitor.step() talks to other ranks and reads clocks, so it must stay outside the "
+        "compiled graph: compile the model, or forward and backward, and keep monitor.step() out "
+        "of fullgraph=True"
+    )
+    disable: Any = torch.compiler.disable
+    keywords = {"reason": reason} if "reason" in signature(disable).parameters else {}
+    return cast(Function, disable(function, **keywords))
 
 
 class Route:

@@ -22,9 +22,9 @@ from trainer_hooks._attach import Attached, Judged
 from trainer_hooks._watch import Made, set_up
 from trainer_hooks.arguments import Arguments
 from trainer_hooks.guard.optimizers import scaled_rates
+from trainer_hooks.guard.route import not_compiled
 from trainer_hooks.integrations.framework import Options, is_off, replace, require
 from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThree, ZeroTwo
-from trainer_hooks.lifecycle.loop import not_compiled
 from trainer_hooks.noop import Unattached
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.step.reduce_vector import SHORT_FROM

@@ -20,7 +20,7 @@ import torch
 import trainer_hooks
 from trainer_hooks._attach import Attached
 from trainer_hooks.integrations.framework import Options, replace, require
-from trainer_hooks.step.gradients import local_tensor
+from trainer_hooks.tensors.gradients import local_tensor
 from trainvitals.errors import UsageError
 from trainvitals.units import humanize_count
 

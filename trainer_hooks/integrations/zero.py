@@ -1,7 +1,7 @@
 """Where DeepSpeed's optimizers keep the gradients: what is measured, and in which part each rank.
 
 ZeRO cuts through parameters, so a rank holds a piece of some of them. Pieces that several ranks
-hold alike count once (``trainer_hooks.step.gradients``).
+hold alike count once (``trainer_hooks.tensors.gradients``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_hooks.guard.optimizer_state import nonfinite_count
 from trainer_hooks.guard.optimizers import OptimizerGuard
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.gradients import GradNorms, Piece, clean_name
+from trainer_hooks.tensors.gradients import GradNorms, Piece, clean_name
+from trainer_hooks.tensors.optimizer_state import nonfinite_count
 
 _NOTHING: Piece = ((-1,), (0,))
 """What a rank holds of a parameter whose updates are all made elsewhere."""

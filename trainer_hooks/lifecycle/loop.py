@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from inspect import signature
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast, get_args
+from typing import Any, Literal, Self, get_args
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -32,23 +30,6 @@ from trainvitals.records import AttemptStarted, Severity
 
 AnnouncedPhase = Literal["data", "checkpoint", "evaluate", "other"]
 ANNOUNCED_PHASES: tuple[str, ...] = get_args(AnnouncedPhase)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def not_compiled(function: Function) -> Function:
-    """Keep a function out of graphs: it reads clocks and talks to other ranks.
-
-    A graph that must be whole cannot hold it; the reason is what torch then prints.
-    """
-    reason = (
-        "monitor.step() talks to other ranks and reads clocks, so it must stay outside the "
-        "compiled graph: compile the model, or forward and backward, and keep monitor.step() out "
-        "of fullgraph=True"
-    )
-    disable: Any = torch.compiler.disable
-    keywords = {"reason": reason} if "reason" in signature(disable).parameters else {}
-    return cast(Function, disable(function, **keywords))
 
 
 class Loop:

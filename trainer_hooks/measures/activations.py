@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.step.gradients import clean_name, local_tensor, unwrap
+from trainer_hooks.tensors.gradients import clean_name, local_tensor, unwrap
 from trainvitals.errors import UsageError
 
 _NOT_MEASURED = -1.0

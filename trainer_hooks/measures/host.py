@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_hooks.guard.optimizer_state import is_dense
 from trainer_hooks.measures.sections import Sections, Timeline
-from trainer_hooks.step.gradients import local_tensor
+from trainer_hooks.tensors.gradients import local_tensor
+from trainer_hooks.tensors.optimizer_state import is_dense
 from trainvitals.clock import Clock
 from trainvitals.flops import mfu_ratio, peak_flops, transformer_flops_per_token
 from trainvitals.records import Phase

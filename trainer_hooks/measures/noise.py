@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.step.gradients import GradNorms
+from trainer_hooks.tensors.gradients import GradNorms
 from trainvitals.errors import UsageError
 
 _MIN_SAMPLES = 10

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.guard.optimizer_state import is_dense
 from trainer_hooks.measures.activations import Activation, Activations, choose
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.gradients import GradNorms, Squares, local_tensor
+from trainer_hooks.tensors.gradients import GradNorms, Squares, local_tensor
+from trainer_hooks.tensors.optimizer_state import is_dense
 
 
 class Updates:

@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.step.gradients import Models
+from trainer_hooks.tensors.gradients import Models
 
 Section = Literal["before_forward", "forward", "backward", "gradient_wait", "after_backward"]
 SECTIONS: tuple[Section, ...] = (

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer_hooks.guard.optimizer_state import is_dense, true_elements
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
-from trainer_hooks.step.gradients import reshard
+from trainer_hooks.tensors.gradients import reshard
+from trainer_hooks.tensors.optimizer_state import is_dense, true_elements
 
 _PLAIN = (bool, int, float, str, type(None), Tensor)
 """Kinds of a module's own attributes that are put back: a queue's pointer, a cache."""

@@ -23,21 +23,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from trainer_hooks.guard.optimizer_state import nonfinite_count
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.copying import (
-    Copied,
-    CopyPlan,
-    CudaSideStream,
-    Pair,
-    PendingCopy,
-    SideStream,
-    as_int64,
-    fingerprint_on_device,
-    signature_of,
-    word_of,
-)
-from trainer_hooks.recovery.finite import is_finite
 from trainer_hooks.recovery.memory import host_memory_left
 from trainer_hooks.recovery.node_memory import (
     Joined,
@@ -52,6 +38,20 @@ from trainer_hooks.recovery.state import HostState, Spec, TrainingState
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.emit import Emitter
 from trainer_hooks.step.reduce_vector import Reduced
+from trainer_hooks.tensors.copying import (
+    Copied,
+    CopyPlan,
+    CudaSideStream,
+    Pair,
+    PendingCopy,
+    SideStream,
+    as_int64,
+    fingerprint_on_device,
+    signature_of,
+    word_of,
+)
+from trainer_hooks.tensors.finite import is_finite
+from trainer_hooks.tensors.optimizer_state import nonfinite_count
 from trainvitals.clock import Clock
 from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
 from trainvitals.detect.replicas import shown, vote

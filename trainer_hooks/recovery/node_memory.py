@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.finite import is_readable
 from trainer_hooks.step.reduce_vector import MAX_SLOTS
+from trainer_hooks.tensors.finite import is_readable
 
 _HEADER_BYTES = 4096
 _MAX_RANKS = _HEADER_BYTES // 8

@@ -13,7 +13,7 @@ Names: ``model.<parameter>``, ``buffer.<buffer>``, ``optim.<i>.<parameter>.<key>
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.callbacks.ema import EMA
-from trainer_hooks.guard import optimizer_state
 from trainer_hooks.guard.hook_memory import comm_hooks
 from trainer_hooks.recovery.checkpoints.shard_layout import Held, held_in
-from trainer_hooks.recovery.copying import wait_for_copies
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
-from trainer_hooks.step.gradients import clean_name, reshard, unwrap
+from trainer_hooks.stateful import Stateful
+from trainer_hooks.tensors import optimizer_state
+from trainer_hooks.tensors.copying import wait_for_copies
+from trainer_hooks.tensors.gradients import clean_name, reshard, unwrap
 from trainvitals.errors import CheckpointError
 
 HostState = dict[str, Any]
@@ -37,19 +38,6 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Keys of a parameter group that select how the update is computed: kept from the live process."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Objects for ``watch(state=...)``: an EMA, a loader, a communication hook's memory."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values and tensors."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Load a state that ``state_dict`` returned."""
-        ...
 
 
 class Spec(NamedTuple):

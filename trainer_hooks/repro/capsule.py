@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks.measures.sections import ModuleHook
 from trainer_hooks.recovery.state import StateCheck
-from trainer_hooks.step.gradients import Models
+from trainer_hooks.tensors.gradients import Models
 from trainvitals import __version__
 from trainvitals.errors import FormatError, VitalsError
 from trainvitals.io.capsules import CapsuleFile

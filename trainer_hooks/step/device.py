@@ -33,8 +33,7 @@ from trainer_hooks.measures.sampled import Sampler
 from trainer_hooks.measures.sections import Sections, placed_in
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
-from trainer_hooks.recovery.state import Stateful
-from trainer_hooks.step.gradients import ALL, GradNorms
+from trainer_hooks.stateful import Stateful
 from trainer_hooks.step.reduce_vector import (
     CORE_FIELDS,
     NUM_FIGURES,
@@ -43,6 +42,7 @@ from trainer_hooks.step.reduce_vector import (
     ReduceVector,
     VectorFields,
 )
+from trainer_hooks.tensors.gradients import ALL, GradNorms
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import Sampler, Samples
-from trainer_hooks.step.gradients import ALL
 from trainer_hooks.step.reduce_vector import Derived, Reduced
+from trainer_hooks.tensors.gradients import ALL
 from trainvitals.catalog import (
     LAYERS_SCHEMA,
     MAX_GROUPS,

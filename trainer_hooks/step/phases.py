@@ -30,7 +30,6 @@ from trainer_hooks.measures.host import (
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.feature import OutgoingStep
-from trainer_hooks.step.gradients import local_tensor, no_gradients, reads_are_free, scale
 from trainer_hooks.step.micro import MicroLosses
 from trainer_hooks.step.reduce_vector import (
     SHORT_FROM,
@@ -42,6 +41,7 @@ from trainer_hooks.step.reduce_vector import (
     clip_divisor,
     judge_on_device,
 )
+from trainer_hooks.tensors.gradients import local_tensor, no_gradients, reads_are_free, scale
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError

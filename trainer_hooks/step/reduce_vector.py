@@ -522,7 +522,7 @@ def _constants(device: torch.device) -> _Constants:
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     """Return max(1, (norm + 1e-6) / max_norm): the inverse of the factor of ``clip_grad_norm_``.
 
-    A norm whose square overflows float32 may be too small (see ``trainer_hooks.step.gradients``),
+    A norm whose square overflows float32 may be too small (``trainer_hooks.tensors.gradients``),
     and the clipped gradients would still be huge: the divisor then removes such gradients
     completely. Torch's own norm is Inf in this case, and its clip leaves 0 too.
     """

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks import CheckpointSettings, watch
 from trainer_hooks.recovery import replicas
-from trainer_hooks.step.gradients import local_tensor
+from trainer_hooks.tensors.gradients import local_tensor
 from trainvitals.records import DecisionMade, Finding, FindingRaised
 
 EVERY = 5

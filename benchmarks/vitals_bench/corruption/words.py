@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.copying import fingerprint_of, word_of
 from trainer_hooks.recovery.replicas import Replicas
 from trainer_hooks.recovery.state import TrainingState
+from trainer_hooks.tensors.copying import fingerprint_of, word_of
 from trainvitals.detect.replicas import EVERY
 from vitals_bench.measure import interleave
 from vitals_bench.rows import Grid, Row, at_most

@@ -20,7 +20,9 @@ from vitals_bench.training import gpt, size_of, tokens, watched
 
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item")
 """Operators whose result the host must have before it goes on."""
-_ASKING = tuple(f"trainer_hooks.{m}" for m in ("step.gradients", "step.phases", "guard.optimizers"))
+_ASKING = tuple(
+    f"trainer_hooks.{m}" for m in ("tensors.gradients", "step.phases", "guard.optimizers")
+)
 """The modules that ask whether a read waits."""
 
 

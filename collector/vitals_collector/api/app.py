@@ -350,8 +350,14 @@ def _otlp_router(store: Store, ingest_app: IngestApp, clock: Clock) -> APIRouter
     except UsageError as error:
         router, missing = APIRouter(), error
 
-    @router.post(OTLP_PATH, dependencies=[Depends(require("ingest"))], include_in_schema=False)
+    @router.post(
+        OTLP_PATH,
+        tags=["ingest"],
+        dependencies=[Depends(require("ingest"))],
+        responses=answers(dict[str, str]),
+    )
     def refuse_metrics() -> Response:
+        """Respond that this installation does not store OpenTelemetry metrics."""
         raise missing
 
     return router

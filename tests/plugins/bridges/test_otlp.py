@@ -20,7 +20,7 @@ from vitals_collector.queries.open import Reader
 from vitals_plugins.bridges import otlp
 from vitals_plugins.bridges.otlp import MAX_NAMES, PROTOBUF, decode
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "otlp.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "otlp.md"
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from vitals_plugins.lab.repro import verdict as verdicts
 from vitals_plugins.lab.repro.play import Limits, Scene, Trace
 from vitals_plugins.lab.repro.weights import Weights, load
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENTRY = f"{bad_steps.__name__}:build"
 RUN = "01JD0000000000000000000000"
 

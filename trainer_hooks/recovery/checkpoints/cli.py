@@ -245,8 +245,8 @@ def _nonfinite(folder: Path, content: Manifest) -> list[str]:
     from torch import Tensor
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    from trainer_hooks.guard.optimizer_state import nonfinite_count
     from trainer_hooks.recovery.checkpoints import payload
+    from trainer_hooks.tensors.optimizer_state import nonfinite_count
 
     exempt = set(content.may_be_nonfinite)
     wrong: dict[str, None] = {}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from trainer_hooks.step.gradients import clean_name
+from trainer_hooks.tensors.gradients import clean_name
 from trainvitals.errors import CheckpointError
 
 Shape = tuple[int, ...]

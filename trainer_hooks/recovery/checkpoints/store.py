@@ -22,9 +22,9 @@ from trainer_hooks.recovery.checkpoints.layout import Layout
 from trainer_hooks.recovery.checkpoints.manifest import FileEntry, Manifest
 from trainer_hooks.recovery.checkpoints.planner import Box
 from trainer_hooks.recovery.checkpoints.shard_layout import Held, cut
-from trainer_hooks.recovery.finite import bytes_of, is_finite
 from trainer_hooks.recovery.manager import Meta, Restored, Snapshot
 from trainer_hooks.recovery.state import HostState, Spec, TrainingState
+from trainer_hooks.tensors.finite import bytes_of, is_finite
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, UsageError, VitalsError
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.records import CheckpointChanged

@@ -366,7 +366,7 @@ def _state_in(path: Path) -> dict[str, Tensor]:
     import torch
     from torch import Tensor
 
-    from trainer_hooks.step.gradients import clean_name
+    from trainer_hooks.tensors.gradients import clean_name
 
     try:
         if path.suffix == ".safetensors":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer_hooks.recovery.state import Spec
 from trainer_hooks.repro.capsule import Capsule, is_second_moment
-from trainer_hooks.step.gradients import clean_name
+from trainer_hooks.tensors.gradients import clean_name
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.io.rundir import RunDir
 from trainvitals.policy.plan import read_plan

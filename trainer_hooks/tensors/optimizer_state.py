@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer_hooks.recovery.finite import is_finite
+from trainer_hooks.tensors.finite import is_finite
 
 _FROM_ZEROS = (
     torch.optim.SGD,

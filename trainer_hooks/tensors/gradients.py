@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer_hooks.guard.optimizer_state import nonfinite_count
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.tensors.optimizer_state import nonfinite_count
 from trainvitals.errors import UsageError
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]

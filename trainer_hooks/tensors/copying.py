@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_hooks.recovery.finite import (
+from trainer_hooks.tensors.finite import (
     Numbers,
     are_finite,
     bytes_of,

@@ -1,0 +1,1 @@
+"""Tensors and optimizer state: finite values, copies to the host, sizes."""
