@@ -139,8 +139,9 @@ ALERTS: tuple[AlertSpec, ...] = (
         help="Rows of one stream are not stored: the collector refuses them, the agent serves "
         "another node than the ranks', or another writer used that stream, by mistake or with a "
         "stolen token. Curves and detectors lack these rows.",
-        to_do="Read its message. If another writer used the stream, replace the ingest token "
-        "(`vitals token create`) and restart the job: each start has new streams.",
+        to_do="Read its message. V241: restore `writer.key` in the agent's directory, or restart "
+        "the job, because each start has new streams. If another writer used the stream, replace "
+        "the ingest token (`vitals token create`), and restart the job.",
     ),
     AlertSpec(
         name="ReceiverFailing",

@@ -8,7 +8,7 @@ VitalsError
 |   |-- NewerVersionError      V21x  written by a newer version of Vitals
 |   |-- CheckpointCorruptError V22x  a checkpoint does not match its manifest
 |   |-- DamagedBatchError      V23x  the checksum of a batch does not match
-|   `-- ForeignBatchError      V24x  the token may not write to the run of a batch
+|   `-- ForeignBatchError      V24x  the sender may not write to the run of a batch
 |-- StorageError               V3xx  a file, directory or database cannot be used
 |   `-- InsecurePathError      V31x  wrong owner or mode, or a symbolic link
 |-- TransportError             V4xx  the server did not respond, or rejected the request
@@ -104,6 +104,12 @@ class ForeignBatchError(FormatError):
     """A batch belongs to a run or a start that its token may not write to."""
 
     code = "V240"
+
+
+class WriterKeyError(ForeignBatchError):
+    """A batch has another writer key than the first batch of its writer."""
+
+    code = "V241"
 
 
 class CheckpointCorruptError(FormatError):

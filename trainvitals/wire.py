@@ -38,6 +38,9 @@ MAX_BATCHES = 4_096
 """Batches that may travel together."""
 ASK_HEADER = "Vitals-Holes"
 """A request's header: with ``ask`` a batch behind a hole is answered by where the hole begins."""
+WRITER_KEY_HEADER = "Vitals-Writer-Key"
+"""A request's header: secret of the agent that sends the batches, in hexadecimal digits. The first
+batch of each incarnation sets the key of the later ones."""
 OWNER_HEADER = "Vitals-Owner"
 """An answer's header: the address of the collector that takes the run's rows."""
 OWNED_ELSEWHERE = 421

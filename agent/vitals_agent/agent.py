@@ -11,7 +11,7 @@
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -40,7 +40,7 @@ from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuSampler
 from vitals_agent.hang import ExitWatch, HangWatch
 from vitals_agent.host import HostSampler
-from vitals_agent.io_loop import EventsAhead, IoLoop
+from vitals_agent.io_loop import EventsAhead, IoLoop, SendAhead
 from vitals_agent.memory_spool import (
     ROOM_BYTES,
     bytes_in,
@@ -154,7 +154,7 @@ class Agent:
         *,
         client: Collects | None = None,
         reachable: Callable[[float], bool] | None = None,
-        ahead: Callable[[Sequence[bytes]], object] | None = None,
+        ahead: SendAhead | None = None,
         clock: Clock | None = None,
         nvml: Any = None,
         spawn: Spawn = on_a_thread,
@@ -408,6 +408,7 @@ class Agent:
                 return None
         try:
             spool = self._open_spool(state_dir, keep=keep)
+            writer_key = state_dir.load_or_create_writer_key()
             if self._info is not None:
                 state_dir.publish(self._info)
         except BaseException:
@@ -420,6 +421,7 @@ class Agent:
             spool,
             folder=folder,
             facts=self._facts,
+            writer_key=writer_key,
             keeps_history=keep,
             resume=resume,
         )

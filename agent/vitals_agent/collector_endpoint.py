@@ -186,11 +186,13 @@ class CollectorEndpoint:
         """Store one batch."""
         return self._call(lambda client: client.ingest(raw))
 
-    def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> tuple[IngestReply, ...]:
+    def ingest_all(
+        self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
+    ) -> tuple[IngestReply, ...]:
         """Store batches together."""
-        return self._call(lambda client: client.ingest_all(raws, asks=asks))
+        return self._call(lambda client: client.ingest_all(raws, asks=asks, writer_key=writer_key))
 
-    def send_ahead(self, raws: Sequence[bytes]) -> None:
+    def send_ahead(self, raws: Sequence[bytes], writer_key: str = "") -> None:
         """Resend batches early, on a separate connection that waits for nothing.
 
         If earlier rows of a stream are not stored yet, these are not stored either.
@@ -203,7 +205,7 @@ class CollectorEndpoint:
                 self._close_ahead()
                 self._ahead = address, self._connect(address)
             client = self._ahead[1]
-        client.ingest_all(raws, asks=True)
+        client.ingest_all(raws, asks=True, writer_key=writer_key)
 
     def ask(self, question: Question[T]) -> T:
         """Return the collector's answer."""

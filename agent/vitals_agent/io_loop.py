@@ -99,7 +99,7 @@ class IoLoop:
     def _ship(self, run: ServedRun, now: float) -> None:
         assert self._shipper is not None
         written = run.num_written  # before: batches written in the meantime may not be sent
-        self._shipper.ship(run.run_id, run.spool, now)
+        self._shipper.ship(run.run_id, run.spool, now, run.writer_key)
         if self._shipper.drained(run.run_id):
             self._sent[run.run_id] = (run, written)
 
@@ -111,6 +111,8 @@ class IoLoop:
             self._shipper.forget(run_id)
 
 
+SendAhead = Callable[[Sequence[bytes], str], object]
+"""Sends batches of one run, and the run's writer key."""
 MAX_AHEAD, MAX_AHEAD_BYTES = 64, 1 << 16
 """Maximum pending batches of events, and the size of each; the latest are kept."""
 
@@ -122,15 +124,15 @@ class EventsAhead:
     second later, or after a merge of files. What cannot be sent now is left to the spool.
     """
 
-    def __init__(self, send: Callable[[Sequence[bytes]], object], *, faults: Faults) -> None:
+    def __init__(self, send: SendAhead, *, faults: Faults) -> None:
         self._send, self._faults = send, faults
-        self._waiting: deque[bytes] = deque(maxlen=MAX_AHEAD)
+        self._waiting: deque[tuple[bytes, str]] = deque(maxlen=MAX_AHEAD)
         self._came = threading.Event()
 
-    def put(self, raw: bytes) -> None:
+    def put(self, raw: bytes, writer_key: str) -> None:
         """Have a batch sent ahead if it is one of events."""
         if len(raw) <= MAX_AHEAD_BYTES and is_of_events(raw):
-            self._waiting.append(raw)
+            self._waiting.append((raw, writer_key))
             self._came.set()
 
     def start(self) -> None:
@@ -139,12 +141,13 @@ class EventsAhead:
 
     def turn(self) -> None:
         """Send the pending batches."""
-        raws: list[bytes] = []
+        raws_by_key: dict[str, list[bytes]] = {}
         while self._waiting:
-            raws.append(self._waiting.popleft())
-        if raws:
+            raw, writer_key = self._waiting.popleft()
+            raws_by_key.setdefault(writer_key, []).append(raw)
+        for writer_key, raws in raws_by_key.items():
             with self._faults.contained("shipper.events"):
-                self._send(raws)
+                self._send(raws, writer_key)
 
     def _run(self) -> None:
         while True:

@@ -96,8 +96,8 @@ class NodeFacts:
     metrics_url: str = ""
     clock: Clock
     faults: Faults
-    send_ahead: Callable[[bytes], object] | None = None
-    """Called with every batch that was added to the spool."""
+    send_ahead: Callable[[bytes, str], object] | None = None
+    """Called with every batch that was added to the spool, and the run's writer key."""
 
 
 class ServedRun:
@@ -115,6 +115,7 @@ class ServedRun:
         *,
         folder: Path,
         facts: NodeFacts,
+        writer_key: str = "",
         keeps_history: bool = False,
         resume: Mapping[Key, int] | None = None,
     ) -> None:
@@ -123,6 +124,8 @@ class ServedRun:
         self.state_dir = state_dir
         self.spool = spool
         self.folder = folder
+        self.writer_key = writer_key
+        """Secret that is sent with the batches: nobody else can write to their streams."""
         self.tails: dict[Path, JournalTail] = {}
         self.num_written = 0
         """Batches appended so far: if it is unchanged, nothing was written in between."""
@@ -185,7 +188,7 @@ class ServedRun:
                 raise
             self.is_disk_full = False
         if was_added and self._facts.send_ahead is not None:
-            self._facts.send_ahead(raw)
+            self._facts.send_ahead(raw, self.writer_key)
         return was_added
 
     @property

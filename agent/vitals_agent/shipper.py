@@ -11,8 +11,8 @@ continue. A batch that was only damaged in transit is retried indefinitely, any 
 times.
 
 An acknowledgement above all rows ever spooled means that another sender wrote to the stream. That
-stream stops as well, and none of its batches is deleted. A forged row must not delay the rows and
-commands of others.
+stream stops as well, and none of its batches is deleted. The same applies if the collector knows
+another writer key for it. A forged row must not delay the rows and commands of others.
 """
 
 import time
@@ -29,6 +29,7 @@ from trainvitals.errors import (
     ServerIdentityError,
     TransportError,
     VitalsError,
+    WriterKeyError,
 )
 from trainvitals.io.spool import Position
 from trainvitals.wire import IngestReply, decode_batch
@@ -52,7 +53,9 @@ Key = tuple[str, str, str]
 class Ingests(Protocol):
     """The shipper's interface of a collector."""
 
-    def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> Sequence[IngestReply]:
+    def ingest_all(
+        self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
+    ) -> Sequence[IngestReply]:
         """Store batches and reply to each; raise a VitalsError if none was accepted.
 
         With ``asks`` a batch after a gap is not stored, but gets a reply with ``from_seq``.
@@ -123,6 +126,7 @@ class _Progress:
 
     cursor: Position
     pace: Pace
+    writer_key: str = ""
     unacked: deque[_Waiting] = field(default_factory=deque)
     durable: dict[Key, int] = field(default_factory=dict)
     all_sent: bool = False
@@ -246,7 +250,7 @@ class Shipper:
         self._on_stopped = on_stopped
         self._progress: dict[str, _Progress] = {}
 
-    def ship(self, run_id: str, spool: Ships, now: float) -> None:
+    def ship(self, run_id: str, spool: Ships, now: float, writer_key: str = "") -> None:
         """Send the new batches of the spool, as long as the budget and the pace allow."""
         if not self._backoff.due(now):
             return
@@ -255,6 +259,7 @@ class Shipper:
             progress = _Progress(
                 cursor=spool.acked,
                 pace=self._new_pace(),
+                writer_key=writer_key,
                 heard_at=now,
                 inherited=dict.fromkeys(spool.last_seqs()),
             )
@@ -328,7 +333,7 @@ class Shipper:
         replies: dict[Position, IngestReply] = {}
         if to_send:
             try:
-                answers = self._client.ingest_all([raw for _, raw in to_send], asks=True)
+                answers = self._ingest(progress, [raw for _, raw in to_send], asks=True)
             except NewerVersionError:
                 raise  # it will take them once it is upgraded
             except FormatError as error:
@@ -345,6 +350,11 @@ class Shipper:
                 return False
             progress.pass_by(batch)
         return True
+
+    def _ingest(
+        self, progress: _Progress, raws: Sequence[bytes], *, asks: bool = False
+    ) -> Sequence[IngestReply]:
+        return self._client.ingest_all(raws, asks=asks, writer_key=progress.writer_key)
 
     def _absorb(
         self,
@@ -371,7 +381,7 @@ class Shipper:
                 return False
             # No earlier rows are stored any longer: the missing ones are lost, and counted there.
             progress.searched[sent.key] = reply.from_seq
-            reply = self._client.ingest_all([raw])[0]
+            reply = self._ingest(progress, [raw])[0]
             if reply.code:
                 self._stop_stream(progress, sent, reply, now)
                 return True
@@ -409,7 +419,7 @@ class Shipper:
             is_lacking = looked is not None  # no longer retained
         else:
             try:
-                reply = self._client.ingest_all([raw], asks=True)[0]
+                reply = self._ingest(progress, [raw], asks=True)[0]
             except FormatError as error:  # it was refused and quarantined before
                 reply = _refusal(error)
             is_lacking = not reply.code and (reply.from_seq >= 0 or reply.num_new > 0)
@@ -426,7 +436,7 @@ class Shipper:
         stopped.due = now + min(MAX_RETRY_SECONDS, seconds)
         error = FormatError(reply.text, code=reply.code)
         self._faults.record("shipper.refused", error)
-        is_doubt = reply.code == ServerIdentityError.code
+        is_doubt = reply.code in (ServerIdentityError.code, WriterKeyError.code)
         may_be_taken = is_doubt or reply.code.startswith(
             (DamagedBatchError.code[:3], ForeignBatchError.code[:3])
         )
@@ -464,7 +474,7 @@ class Shipper:
         self.num_resent_batches += 1
         try:
             # Without a query: all earlier batches were sent before it.
-            reply = self._client.ingest_all([raw])[0]
+            reply = self._ingest(progress, [raw])[0]
         except NewerVersionError:
             raise  # it will take it once it is upgraded
         except FormatError as error:
@@ -493,7 +503,7 @@ class Shipper:
         for waiting in oldest.values():
             raw = _read(spool, waiting)
             if raw is not None:
-                reply = self._client.ingest_all([raw])[0]
+                reply = self._ingest(progress, [raw])[0]
                 self._believe(progress, spool, waiting, reply, now)
 
     def _ack(self, progress: _Progress, spool: Ships, now: float) -> None:

@@ -26,6 +26,7 @@ from trainvitals.io.rundir import is_full
 from trainvitals.io.spool import unacknowledged
 
 TOKEN_FILE = "read.token"
+WRITER_KEY_FILE = "writer.key"
 DESTINATION_FILE = "collector"
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 
@@ -193,6 +194,22 @@ class AgentStateDir:
         if token != kept or path != self.token_file:
             self._write(TOKEN_FILE, f"{token}\n".encode())
         return token
+
+    def load_or_create_writer_key(self) -> str:
+        """Return the key that the collector requires of later batches of the same writers.
+
+        Stored with the spool: an agent that continues the spool must send the same key.
+        """
+        try:
+            disk_key = key = _read_private(self.path / WRITER_KEY_FILE).strip()
+            if not key and self._local is not None:
+                key = _read_private(self.memory_path / WRITER_KEY_FILE).strip()
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be read: {error.strerror}") from error
+        key = key or secrets.token_hex(32)
+        if key != disk_key:
+            self._write(WRITER_KEY_FILE, f"{key}\n".encode())
+        return key
 
     @property
     def token_file(self) -> Path:

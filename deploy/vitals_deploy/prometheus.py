@@ -252,7 +252,7 @@ LOSS_RULES = (
     Rule(
         name="VitalsBatchesRejected",
         expr="sum by (reason) (increase("
-        'collector_rejected_batches_total{reason!="V240"}[15m])) > 0',
+        'collector_rejected_batches_total{reason!~"V24[01]"}[15m])) > 0',
         severity="notify",
         summary="The collector rejects batches: {{ $labels.reason }}",
         description="The collector rejects batches; usually an agent is newer than the collector.",
@@ -284,12 +284,13 @@ ACCESS_RULES = (
         'collector_refused_requests_total{reason!~"V41[01]"}[15m])) > 0 '
         'or sum by (reason) (increase(collector_refused_requests_total{reason=~"V41[01]"}[15m])) '
         "> 20 or sum by (reason) (increase("
-        'collector_rejected_batches_total{reason="V240"}[15m])) > 0',
+        'collector_rejected_batches_total{reason=~"V24[01]"}[15m])) > 0',
         severity="notify",
         summary="The collector refuses access: {{ $labels.reason }}",
         description="Requests came with no or a wrong token (V410), for another host or page "
         "(V411), without the scope (V412), beyond the token's project or run (V413), with an "
-        "expired or revoked token (V414), or with rows of another token's run (V240).",
+        "expired or revoked token (V414), with rows of another token's run (V240), or with "
+        "another writer key than the stream's (V241).",
         did="refused and counted them; agents keep the rows.",
         to_do="`vitals token list` shows the tokens and their owners. If a job has the wrong file, "
         "give it the right one; if a token is misused, `vitals token revoke ID`.",

@@ -109,7 +109,7 @@ def test_a_token_of_another_run_is_read_again_until_it_is_the_right_one(tmp_path
         def __init__(self, address: CollectorAddress) -> None:
             self.token = address.tokens.ingest
 
-        def ingest_all(self, raws, *, asks: bool = False):
+        def ingest_all(self, raws, *, asks: bool = False, writer_key: str = ""):
             if self.token != "the right one":
                 raise ForeignBatchError("the batch is of another run")
             return ()

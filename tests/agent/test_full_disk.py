@@ -1,6 +1,7 @@
 """An agent whose disk is full: it goes on in memory, says so, and goes back when there is room."""
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,26 @@ def test_it_goes_back_to_the_disk_when_there_is_room_with_what_still_waits(node,
     state = node.vitals_dir / "agents" / NODE
     assert {"agent.json", "read.token"} <= {path.name for path in state.iterdir()}
     assert str(state / "read.token") == agent.info.token_file
+
+
+def test_the_writer_key_survives_a_full_disk_and_later_agents(node, small):
+    node.rank().step(0)
+    fill(small)
+    agent = node.agent(sample_seconds=1e9)
+    agent.cycle(0.0)
+    path, key = node.vitals_dir / RUN / "agents" / NODE / "writer.key", agent.runs[RUN].writer_key
+    assert (64, False) == (len(key), path.exists())
+    empty(small)
+    agent.cycle(20.0)
+    assert (key, 0o600) == (path.read_text().strip(), stat.S_IMODE(path.stat().st_mode))
+    agent.stop()
+    later = node.agent(sample_seconds=1e9)
+    later.cycle(30.0)
+    assert key == later.runs[RUN].writer_key
+    others = node.rank(run_id=OTHER_RUN)
+    others.step(0)
+    later.cycle(31.0)
+    assert key != later.runs[OTHER_RUN].writer_key
 
 
 @pytest.mark.parametrize("stuck", ["the agent's folder", "the first run"])

@@ -134,7 +134,7 @@ def test_while_the_spool_waits_for_an_answer_events_are_sent_ahead_of_it(world, 
     rank, dead = world.rank(), world.rank(1, pid=0)
     rank.step(0)
     dead.step(0)
-    agent = world.agent(client=stalled, ahead=sent.extend)
+    agent = world.agent(client=stalled, ahead=lambda raws, key: sent.extend(raws))
     agent.turn(0.0)
     io_thread = IoThread(agent.io_loop, interval_seconds=0.0)
     assert stalled.asked.wait(20.0)
@@ -153,7 +153,7 @@ def test_while_the_spool_waits_for_an_answer_events_are_sent_ahead_of_it(world, 
 
 
 def test_events_that_cannot_be_sent_ahead_are_left_to_the_spool(world, stub):
-    def refuse(raws):
+    def refuse(raws, writer_key):
         raise TransportError("away")
 
     world.rank(1, pid=0).step(0)

@@ -33,7 +33,9 @@ class RealStore:
         self.num_rows_sent = 0
         self.store = open_data_store(data)
 
-    def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> Sequence[IngestReply]:
+    def ingest_all(
+        self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
+    ) -> Sequence[IngestReply]:
         if self.store is None:
             raise TransportError("the collector is away")
         (outcome,) = ingest_bodies(self.store, [raws], 1, [asks])
@@ -190,7 +192,9 @@ class BadCable:
         self.is_bad = True
         self.num_flips = 0
 
-    def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> Sequence[IngestReply]:
+    def ingest_all(
+        self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
+    ) -> Sequence[IngestReply]:
         body = bytearray(b"".join(raws))
         if self.is_bad and self.rng.random() < 1 / 3:
             place = self.rng.randrange(len(body) * 8)
@@ -229,7 +233,9 @@ class LooseCable:
         self.num_requests = 0
         self.is_loose = False
 
-    def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> Sequence[IngestReply]:
+    def ingest_all(
+        self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
+    ) -> Sequence[IngestReply]:
         self.num_requests += 1
         if self.is_loose and self.num_requests % 3 == 0:
             raise TransportError("the cable is loose")

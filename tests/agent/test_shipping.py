@@ -178,7 +178,9 @@ class Scripted:
         self.answers = list(answers)
         self.seen: list[list[int]] = []
 
-    def ingest_all(self, raws: list[bytes], *, asks: bool = False) -> list[IngestReply]:
+    def ingest_all(
+        self, raws: list[bytes], *, asks: bool = False, writer_key: str = ""
+    ) -> list[IngestReply]:
         header = decode_batch(raws[0]).header
         if header.stream != "steps":
             return [IngestReply(durable_seq=header.last_seq, num_new=0, num_duplicate=1)]
@@ -275,7 +277,9 @@ def test_a_batch_that_was_damaged_on_its_way_comes_again_before_what_follows_it(
     spool.close()
 
 
-@pytest.mark.parametrize("code", ["V230", "V240"], ids=["damage on its way", "a wrong token"])
+@pytest.mark.parametrize(
+    "code", ["V230", "V240", "V241"], ids=["damage on its way", "a wrong token", "a wrong key"]
+)
 def test_a_batch_is_never_given_up_for_what_may_pass(world, code: str):
     spool = spool_with(world, 0)
     client = Scripted(*[[code]] * (3 * MAX_TRIES), [0])
@@ -518,15 +522,25 @@ class Store:
     def __init__(self) -> None:
         self.durable: dict[str, int] = {}
         self.sent: list[tuple[str, int]] = []
+        self.codes: dict[str, str] = {}
+        """Codes that batches of a stream are refused with."""
 
-    def ingest_all(self, raws: list[bytes], *, asks: bool = False) -> list[IngestReply]:
+    def ingest_all(
+        self, raws: list[bytes], *, asks: bool = False, writer_key: str = ""
+    ) -> list[IngestReply]:
         headers = [decode_batch(raw).header for raw in raws]
         for header in headers:
             self.sent.append((header.stream, header.first_seq))
+            if header.stream in self.codes:
+                continue
             newest = max(self.durable.get(header.stream, -1), header.last_seq)
             self.durable[header.stream] = newest
         return [
-            IngestReply(durable_seq=self.durable[h.stream], num_new=h.num_rows, num_duplicate=0)
+            IngestReply(durable_seq=-1, num_new=0, num_duplicate=0, code=code, text=code)
+            if (code := self.codes.get(h.stream))
+            else IngestReply(
+                durable_seq=self.durable[h.stream], num_new=h.num_rows, num_duplicate=0
+            )
             for h in headers
         ]
 
@@ -586,6 +600,22 @@ def test_a_stream_that_is_not_doubted_any_more_goes_on_where_it_stopped(doubted)
     assert list(range(2, 7)) == [seq for _, seq in client.sent]
     assert [] == spool.pending(1)
     assert shipper.drained(RUN)
+
+
+def test_a_stream_with_another_writer_key_is_reported_at_once_and_others_continue(doubted):
+    writer, spool, client, shipper, told = doubted
+    client.codes["steps"] = "V241"
+    for step in range(2, 5):
+        spool.append(writer.steps([step]))
+        spool.append(writer.batch(NODE_SCHEMA, NODE_ROWS))
+        spool.sync()
+        shipper.ship(RUN, spool, 0.5 * step)
+    assert [("steps", "V241")] == told[:1]
+    assert ("node", 3) == client.sent[-1]
+    client.codes.clear()
+    shipper.ship(RUN, spool, 100.0)
+    shipper.ship(RUN, spool, 101.0)
+    assert (4, []) == (client.durable["steps"], spool.pending(1))
 
 
 def test_a_stream_that_stays_stopped_never_fills_the_window_of_the_others(doubted, monkeypatch):

@@ -17,7 +17,7 @@ from tests.collector.conftest import grow
 from tests.collector.rows import Writer, num_stored
 from trainvitals.errors import InsecurePathError, StorageError, UsageError
 from trainvitals.rows import Value
-from vitals_collector.ingest.ingest import ingest
+from vitals_collector.ingest.ingest import ingest, store_bodies
 from vitals_collector.numbers.interface import FULL
 from vitals_collector.storage.migrate import NEWEST, migration_config
 from vitals_collector.storage.schema import metadata, streams
@@ -29,6 +29,7 @@ from vitals_collector.storage.store import (
     open_data_store,
     open_store,
 )
+from vitals_collector.storage.tokens import Principal
 
 
 def test_a_new_database_has_the_tables_and_the_version_of_the_schema(store: Store):
@@ -64,19 +65,29 @@ def test_alembic_is_not_imported_without_an_upgrade(tmp_path: Path):
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
-def test_a_database_of_before_tokens_gets_them_and_keeps_what_it_has(store: Store):
-    ingest(store, Writer().steps(range(3)))
+@pytest.mark.parametrize("version", ["v3", "v4"])
+def test_a_database_of_an_earlier_version_is_upgraded_and_keeps_what_it_has(
+    store: Store, version: str
+):
+    writer = Writer()
+    ingest(store, writer.steps(range(3)))
     with store.write() as connection:
-        for of in ("runs DROP owner", "sources DROP token_id", "streams DROP last_unix_ns"):
-            connection.exec_driver_sql(f"ALTER TABLE {of}")
-        connection.exec_driver_sql("DROP TABLE tokens")
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = 'v3'")
+        connection.exec_driver_sql("ALTER TABLE sources DROP writer_key_hash")
+        if version == "v3":
+            for of in ("runs DROP owner", "sources DROP token_id", "streams DROP last_unix_ns"):
+                connection.exec_driver_sql(f"ALTER TABLE {of}")
+            connection.exec_driver_sql("DROP TABLE tokens")
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{version}'")
     url = store.engine.url.render_as_string(hide_password=False)
     opened = open_store(url, store.numbers)
     with opened.write() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert [] == compare_metadata(context, metadata)
-    assert 3 == num_stored(opened)
+    # Writers of before have no key, and need none.
+    sender = Principal(writer_key_hash="a key")
+    (answers,) = store_bodies(opened, [[writer.steps([3])]], 1, principals=[sender])
+    assert [""] == [stored.reply.code for stored in answers]
+    assert 4 == num_stored(opened)
     opened.engine.dispose()
 
 

@@ -55,11 +55,11 @@ def client(served: Served, secret: str) -> CollectorClient:
     return served.client_with(secret)
 
 
-def send(served: Served, secret: str, *raws: bytes) -> list[str]:
+def send(served: Served, secret: str, *raws: bytes, writer_key: str = "") -> list[str]:
     """Return the code that each batch is answered with; "" where it was taken."""
     with client(served, secret) as sender:
         try:
-            return [reply.code for reply in sender.ingest_all(raws)]
+            return [reply.code for reply in sender.ingest_all(raws, writer_key=writer_key)]
         except ForeignBatchError as error:
             return [error.code] * len(raws)
 
@@ -141,6 +141,29 @@ def test_the_token_files_own_token_writes_to_what_it_began_and_to_nothing_of_oth
     assert ["V240"] == send(served, own, theirs.steps([1], lose=1_000_000))
     assert ["V240"] == send(served, own, Writer("rank:1", run=OTHER_RUN).steps([0]))
     assert [""] == send(served, own, Writer("rank:1").steps([0])), "another start of its own run"
+
+
+def test_only_the_key_of_a_writers_first_batch_opens_its_streams(served: Served):
+    own, rank = served.tokens.ingest, Writer("rank:0")
+    assert [""] == send(served, own, rank.steps([0]), writer_key="a" * 64)
+    forged = rank.steps([1], lose=1_000_000)
+    for key in ("", "b" * 64):
+        assert ["V241"] == send(served, own, forged, writer_key=key)
+        assert ["V241"] == send(served, own, started(rank), writer_key=key)  # a new stream of it
+        rank.next_seq.update(steps=1, events=0)
+    assert [""] == send(served, own, rank.steps([1]), writer_key="a" * 64)
+    assert [""] == send(served, own, started(rank), writer_key="a" * 64)
+    # Each node of a job has its own key, and so has a replaced one.
+    assert [""] == send(served, own, Writer("rank:1").steps([0]), writer_key="b" * 64)
+    assert [""] == send(served, own, Writer("rank:0").steps([2]), writer_key="c" * 64)
+    assert {"V241": 4} == served.store.counters.rejected
+
+
+def test_a_start_without_a_key_needs_none(served: Served):
+    own, rank = served.tokens.ingest, Writer("rank:0")
+    assert [""] == send(served, own, rank.steps([0]))
+    assert [""] == send(served, own, rank.steps([1]), writer_key="a" * 64)  # upgraded agent
+    assert [""] == send(served, own, rank.steps([2]))
 
 
 def test_a_project_is_shared_by_its_tokens_and_nobody_else(served: Served):
@@ -379,6 +402,8 @@ _PRINCIPALS = [
     Principal(token_id="p1", owner="eve", project="llm"),
     Principal(token_id="p2", owner="bob", project="llm"),
     Principal(token_id="r1", owner="eve", run_id=RUN),
+    Principal(token_id="a1", owner="ada", writer_key_hash="k1"),
+    Principal(token_id="a1", owner="ada", writer_key_hash="k2"),
 ]
 
 
@@ -395,26 +420,28 @@ def test_rows_are_stored_exactly_where_the_rules_say_so(sent):
     store = open_store("sqlite://")
     writers = {(run, i): Writer(f"rank:{i}", run=run) for run in (RUN, OTHER_RUN) for i in range(3)}
     run_of: dict[str, tuple[str, str]] = {}
-    begun_by: dict[tuple[str, int], str] = {}
+    begun_by: dict[tuple[str, int], tuple[str, str]] = {}
     expected = []
     bodies = []
     for principal, run, i in sent:
         bodies.append([writers[run, i].steps([0])])
         own = principal.writes_all
         owner, project = run_of.get(run, (principal.owner, principal.project))
-        by = begun_by.get((run, i), principal.token_id)
+        by = begun_by.get((run, i), (principal.token_id, principal.writer_key_hash))
         joins = (
             run == principal.run_id
             if principal.run_id
             else (project == principal.project if principal.project else owner == principal.owner)
         )
-        taken = own or (joins and by == principal.token_id)
+        is_its = by[0] == principal.token_id
+        has_key = by[1] in ("", principal.writer_key_hash)
+        taken = own or (joins and is_its and has_key)
         if taken:
             run_of.setdefault(run, (owner, project))
             begun_by.setdefault((run, i), by)
         else:
             writers[run, i].next_seq["steps"] -= 1  # its number is free again
-        expected.append("" if taken else "V240")
+        expected.append("" if taken else "V241" if joins and is_its else "V240")
     got = store_bodies(store, bodies, 1, principals=[principal for principal, _, _ in sent])
     assert expected == [stored[0].reply.code for stored in got]
     assert expected.count("") == num_stored(store)

@@ -26,7 +26,7 @@ LOSSES = (
     ("collector_damaged_batches_total", "VitalsStoreDamaged"),
     ('collector_rejected_batches_total{reason="newer"}', "VitalsBatchesRejected"),
     ('collector_refused_requests_total{reason="V413"}', "VitalsAccessRefused"),
-    ('collector_rejected_batches_total{reason="V240"}', "VitalsAccessRefused"),
+    ('collector_rejected_batches_total{reason="V241"}', "VitalsAccessRefused"),
     (
         'collector_notifications_total{notifier="webhook", outcome="failed"}',
         "VitalsNotificationsFailing",

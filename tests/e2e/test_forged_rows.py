@@ -1,13 +1,20 @@
-"""Somebody who has the ingest token writes one row of another job's stream, far ahead."""
+"""Another holder of the ingest token writes one row to a stream of a job, far ahead."""
 
+import contextlib
+import secrets
+import signal
+import stat
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from tests.e2e.lab import PROGRAM, free_port, open_lab, until
+from tests.e2e.lab import PROGRAM, Lab, free_port, open_lab, until
 from trainvitals.catalog import steps_schema
+from trainvitals.errors import ForeignBatchError, WriterKeyError
 from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.io.spool import read_batches
 from trainvitals.views import AlertsQuestion, RunQuestion, RunsQuestion
@@ -15,35 +22,80 @@ from trainvitals.wire import BatchHeader, decode_batch, encode_batch
 
 pytestmark = [pytest.mark.servers, pytest.mark.nightly]
 STEPS = steps_schema()
+_LASTING = PROGRAM.replace("range(30)", "range(100_000)").replace(
+    "monitor.step()", "monitor.step(); __import__('time').sleep(0.02)"
+)
 
 
-def test_a_forged_row_stops_one_stream_pages_at_once_and_keeps_nothing_else_back(tmp_path):
-    with open_lab(tmp_path) as lab:
+def test_a_forged_row_with_the_ingest_token_is_refused_and_the_stream_continues(tmp_path):
+    with _training(tmp_path) as (lab, port, run_id, agent), _patient(lab, port) as client:
+        (key,) = (lab.runs / run_id / "agents").glob("*/writer.key")
+        assert 0o600 == stat.S_IMODE(key.stat().st_mode)
+        for stolen in ("", secrets.token_hex(32)):
+            with pytest.raises(ForeignBatchError, match="another writer key") as refused:
+                _forge(lab, port, run_id, writer_key=stolen)
+            assert WriterKeyError.code == refused.value.code
+        before = _times(client, run_id)
+        _until_both_arrive(client, run_id, before)
+        # A killed agent is replaced by another process, which has the same key.
+        agent.send_signal(signal.SIGKILL)
+        agent.wait()
+        lab.agent(port)
+        _until_both_arrive(client, run_id, _times(client, run_id))
+        assert "StreamStopped" not in _firing(client)
+        assert "critical" != client.ask(RunsQuestion())[0].health
+
+
+def test_an_agent_that_lost_its_key_pages_at_once_and_sends_everything_else(tmp_path):
+    with _training(tmp_path) as (lab, port, run_id, agent), _patient(lab, port) as client:
+        (key,) = (lab.runs / run_id / "agents").glob("*/writer.key")
+        agent.send_signal(signal.SIGKILL)
+        agent.wait()
+        kept = key.read_text()
+        key.write_text(secrets.token_hex(32))
+        second = lab.agent(port)
+        until(lambda: "StreamStopped" in _firing(client), "it pages")
+        assert "critical" == client.ask(RunsQuestion())[0].health
+        before = _times(client, run_id)
+        until(
+            lambda: _times(client, run_id)["node"] > before["node"] + 5 * 10**9,
+            "rows of the node arrive all the same",
+            30.0,
+        )
+        done = lab.vitals("command", run_id, "halt", "--reason", "a wrong key", *_where(lab))
+        assert 0 == done.returncode, done.stderr
+        until(lambda: lab.processes[2].poll() == 1, "the halt arrives")
+        assert "a wrong key" in lab.log("training").read_text()
+        assert before["rank"] == _times(client, run_id)["rank"]
+        second.send_signal(signal.SIGKILL)
+        second.wait()
+        key.write_text(kept)
+        lab.agent(port)
+        until(lambda: _times(client, run_id)["rank"] > before["rank"], "the kept rows arrive")
+
+
+@contextlib.contextmanager
+def _training(folder) -> Iterator[tuple[Lab, int, str, subprocess.Popen[bytes]]]:
+    """Give a lab with a collector, an agent, and a training whose rows arrive."""
+    with open_lab(folder) as lab:
         port = free_port()
         lab.collector(port)
-        lab.agent(port)
-        lasting = PROGRAM.replace("range(30)", "range(100_000)").replace(
-            "monitor.step()", "monitor.step(); __import__('time').sleep(0.02)"
-        )
+        agent = lab.agent(port)
         settings = {"VITALS_AGENT": "off", "VITALS_TOKEN_FILE": str(lab.tokens)}
-        training = lab.start("training", sys.executable, "-c", lasting, **settings)
+        lab.start("training", sys.executable, "-c", _LASTING, **settings)
         run_id = lab.run_id()
         with _patient(lab, port) as client:
             until(lambda: client.ask(RunsQuestion()), "the run is known")
             until(lambda: "rank" in _times(client, run_id), "rows of the rank arrive")
-            _forge(lab, port, run_id)
-            until(lambda: "StreamStopped" in _firing(client), "it pages")
-            assert "critical" == client.ask(RunsQuestion())[0].health
-            before = _times(client, run_id)
-            until(
-                lambda: _times(client, run_id)["node"] > before["node"] + 5 * 10**9,
-                "rows of the node arrive all the same",
-                30.0,
-            )
-            done = lab.vitals("command", run_id, "halt", "--reason", "a forged row", *_where(lab))
-            assert 0 == done.returncode, done.stderr
-            until(lambda: training.poll() == 1, "the halt arrives")
-            assert "a forged row" in lab.log("training").read_text()
+        yield lab, port, run_id, agent
+
+
+def _until_both_arrive(client, run_id: str, before: dict[str, int]) -> None:
+    until(
+        lambda: all(now > before[kind] + 3 * 10**9 for kind, now in _times(client, run_id).items()),
+        "rows of the rank and of the node arrive",
+        60.0,
+    )
 
 
 def _where(lab) -> tuple[object, ...]:
@@ -63,7 +115,7 @@ def _times(client, run_id: str) -> dict[str, int]:
     return newest
 
 
-def _forge(lab, port: int, run_id: str) -> None:
+def _forge(lab, port: int, run_id: str, *, writer_key: str) -> None:
     (spool,) = (lab.runs / run_id / "agents").glob("*/spool")
     until(lambda: _steps_in(spool), "steps are in the spool")
     genuine = _steps_in(spool)[-1]
@@ -78,7 +130,7 @@ def _forge(lab, port: int, run_id: str) -> None:
     tokens = read_tokens(lab.tokens)
     url = f"https://127.0.0.1:{port}"
     with CollectorClient(url, tokens.ingest, tls=tokens.tls, timeout=60.0) as thief:
-        thief.ingest(encode_batch(header, STEPS.pack(ahead, row)))
+        thief.ingest_all([encode_batch(header, STEPS.pack(ahead, row))], writer_key=writer_key)
 
 
 def _steps_in(spool) -> list[BatchHeader]:

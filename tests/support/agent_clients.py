@@ -12,7 +12,7 @@ class Stalled:
     def __init__(self) -> None:
         self.asked, self.go_on = threading.Event(), threading.Event()
 
-    def ingest_all(self, raws, *, asks=False):
+    def ingest_all(self, raws, *, asks=False, writer_key=""):
         self.asked.set()
         assert self.go_on.wait(60.0)
         headers = [decode_batch(raw).header for raw in raws]

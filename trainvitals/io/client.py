@@ -63,7 +63,13 @@ from trainvitals.views import (
     SilenceRequest,
     SilenceView,
 )
-from trainvitals.wire import ASK_HEADER, OWNED_ELSEWHERE, OWNER_HEADER, IngestReply
+from trainvitals.wire import (
+    ASK_HEADER,
+    OWNED_ELSEWHERE,
+    OWNER_HEADER,
+    WRITER_KEY_HEADER,
+    IngestReply,
+)
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -161,12 +167,15 @@ class CollectorClient:
         """Store one batch; committed when this returns."""
         return self.ingest_all([raw])[0]
 
-    def ingest_all(self, raws: Sequence[bytes], *, asks: bool = False) -> tuple[IngestReply, ...]:
+    def ingest_all(
+        self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
+    ) -> tuple[IngestReply, ...]:
         """Store batches together; what is not refused is committed when this returns.
 
         Args:
             raws: the batches.
             asks: whether one behind a hole is not to be stored, but answered by ``from_seq``.
+            writer_key: secret that the first batch of each incarnation was sent with, if any.
 
         Returns:
             One reply for each batch. Where all are refused, the first one's error is raised.
@@ -174,6 +183,8 @@ class CollectorClient:
         headers = {"Content-Type": "application/octet-stream"}
         if asks:
             headers[ASK_HEADER] = "ask"
+        if writer_key:
+            headers[WRITER_KEY_HEADER] = writer_key
         content = b"".join(raws)
         answer = tuple[IngestReply, ...]
         replies = self._call(answer, "POST", "/v1/ingest", content=content, headers=headers)

@@ -44,6 +44,7 @@ from vitals_collector.api.auth import (
 from vitals_collector.api.control import control_router
 from vitals_collector.api.discovery import discovery_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
+from vitals_collector.api.health import HealthCheck
 from vitals_collector.api.ingest_route import COMMIT_SECONDS, IngestApp
 from vitals_collector.api.questions import answers, document, question_router, takes
 from vitals_collector.cluster.leases import UPKEEP, Lease
@@ -330,15 +331,13 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
         # IngestApp serves this path without coming here; what is said above is for the document.
         return await ingest_app.answer(await request.body(), principal_of(request))
 
+    health = HealthCheck(store)
+
     @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))
-    def healthz() -> Response:
-        """Say that the database answers, or why it takes nothing now (503). Needs no token."""
-        with store.read() as connection:
-            connection.exec_driver_sql("SELECT 1")
-        if store.no_room is not None:
-            text = "the store has no disk space left; reading still works"
-            return reply({"status": text}, 503)
-        return reply({"status": "ok"})
+    async def healthz() -> Response:
+        """Report that the store responds, or why it stores nothing (503). Needs no token."""
+        status = await health.status()
+        return reply({"status": status or "ok"}, 503 if status else 200)
 
     return router
 

@@ -37,7 +37,7 @@ from trainvitals.errors import (
     UsageError,
     VitalsError,
 )
-from trainvitals.wire import ASK_HEADER, IngestReply, is_of_events, split_batches
+from trainvitals.wire import ASK_HEADER, WRITER_KEY_HEADER, IngestReply, is_of_events, split_batches
 from vitals_collector.api.auth import (
     MAX_INGEST_BYTES,
     Refused,
@@ -56,6 +56,7 @@ _MAX_BYTES = 64 << 20
 """Of bodies that are being read or stored."""
 _MAX_WAITING = 4_096
 _ASKS = ASK_HEADER.lower().encode()
+_WRITER_KEY = WRITER_KEY_HEADER.lower().encode()
 _WAIT_SECONDS = 3.0
 """For room, or behind others, before a client is told to come back: as long as it would wait."""
 BUSY = "V304"
@@ -462,7 +463,11 @@ class IngestApp:
         try:
             body = await read_body(receive, MAX_INGEST_BYTES)
             asks = (_ASKS, b"ask") in scope["headers"]
-            return await self.answer(body, scope["state"]["principal"], asks=asks)
+            principal: Principal = scope["state"]["principal"]
+            for name, value in scope["headers"]:
+                if name == _WRITER_KEY:
+                    principal = principal.with_writer_key(value)
+            return await self.answer(body, principal, asks=asks)
         finally:
             self._room.release(num_bytes)
 

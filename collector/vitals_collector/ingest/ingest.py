@@ -7,8 +7,10 @@ together, so that they share the cost of a commit and of a statement. A refused 
 nothing and does not delay others.
 
 A run belongs to the owner of the token that started it, and a writer's start to exactly that token:
-batches with another one are refused. The token of the token file is an owner like others. This is
-checked for new starts; for known ones it is stored with their offset.
+batches with another one are refused. The token of the token file is an owner like others. If the
+first batch of a start came with a writer key, later ones must have the same key, because several
+agents may share a token. This is checked for new starts; for known ones it is stored with their
+offset.
 
 The stored offset of each writer's stream turns at-least-once into exactly once. The database
 contains it, and for rows the store of numbers too, from the commit that holds them. A collector
@@ -54,7 +56,13 @@ from trainvitals.catalog import (
     SCALARS_SCHEMA,
     steps_schema,
 )
-from trainvitals.errors import ForeignBatchError, FormatError, NotOwnerError, VitalsError
+from trainvitals.errors import (
+    ForeignBatchError,
+    FormatError,
+    NotOwnerError,
+    VitalsError,
+    WriterKeyError,
+)
 from trainvitals.identity import Identity
 from trainvitals.records import EVENT_SCHEMA, EventRow, RunStarted, decode_events
 from trainvitals.rows import Schema, column_of, rows_of
@@ -522,9 +530,8 @@ def _take_offsets(
     # All in one parameter: a statement with one parameter per key costs more than the rows.
     asked = [key for key in wanted if key not in offsets]
     query, words = _OFFSETS[connection.dialect.name], msgspec.json.encode(asked).decode()
-    for *own, last_seq, promised, last_ns, source, started_ns, token_id in connection.execute(
-        query, {"keys": words}
-    ).all():
+    for row in connection.execute(query, {"keys": words}).all():
+        *own, last_seq, promised, last_ns, source, started_ns, token_id, key_hash = row
         run_id, incarnation, stream = key = own[0], own[1], own[2]
         # The store of numbers is ahead of the database if a collector died between the two commits;
         # it is behind if it was restored from an older backup.
@@ -533,7 +540,7 @@ def _take_offsets(
             mark = min(last_seq, marks[run_id].get((incarnation, stream), -1))
         newest_ns = last_ns if mark == last_seq else 0
         offsets[key] = StreamOffset(
-            key, source, mark, newest_ns, started_ns, token_id, 0, promised, last_seq
+            key, source, mark, newest_ns, started_ns, token_id, key_hash, 0, promised, last_seq
         )
     return offsets
 
@@ -597,7 +604,10 @@ def _register_streams(
     )
     connection.execute(
         insert(connection, sources).on_conflict_do_nothing(),
-        [_source_row(identity) | {"token_id": by.token_id} for identity, by in writers.values()],
+        [
+            _source_row(identity) | {"token_id": by.token_id, "writer_key_hash": by.writer_key_hash}
+            for identity, by in writers.values()
+        ],
     )
     connection.execute(
         insert(connection, streams).on_conflict_do_nothing(),
@@ -612,6 +622,7 @@ def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principa
     Raises:
         FormatError: the incarnation is known as another source, or could not be introduced.
         ForeignBatchError: another token started it.
+        WriterKeyError: it was started with another writer key.
     """
     identity = batch.header.identity
     if offset is None:
@@ -622,8 +633,9 @@ def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principa
             f"not {identity.source}",
             hint="each start of each source makes an incarnation of its own",
         )
-    if not principal.writes_all and principal.token_id != offset.token_id:
-        raise _foreign_start(identity, principal)
+    begun_with = offset.token_id, offset.writer_key_hash
+    if error := _foreign_start(identity, principal, begun_with):
+        raise error
     return offset
 
 
@@ -697,12 +709,12 @@ def _of_keys(sql: str) -> dict[str, TextClause]:
 
 _OFFSETS = _of_keys("""
 SELECT s.run_id, s.incarnation, s.stream, s.last_seq, s.expected_seq, s.last_unix_ns,
-w.source, w.started_unix_ns, w.token_id
+w.source, w.started_unix_ns, w.token_id, w.writer_key_hash
 FROM {listed} JOIN streams s ON s.run_id = {k0} AND s.incarnation = {k1} AND s.stream = {k2}
 JOIN sources w ON w.run_id = s.run_id AND w.incarnation = s.incarnation
 """)
 _BEGUN_BY = _of_keys("""
-SELECT w.run_id, w.incarnation, w.token_id
+SELECT w.run_id, w.incarnation, w.token_id, w.writer_key_hash
 FROM {listed} JOIN sources w ON w.run_id = {k0} AND w.incarnation = {k1}
 """)
 _LOCK = text(
@@ -786,8 +798,8 @@ def _foreign(
     starts = sorted({(identity.run_id, identity.incarnation) for identity in asked})
     query, words = _BEGUN_BY[connection.dialect.name], msgspec.json.encode(starts).decode()
     begun_by = {
-        (run_id, start): token_id
-        for run_id, start, token_id in connection.execute(query, {"keys": words})
+        (run_id, start): (token_id, key_hash)
+        for run_id, start, token_id, key_hash in connection.execute(query, {"keys": words})
     }
     foreign: dict[int, ForeignBatchError] = {}
     for batch in new:
@@ -797,11 +809,10 @@ def _foreign(
         of_run = known.setdefault(identity.run_id, (principal.owner, principal.project))
         if not principal.may_write(identity.run_id, *of_run):
             foreign[id(batch)] = _foreign_run(identity, principal)
-        elif (
-            not principal.writes_all
-            and begun_by.setdefault(start, principal.token_id) != principal.token_id
-        ):
-            foreign[id(batch)] = _foreign_start(identity, principal)
+            continue
+        begun_with = begun_by.setdefault(start, (principal.token_id, principal.writer_key_hash))
+        if error := _foreign_start(identity, principal, begun_with):
+            foreign[id(batch)] = error
     return foreign
 
 
@@ -813,11 +824,28 @@ def _foreign_run(identity: Identity, principal: Principal) -> ForeignBatchError:
     )
 
 
-def _foreign_start(identity: Identity, principal: Principal) -> ForeignBatchError:
-    return ForeignBatchError(
-        f"incarnation {identity.incarnation} was begun with another token than {principal.name}",
-        hint="one that is rotated stays the same token; change to another when the job starts",
-    )
+def _foreign_start(
+    identity: Identity, principal: Principal, begun_with: tuple[str, str]
+) -> ForeignBatchError | None:
+    """Return the error if another sender started the incarnation, with this token and key hash."""
+    token_id, writer_key_hash = begun_with
+    if principal.writes_all:
+        return None
+    if principal.token_id != token_id:
+        return ForeignBatchError(
+            f"incarnation {identity.incarnation} was begun with another token than "
+            f"{principal.name}",
+            hint="one that is rotated stays the same token; change to another when the job starts",
+        )
+    # One that started without a key needs none, so that an agent can be upgraded during a run.
+    if writer_key_hash and principal.writer_key_hash != writer_key_hash:
+        return WriterKeyError(
+            f"{identity.source} of run {identity.run_id} (incarnation {identity.incarnation}) was "
+            f"started by an agent with another writer key than this one, which has token "
+            f"{principal.name}",
+            hint="restore the file writer.key of the agent's directory, or restart the job",
+        )
+    return None
 
 
 # ------------------------------------------------------- validity of batches, and their rows

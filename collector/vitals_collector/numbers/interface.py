@@ -602,6 +602,9 @@ class NumbersReader(Protocol):
 class Numbers(NumbersReader, Protocol):
     """A store of rows. Any thread may call; what is told to be stored survives a kill."""
 
+    def check_place(self) -> None:
+        """Raise StorageError if rows that were stored cannot be read; costs little."""
+
     def turn(self) -> AbstractContextManager[object]:
         """Wait for the turn to change the store, and hold it: a merge may have it for seconds.
 

@@ -96,6 +96,10 @@ class Lake(OpenLake):
 
     # --------------------------------------------------------------------------------- writing
 
+    def check_place(self) -> None:
+        """Raise StorageError if rows that were stored cannot be read."""
+        self.engine.check_place()
+
     def turn(self) -> AbstractContextManager[object]:
         """Wait for the turn to change the lake, and hold it."""
         return self.engine.lock

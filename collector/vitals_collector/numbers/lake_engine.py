@@ -71,6 +71,9 @@ class Place(Protocol):
     def begin(self) -> None:
         """Be told that a transaction begins."""
 
+    def check_place(self) -> None:
+        """Raise StorageError if rows that were stored there cannot be read."""
+
     def written(self, statements: Sequence[str]) -> list[str]:
         """Return the files that came since ``begin``, by these statements or others'; durable."""
 
@@ -93,6 +96,9 @@ class Place(Protocol):
         """Remove such checksums."""
 
 
+_RESTORE = "stop the collector, restore the directory or a backup, and start it again"
+
+
 class Folder:
     """A folder: what is written there is synced, file by file and name by name."""
 
@@ -101,6 +107,7 @@ class Folder:
         self.extensions: tuple[str, ...] = ()
         self._tables, self._aside = folder / "data" / "main", folder / "checksums"
         self._synced: dict[str, set[str]] = {}
+        self._inode = 0
 
     def enter(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Keep no files in memory: the system's own cache has them, and gives its room back."""
@@ -118,6 +125,22 @@ class Folder:
             folder.name: {entry.name for entry in os.scandir(folder)}
             for folder in self._tables.iterdir()
         }
+        self._inode = self._tables.stat().st_ino
+
+    def check_place(self) -> None:
+        """Raise StorageError if the directory was deleted, or replaced by a new one."""
+        try:
+            inode = self._tables.stat().st_ino
+        except OSError as error:
+            raise StorageError(
+                f"{self._tables} cannot be read: {error.strerror}", hint=_RESTORE
+            ) from error
+        if inode != self._inode:
+            # DuckLake creates a missing directory with the next rows; the earlier ones are lost.
+            raise StorageError(
+                f"{self._tables} was replaced while the collector ran; its rows are missing",
+                hint=_RESTORE,
+            )
 
     def has_files(self) -> bool:
         """Return whether ``prepare`` found files of rows."""
@@ -224,6 +247,9 @@ class Bucket:
             "CREATE TEMPORARY SECRET lake_files"
             f" (TYPE s3, SCOPE '{scope}', USE_SSL {_is_tls()}, {text})"
         )
+
+    def check_place(self) -> None:
+        """Do nothing: each commit reports a bucket that does not respond."""
 
     def prepare(self) -> None:
         """Look whether the bucket answers."""
@@ -640,8 +666,16 @@ class Engine:
         self.files = Files(self._place, self.ask)
         with translated(folder / CATALOGUE):
             self._root = self._attached()
+            has_rows = self._has_rows()
             self._place.prepare()
         self._refuse_rows_of_another()
+        if has_rows and isinstance(self._place, Folder) and not self._place.has_files():
+            self.close()
+            raise StorageError(
+                f"{self._place.root} has no files, but the catalog lists some: the directory was "
+                "deleted, or its disk is not mounted",
+                hint="restore it or a backup, or start with another data directory",
+            )
         self.execute(f"CREATE TABLE IF NOT EXISTS {CHECKSUMS} ({CHECKSUM_COLUMNS})")
 
     def _attached(self) -> duckdb.DuckDBPyConnection:
@@ -688,6 +722,14 @@ class Engine:
             ) from error
         root.execute("USE lake")
         return root
+
+    def check_place(self) -> None:
+        """Raise StorageError if rows that were stored cannot be read."""
+        self._place.check_place()
+
+    def _has_rows(self) -> bool:
+        """Return whether the catalog lists files; before ``prepare``, which looks for them."""
+        return bool(self.ask(f"SELECT 1 FROM {META}_data_file LIMIT 1").num_rows)
 
     def _refuse_rows_of_another(self) -> None:
         """Refuse an empty catalogue next to stored rows, which would never be found again.

@@ -16,7 +16,7 @@ from vitals_collector.storage.schema import metadata
 if TYPE_CHECKING:
     from alembic.config import Config
 
-NEWEST = "v4"
+NEWEST = "v5"
 """Version of the tables in ``schema``, equal to the last migration."""
 _VERSION = Table(
     "alembic_version",  # where Alembic looks

@@ -180,12 +180,14 @@ sources = Table(
     _text("ended_reason"),
     _number("ended_unix_ns"),
     _text("token_id"),
+    _text("writer_key_hash"),
     Index("ix_sources_source", "run_id", "source"),
 )
 """One incarnation of a rank, a GPU or a node. ``last_received_unix_ns`` is this collector's own
 clock, and 0 where the rows were read from a folder. ``alive`` is what an agent last said of a
 rank's process: 1, 0, or -1 where none did. ``token_id`` is of the token that began it, "" where
-that was the token file's own: no other token writes to it."""
+that was the token file's own: no other token writes to it. ``writer_key_hash`` is the SHA-256 of
+the key that its first batch was sent with, "" if it had none: then no key is required."""
 
 streams = Table(
     "streams",

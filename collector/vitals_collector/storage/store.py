@@ -210,6 +210,8 @@ class StreamOffset:
     """When its writer started."""
     token_id: str = ""
     """Of the token that began its writer."""
+    writer_key_hash: str = ""
+    """SHA-256 of its writer's key; "" if none is required."""
     num_lost: int = 0
     """New in this transaction."""
     expected_seq: int = -1

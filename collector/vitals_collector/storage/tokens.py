@@ -47,11 +47,17 @@ class Principal(NamedTuple):
     """The only run it is for; "" does not limit it."""
     writes_all: bool = False
     """Whether it may write to what others began: only who reads folders may."""
+    writer_key_hash: str = ""
+    """SHA-256 of the key that its batches were sent with; "" without one."""
 
     @property
     def is_limited(self) -> bool:
         """Whether it is for one project or run only."""
         return bool(self.project or self.run_id)
+
+    def with_writer_key(self, key: bytes) -> "Principal":
+        """Return the same principal as the sender of batches with this key."""
+        return self._replace(writer_key_hash=hashlib.sha256(key).hexdigest())
 
     def may_write(self, run_id: str, owner: str, project: str) -> bool:
         """Return whether it may write to a run that is there.

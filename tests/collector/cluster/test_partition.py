@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -65,10 +66,13 @@ def through(database: str, host: str, port: int) -> tuple[str, str]:
 
 
 class ClosingProxy:
-    """Passes bytes to a Unix socket; while ``is_cut`` it closes each connection."""
+    """Passes bytes to a Unix socket; while ``is_cut`` it closes each connection.
+
+    While ``is_silent`` it accepts connections and passes nothing.
+    """
 
     def __init__(self) -> None:
-        self.is_cut = False
+        self.is_cut = self.is_silent = False
         self.target = ""
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
@@ -86,6 +90,9 @@ class ClosingProxy:
         with client, socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):
             server.connect(self.target)
             while not self.is_cut:
+                if self.is_silent:
+                    time.sleep(0.05)
+                    continue
                 for source in select.select([client, server], [], [], 0.05)[0]:
                     if not (data := source.recv(65536)):
                         return
@@ -164,6 +171,26 @@ def is_stored(data: Path, raw: bytes) -> bool:
         except TransportError:
             return False
     return True
+
+
+def test_the_health_of_a_database_that_accepts_and_does_not_answer_is_reported_in_time(
+    postgres: str, tmp_path: Path
+) -> None:
+    proxy = ClosingProxy()
+    database, proxy.target = through(postgres, "127.0.0.1", proxy.port)
+    try:
+        with collecting(tmp_path / "a", database) as collector:
+            assert health(collector) == 200
+            proxy.is_silent = True
+            # More at once than the collector has threads for requests.
+            with ThreadPoolExecutor(64) as pool:
+                assert [503] * 64 == list(pool.map(health, [collector] * 64))
+            reason = httpx.get(f"{collector.url}/healthz", verify=False, timeout=15.0).json()
+            assert {"status": "the database has not responded for 3 s"} == reason
+            proxy.is_silent = False
+            until(lambda: health(collector) == 200, "it is healthy", HEALED_SECONDS)
+    finally:
+        proxy.close()
 
 
 def health(collector: RealCollector) -> int:

@@ -4,13 +4,14 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainvitals.errors import UsageError
+from trainvitals.errors import UsageError, VitalsError
 from trainvitals.io.client import client_of
 from trainvitals.io.lookup import find_collector
 from trainvitals.io.setting_paths import default_data_dir
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 POLL_SECONDS, MAX_POLL_SECONDS = 2.0, 10.0
 CPU_SHARE = 0.1
 """Of a core; a look that takes longer, as over a long run's folder, is followed by a pause."""
+MAX_ERROR_CHARACTERS = 2_000
 
 
 def register(app: typer.Typer) -> None:
@@ -138,6 +140,12 @@ def _work(
         except HeldError as error:
             _say(f"{target}: {error.text}")
             raise typer.Exit(supervise.HELD) from None
+        except VitalsError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the message may hold a whole response
+            traceback.print_tb(error.__traceback__)
+            _say(f"{target}: {type(error).__name__}: {str(error)[:MAX_ERROR_CHARACTERS]}")
+            raise typer.Exit(1) from None
 
 
 def _alive(pipe: int, num_rows: int) -> None:

@@ -4,6 +4,7 @@ What is sent again after a kill has the same series and time, and a store keeps 
 are no decisions among metrics; ``vitals/skipped`` and the attribute ``attempt`` tell of them.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from vitals_plugins.bridges.mirrors.follow import ATTEMPT, Entry, Row
 from vitals_plugins.bridges.mirrors.worker import About, Target
 
 _POINTS_AT_ONCE = 10_000
+_MAX_ANSWER_BYTES = 64 << 10
+"""An answer has no content that matters here; a longer one is not read, and ends the connection."""
 _NOT_ALLOWED = re.compile(r"[^A-Za-z0-9_.\-/]")
 _KNOWN = {f"train/{metric.column}": metric for metric in STEP_METRICS}
 
@@ -41,6 +44,7 @@ class Otlp:
         self._exporter = OTLPMetricExporter(
             endpoint=url if url.endswith("/v1/metrics") else f"{url}/v1/metrics",
             max_export_batch_size=_POINTS_AT_ONCE,
+            session=_session(),
         )
         self._resource = Resource(
             {"service.name": "vitals", "vitals.run_name": about.name, **about.facts}
@@ -83,6 +87,26 @@ class Otlp:
     def close(self, state: RunState) -> None:
         """Close the connection."""
         self._exporter.shutdown()
+
+
+def _session() -> Any:
+    """Return a session of requests that reads at most some KiB of each answer.
+
+    The exporter by itself would hold all of it in memory. None if the environment names a provider
+    of credentials, which makes its own session.
+    """
+    if any(name.endswith("_CREDENTIAL_PROVIDER") and value for name, value in os.environ.items()):
+        return None
+    import requests
+
+    def read_some(response: Any, **_: object) -> None:
+        response.raw.read(_MAX_ANSWER_BYTES)
+        response.close()
+
+    session = requests.Session()
+    session.stream = True
+    session.hooks["response"].append(read_some)
+    return session
 
 
 def otlp_name(name: str) -> str:

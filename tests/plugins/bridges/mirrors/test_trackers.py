@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -415,6 +416,95 @@ def test_a_real_tracker_whose_server_never_answers_is_ended_and_told(tmp_path: P
         )
     assert all("shows no sign of life for 4 s; the training is not affected" in t for t in told)
     assert ["1 s", "2 s"] == [text.split("Next try in ")[1].split(",")[0] for text in told]
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [("otlp", "opentelemetry.exporter.otlp.proto.http"), ("mlflow", "mlflow")],
+)
+def test_a_server_that_fails_with_100_mb_is_reported_in_bounded_memory_and_tried_again(
+    tmp_path: Path, kind: str, module: str
+):
+    pytest.importorskip(module, reason=f"needs {module}")
+    from vitals_collector.mirrors.supervise import supervise
+    from vitals_collector.mirrors.worker import Target
+
+    scene = Scene(tmp_path / "runs")
+    scene.whole()
+    told: list[str] = []
+
+    def say(text: str) -> None:
+        told.append(text)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+
+    log, peak = tmp_path / "log", tmp_path / "peak"
+    worker = (
+        "import resource, subprocess, sys; code = subprocess.run(sys.argv[2:], close_fds=False)"
+        ".returncode; peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss;"
+        " open(sys.argv[1], 'a').write(f'{peak}\\n'); sys.exit(code)"
+    )
+    with (
+        _failing_server() as url,
+        log.open("ab") as output,
+        redirected(output),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        supervise(
+            [Target(kind, url)],
+            lambda target, pipe: [
+                *(sys.executable, "-c", worker, str(peak)),
+                *(sys.executable, "-m", "trainvitals", "mirror", str(scene.run_dir.path)),
+                *("--to", str(target), "--worker", str(pipe)),
+            ],
+            say=say,
+        )
+    assert all("failed (exit code 1" in text for text in told), told
+    assert ["1 s", "2 s"] == [text.split("Next try in ")[1].split(",")[0] for text in told]
+    assert log.stat().st_size < 1 << 16
+    if kind == "otlp":  # MLflow's own client reads the whole response
+        assert max(map(int, peak.read_text().split())) < 300 << 10
+
+
+@contextlib.contextmanager
+def _failing_server() -> Iterator[str]:
+    """Give the URL of a server that responds to each request with 500 and 100 MB."""
+
+    class Failing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(500)
+            self.send_header("Content-Length", str(100 << 20))
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b"x" * (1 << 20))
+
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Failing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def redirected(output: BinaryIO) -> Iterator[None]:
+    """Send what this process's children write to stderr to a file."""
+    before = os.dup(2)
+    os.dup2(output.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def test_over_otlp_each_value_arrives_with_its_step_and_time(tmp_path: Path):
