@@ -25,7 +25,7 @@ Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
 APART = (
     *("hang", "straggler", "corruption", "repro", "judgement", "sizes", "attribution"),
-    "forecast",
+    *("forecast", "explanation"),
 )
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
@@ -122,6 +122,7 @@ def build_app() -> typer.Typer:
     app.command("straggler", epilog=f"Example: {PROGRAM} straggler --quick")(bench_straggler)
     app.command("judgement", epilog=f"Example: {PROGRAM} judgement --quick")(bench_judgement)
     app.command("attribution", epilog=f"Example: {PROGRAM} attribution --quick")(bench_attribution)
+    app.command("explanation", epilog=f"Example: {PROGRAM} explanation --quick")(bench_explanation)
     app.command("forecast", epilog=f"Example: {PROGRAM} forecast --quick")(bench_forecast)
     return app
 
@@ -326,6 +327,43 @@ def bench_attribution(
     _run(("attribution",), quick=quick, output=output, page=page)
 
 
+def bench_explanation(
+    quick: Quick = False,
+    output: Output = Format.TABLE,
+    page: Part = None,
+    kinds: Annotated[str, typer.Option(help="Only these kinds of fault, comma-separated.")] = "",
+    seeds: Seeds = "",
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of ranks, comma-separated; 1 trains in process.")
+    ] = "1,2",
+    placements: Annotated[
+        str, typer.Option(help="Only these, comma-separated: alone, after, overlapping.")
+    ] = "",
+    results: Results = None,
+    run: Annotated[bool, typer.Option(help="Train; otherwise only show --results.")] = True,
+    quiet: Annotated[bool, typer.Option(help="Query healthy trainings too.")] = True,
+) -> None:
+    """Damage small trainings, and score what `vitals postmortem` and `vitals why` state.
+
+    Right, wrong or silent in step, rank, cause and first mover. All of it takes hours.
+    """
+    from vitals_bench.explanation.jobs import Options as Explained
+
+    explained = Explained(
+        kinds=_words(kinds),
+        seeds=tuple(int(seed) for seed in _words(seeds)),
+        ranks=(1,) if quick else tuple(int(num) for num in _words(ranks)),
+        placements=_words(placements),
+        results=results,
+        is_run=run,
+        has_quiet=quiet,
+    )
+    _run(
+        ("explanation",), quick=quick, output=output, page=page,
+        options={"explanation": {"options": explained}},
+    )  # fmt: skip
+
+
 def bench_forecast(
     quick: Quick = False, output: Output = Format.TABLE, page: Part = None, traces: Traces = None
 ) -> None:
@@ -364,6 +402,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         corruption,
         dashboard,
         detect,
+        explanation,
         forecast,
         guard,
         hang,
@@ -395,6 +434,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "judgement": judgement.PARTS,
         "attribution": attribution.PARTS,
         "forecast": forecast.PARTS,
+        "explanation": explanation.PARTS,
     }
 
 

@@ -132,6 +132,20 @@ def test_the_healthy_steps_since_an_incident_end_where_the_next_one_begins(store
     ] == endings
 
 
+@pytest.mark.parametrize(("last", "is_open"), [(59, True), (60, False)])
+def test_skips_to_the_last_step_of_a_finished_run_are_an_open_incident(
+    store: Store, last: int, is_open: bool
+):
+    writer = Writer()
+    ingest(store, writer.steps(range(last + 1), loss=1.0))
+    for seq, step in enumerate(range(20, 60)):
+        ingest(store, writer.events(decision(step=step, ledger_seq=seq), step=step))
+    ingest(store, writer.events(RunEnded(state="finished"), step=last))
+    (one,) = told(store)
+    assert (is_open, is_open) == (one.is_open, "Nothing to do." != one.verdict.next)
+    assert "Resolved" not in one.verdict.state
+
+
 def test_an_incident_is_open_until_the_run_was_healthy_for_long_enough(store: Store):
     troubled_run(store, num_after=BAD + 1 - BACK_TO + 90)
     assert [True, True] == [one.is_open for one in told(store)]
@@ -237,6 +251,7 @@ def d(action: str, step: int, **how: object) -> Decision:
     return decision(action, step, **how).decision
 
 
+_SIX = ["40", "80", "120", "160", "200", "240"]
 _BACK: dict[str, object] = {"rollback_to_step": 5, "new_attempt": 2}
 
 
@@ -249,6 +264,8 @@ _BACK: dict[str, object] = {"rollback_to_step": 5, "new_attempt": 2}
         ((f(10, rank=1, cause="a"), f(12, rank=2, cause="b")), ["10", "12"]),
         ((f(10, rank=1, cause="a"), f(12, rank=2, cause="a")), ["10 12"]),
         ((f(10, rank=1, cause="a"), f(12, "straggler", rank=1)), ["10 12"]),
+        ((f(10, rank=1, cause="a"), f(50, rank=1, cause="b")), ["10", "50"]),
+        (tuple(f(40 * i, rank=0, cause=c) for i, c in enumerate("abcdef", 1)), _SIX),
         ((f(10, cause="a"), f(12, "straggler", rank=1)), ["10", "12"]),
         ((f(10, cause="a"), f(12, cause="b", rank=1)), ["10 12"]),
         ((f(10, cause="a"), f(10 + FOLLOWING_STEPS, cause="b")), ["10 20"]),

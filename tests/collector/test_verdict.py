@@ -270,13 +270,35 @@ def test_what_is_no_price_is_refused_with_the_way_out(text: str):
             "Running at step 560. Resolved: 18 healthy steps since step 542.",
             f"vitals postmortem {RUN} --incident 1-540-nonfinite_loss",
         ),
+        (
+            {"run": run("finished", last_step=542), "last": 543},
+            "Finished at step 542. Unresolved: no healthy step after step 542.",
+            f"vitals why {RUN} 540",
+        ),
+        (
+            {"run": run("lost", last_step=542), "is_open": False},
+            "Lost after step 542: no process reports. Last bad step 542, with no healthy step",
+            f"vitals tail {RUN}",
+        ),
     ],
-    ids=["halted", "halted, no folder", "lost", "node gone", "outlier", "waits", "resolved"],
+    ids=[
+        *("halted", "halted, no folder", "lost", "node gone", "outlier", "waits", "resolved"),
+        *("skipped to the end", "lost in it"),
+    ],
 )  # fmt: skip
 def test_each_state_has_its_next_command(facts, state, command):
     told = said(**facts)
     assert told.state.startswith(state)
     assert command == told.commands[0]
+
+
+def test_a_run_that_ended_in_trouble_is_not_told_that_there_is_nothing_to_do():
+    told = said(run=run("finished", last_step=542))
+    assert (
+        told.next
+        == "Check the weights before you use them, or use a checkpoint from before " + ("step 540.")
+    )
+    assert "Nothing to do." == said(run=run("finished"), is_open=False).next
 
 
 def test_a_timeline_is_short_and_by_time():

@@ -62,6 +62,17 @@ def test_it_only_tells_however_far_the_loss_goes_and_names_where_it_began() -> N
     assert "above its lowest" in made[0].reason
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("height", [3.6, 4.5, 1e6])
+def test_a_rise_begins_where_the_loss_changed_and_not_with_the_window(
+    seed: int, height: float
+) -> None:
+    losses = noisy([3.0] * 521 + [height] * 80, noise=0.02, seed=seed)
+    losses[480] = 50.0  # a spike that was over before
+    onset = findings(losses)[0].onset_step
+    assert abs(onset - 521) <= 3, onset
+
+
 @pytest.mark.parametrize("seed", one_in(4, range(10)))
 def test_a_step_up_of_3_percent_that_never_comes_back_is_told(seed: int) -> None:
     losses = noisy([2.0] * 1000 + [2.06] * 600, noise=0.004, seed=seed)

@@ -178,9 +178,24 @@ class LevelDetector(Detector):
 
     def _begin(self, level: float, best: float) -> None:
         self._top = 0.0
-        self._onset = self._steps[0]
+        self._onset = self._change_point(level, best)
         self._low, self._num_told, self._is_far = best, 0, False
         self._since, self._looks = 0, [level]
+
+    def _change_point(self, level: float, best: float) -> int:
+        """Return the first step of the rise: the lowest point of a CUSUM over the window.
+
+        Each loss is compared with the middle between the two levels, and counts at most as much as
+        the rise: one spike before it does not move the result.
+        """
+        middle, most = (level + best) / 2.0, level - best
+        total = lowest = 0.0
+        first = 0
+        for i, loss in enumerate(list(self._losses)[-len(self._steps) :], start=1):
+            total += max(-most, min(most, loss - middle))
+            if total <= lowest:
+                lowest, first = total, i
+        return self._steps[min(first, len(self._steps) - 1)]
 
     def _divergence(
         self, record: StepRecord, level: float, best: float, noise: float

@@ -1,8 +1,8 @@
 """Says what belongs together: in time, and in cause or place. Pure: no SQL, no clock.
 
-Two things on one branch belong together where their cause is the same or they name the same rank,
-and they are near each other; or where one follows the other at once, both are of one domain (the
-numbers, the speed, the GPUs...), and they do not name different ranks: a NaN gradient, and
+Two things on one branch belong together where their cause is the same and they are near each other;
+or where one follows the other at once, and they name the same rank, or are of one domain (the
+numbers, the speed, the GPUs...) and do not name different ranks: a NaN gradient, and
 the parameters that it spoiled. Between independent faults lie healthy steps. A rollback closes over
 what of its cause lies on the branch it left, and over what came again on the new branch before it
 was past the place where the trouble had been.
@@ -16,9 +16,10 @@ from trainvitals.detect.registry import DOMAINS
 from trainvitals.records import Decision, Finding, Severity
 
 NEAR_STEPS = 50
-"""Things of one cause or rank, so many steps apart, belong together."""
+"""Things of one cause, so many steps apart, belong together."""
 FOLLOWING_STEPS = 10
-"""Things of different causes belong together where at most so many steps are between them."""
+"""Things of different causes, of one rank too, belong together where at most so many steps are
+between them."""
 SEVERITIES: tuple[Severity, ...] = ("log", "notify", "page")
 
 
@@ -123,14 +124,15 @@ _Keys = list[tuple[str, str | int]]
 
 
 def _join_near(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> None:
-    """Join what is near and of one cause or rank."""
+    """Join what is near and of one cause, and what follows at once on one rank."""
     reach: dict[tuple[str, str | int], int] = {}
     for i in order:
         item = items[i]
         keys: _Keys = [("cause", item.cause)]
         keys += [("rank", item.rank)] if item.rank >= 0 else []
         for key in keys:
-            _join(items, i, reach.get(key), item.first - NEAR_STEPS, sets)
+            distance = NEAR_STEPS if key[0] == "cause" else FOLLOWING_STEPS
+            _join(items, i, reach.get(key), item.first - distance, sets)
         _reach_further(items, i, keys, reach)
 
 

@@ -439,7 +439,9 @@ def severity_of(bundle: Bundle, records: Records) -> Severity:
 
 def _is_open(bundle: Bundle, records: Records, run: RunSummary) -> bool:
     if run.state == "finished":
-        return False
+        # The user keeps the last state, and no healthy step shows that the trouble was over.
+        steps = (records.decisions[i].decision.step for i in bundle.decisions)
+        return max(steps, default=-1) >= run.last_step >= 0
     conditions = (records.alerts[i] for i in bundle.alerts)
     if any(alert.state == "firing" for alert in conditions):
         return True

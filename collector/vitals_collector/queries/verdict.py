@@ -194,17 +194,19 @@ def ending(facts: VerdictFacts) -> str:
     if facts.run.state == "halted" and any(d.action == "halt" and d.acted for d in decided):
         return f"This incident stopped it; last bad step {facts.last:,}."
     if facts.is_open:
+        if facts.run.state == "finished":
+            last = min(facts.last, facts.run.last_step)
+            return f"Unresolved: no healthy step after step {last:,}."
         return f"Open: last bad step {facts.last:,}."
     if facts.next_onset >= 0:
         healthy = facts.next_onset - facts.last - 1
         until = f", until the next incident at step {facts.next_onset:,}"
     else:
         healthy, until = facts.run.last_step - facts.last, ""
-    if healthy > 0:
-        return (
-            f"Resolved: {humanize_count(healthy, 'healthy step')} since step {facts.last:,}{until}."
-        )
-    return f"Resolved: last bad step {facts.last:,}."
+    if healthy <= 0:
+        return f"Last bad step {facts.last:,}, with no healthy step after it{until}."
+    steps = humanize_count(healthy, "healthy step")
+    return f"Resolved: {steps} since step {facts.last:,}{until}."
 
 
 # --------------------------------------------------------------------------------------- cause
@@ -502,6 +504,9 @@ def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
     if any(view.finding.kind == "unguarded" for view in facts.findings):
         text = "Fix the error that measuring ended with, or report it. Check the weights before "
         return f"{text}you use them: nothing checked these updates.", (why, report)
+    if run.state != "running" and facts.is_open:
+        text = "Check the weights before you use them, or use a checkpoint from before step "
+        return f"{text}{max(facts.onset, 0):,}.", (why, report)
     if run.state != "running" or not facts.is_open:
         return "Nothing to do.", (report, why)
     return _while_open(facts, why, report)
