@@ -107,7 +107,7 @@ def _scales(scale: float, overflows: dict[int, int]) -> list[MergedStep]:
 def weight_norm() -> list[Panel]:
     """Weight decay 300 times too strong; the growth of a healthy run."""
     healthy = [20.0 + 6.0 * (1.0 - math.exp(-n / 25)) for n in range(60)]
-    decays = [norm * 0.97 ** max(0, n - 40) for n, norm in enumerate(healthy)]
+    decays = [norm * 0.95 ** max(0, n - 40) for n, norm in enumerate(healthy)]
     lines = {"weight norm": of_run("weight_norm")}
     return [
         watched(title, [step(n * EVERY, run={"weight_norm": norm}) for n, norm in enumerate(norms)],
@@ -293,7 +293,8 @@ ENTRIES = (
         name="weight_norm",
         title="Weight norm",
         owner=weights.WeightNormWatcher,
-        needs="`weight_norm` (`SignalSettings(weight_norm=True)`), `warm_up` samples of it.",
+        needs="`weight_norm` (`SignalSettings(weight_norm=True)`), `warm_up` samples of it. Off by "
+        "default: each tensor of parameters adds a number to the exchange of every step.",
         examples=weight_norm,
         config=weights.WeightNormConfig,
     ),

@@ -1,6 +1,8 @@
 """A poisoned window, parameters that turn NaN, and a second window soon after the rollback.
 
-Independent faults: each is treated for itself, and the training ends where the clean one does.
+Independent faults: each is treated separately. Poison near chance level is trained on, as without
+a monitor; the rollback of the parameters replays every batch. So the training ends exactly where a
+bare one ends that has the two windows only.
 """
 
 from dataclasses import dataclass
@@ -53,10 +55,10 @@ def test_independent_faults_are_treated_each_for_itself(name, seed):
     windows = world(name, TwoWindows(kind="poison", poison="shuffle"))
     faulty = world(name, ThreeFaults(kind="poison", poison="shuffle"))
     try:
-        clean = run_world(windows, clip=1.0, policy="oracle", seed=seed)  # as many clean batches
+        bare = run_world(windows, clip=1.0, policy="none", seed=seed)
         watched = run_world(faulty, clip=1.0, policy="heal+probe", seed=seed)
     finally:
         torch.set_num_threads(before)
     assert "" == watched.halted and {} == watched.errors
     assert ["nonfinite_params"] == [rule for _, _, rule in watched.rollbacks]
-    assert watched.final <= 1.02 * clean.final, (watched.final, clean.final)
+    assert bare.digest == watched.digest, (watched.final, bare.final)

@@ -90,6 +90,12 @@ def test_a_spike_and_its_recovery_are_no_divergence() -> None:
     assert [] == told(losses)
 
 
+def test_a_slow_recovery_is_no_divergence_while_the_median_lags_behind() -> None:
+    spike = [5.7, 4.1] + [3.8] * 6 + [3.1, 2.8, 2.4, 2.2, 2.0, 2.0, 1.8]
+    after = spike + [1.65] * 7 + [1.4] * 5 + [1.2] * 7 + [1.05] * 4 + [0.9] * 24
+    assert [] == told(noisy([0.7] * 300 + after + [0.7] * 300, noise=0.04))
+
+
 def test_a_recovered_rise_may_be_told_again() -> None:
     course = [3.0] * 300 + [3.4] * 100 + [3.0] * 300 + [3.4] * 100
     assert ["divergence", "divergence"] == [kind for _, kind in told(noisy(course))]

@@ -163,18 +163,19 @@ class LevelDetector(Detector):
         tops = [top for seen, top in self._recovered if self._seen - seen <= _RISES_WITHIN]
         return len(tops) >= _RECURS and rise <= _HIGHER * max(tops)
 
-    def _is_recovering(self, best: float) -> bool:
-        """Whether the latest quarter of the window has undone most of the rise of the previous one.
+    def _is_recovering(self, level: float, best: float) -> bool:
+        """Whether the latest quarter of the window has undone most of the rise.
 
-        After a spike the median stays high for longer than the loss: half of its window is in the
-        spike. A loss that stops falling above the lowest level is reported then.
+        It is compared with the previous quarter and with the level. After a spike the median stays
+        high for longer than the loss: half of its window is in the spike. A loss that stops falling
+        above the lowest level is reported once the median has followed it.
         """
         quarter = self._config.window // 4
         losses = list(self._losses)[-2 * quarter :]
         before, latest = (
             sorted(part)[quarter >> 1] - best for part in (losses[:quarter], losses[quarter:])
         )
-        return latest < _RECOVERING * before
+        return latest < _RECOVERING * max(before, level - best)
 
     def _begin(self, level: float, best: float) -> None:
         self._top = 0.0
@@ -203,7 +204,7 @@ class LevelDetector(Detector):
         config = self._config
         further = 2.0 if self._num_told else 1.0
         enough = max(config.divergence * abs(best), config.sigmas * noise) * further
-        if level <= self._low + enough or self._is_recovering(best):
+        if level <= self._low + enough or self._is_recovering(level, best):
             return None
         if self._recurs(level - best):
             self._silent = True

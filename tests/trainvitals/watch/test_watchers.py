@@ -152,7 +152,7 @@ def test_a_counter_of_overflows_serves_as_well() -> None:
 
 def test_weights_that_shrink_or_grow_fast_are_reported_once_while_they_do() -> None:
     for to, direction in ((40.0, "shrank"), (250.0, "grew")):
-        rows = merged_series(f"weight_norm 90..100x60 100..{to}x40 {to}x60")
+        rows = merged_series(f"weight_norm 90..100x60 100..{to}x20 {to}x60")
         (finding,) = watched(WeightNormWatcher(), rows)
         assert 60 <= finding.step <= 80
         assert f"the weight norm {direction} from" in finding.reason

@@ -265,7 +265,7 @@ GONE_WRONG: dict[str, Case] = {
             row,
             weight_norm=None
             if row.run["weight_norm"] is None
-            else row.run["weight_norm"] * 0.997 ** (row.step - 1199),
+            else row.run["weight_norm"] * 0.995 ** (row.step - 1199),
         ),
     ),
     "one layer's gradients explode": Case(
