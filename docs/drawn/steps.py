@@ -294,7 +294,8 @@ ENTRIES = (
         title="Weight norm",
         owner=weights.WeightNormWatcher,
         needs="`weight_norm` (`SignalSettings(weight_norm=True)`), `warm_up` samples of it. Off by "
-        "default: each tensor of parameters adds a number to the exchange of every step.",
+        "default: each tensor of parameters adds a number to the exchange of every step, and 1 of "
+        "43 kinds of small healthy training is reported.",
         examples=weight_norm,
         config=weights.WeightNormConfig,
     ),
